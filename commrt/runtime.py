@@ -35,7 +35,7 @@ class _Runtime:
         self.engine: Any = None
         self.pid = 0
         self.comm: Communicator | None = None
-        self.given: Any = None
+        self.mpi_comm: Any = None
         self.world: World | None = None
         self.relays: list[GlooRelay] = []
         """Relays of this process's worlds; closed ones stay in the list."""
@@ -72,7 +72,7 @@ def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communic
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
         if _RUNTIME.comm is not None and _RUNTIME.comm.closed is None:
-            if mpi_comm is not None and mpi_comm is not _RUNTIME.given:
+            if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
                 raise UsageError(
                     "commrt.init() was called before with other ranks; make further "
                     "groups with split() or create_group()"
@@ -87,7 +87,7 @@ def init(mpi_comm: Any = None, *, deterministic: bool | None = None) -> Communic
         env.check_names()
         if _RUNTIME.world is None:
             _RUNTIME.world = _start(mpi_comm)
-            _RUNTIME.given = mpi_comm
+            _RUNTIME.mpi_comm = mpi_comm
         world = _RUNTIME.world
         if deterministic is None:
             deterministic = env.read_bool("COMMRT_DETERMINISTIC")

@@ -74,8 +74,7 @@ class _Source:
 
     @property
     def launches(self) -> int:
-        """Number of launches that have measured a point, typically; 0 without
-        evidence."""
+        """Number of launches that measured a point, typically; 0 without evidence."""
         seen = [
             point.launches
             for rule in self.rules

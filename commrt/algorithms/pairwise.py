@@ -35,8 +35,7 @@ def alltoall(b: Builder) -> None:
 
 @algorithm("reduce_scatter", "pairwise", complexity=50, bandwidth=True)
 def reduce_scatter(b: Builder) -> None:
-    """Send the block of the rank t further in step t; add the one that comes from t
-    back."""
+    """Send, in step t, the block of the rank t further; add the one that comes."""
     received = b.copy(b.out[0], b.inp[b.rank])
     for t in range(1, b.size):
         b.after(received)

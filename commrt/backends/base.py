@@ -247,8 +247,7 @@ class Attached:
 
     @property
     def why_no_devices(self) -> str:
-        """Reason why the backend serves no arrays on these ranks' devices; empty if it
-        may."""
+        """Reason why these ranks' devices are not served; empty if they may be."""
         return ""
 
     @property

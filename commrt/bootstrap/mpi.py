@@ -84,7 +84,7 @@ class MpiBootstrap:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self.given = mpi_comm
+        self.mpi_comm = mpi_comm
         self.rank: int = mpi_comm.Get_rank()
         self.size: int = mpi_comm.Get_size()
         self.comm = self._duplicate(mpi_comm, timeout_s)

@@ -362,7 +362,7 @@ class DeviceBoxes:
         keep = (self, *(each.owner for each in arrays))
         plan = self._agreeing if agrees and self._agreeing is not None else self.plan
         runner = devices.runner(device, plan)
-        started = devices.given(
+        started = devices.launch(
             lambda: runner.start_arrays(
                 plan, addresses, handle, not nonblocking, keep, timeout_s
             )

@@ -52,7 +52,7 @@ __all__ = [
     "check_reduced",
     "check_root",
     "check_writable",
-    "given",
+    "output_object",
     "parse",
 ]
 
@@ -380,7 +380,7 @@ def bind(call: Call, rank: int, size: int) -> Bound:
         x = copy_of(x)
     else:
         check_overlap(call, x, out)
-    return Bound(x, out, given(call, out), x.dtype, full)
+    return Bound(x, out, output_object(call, out), x.dtype, full)
 
 
 def check_reduced(call: Call, x: HostView) -> None:
@@ -433,7 +433,7 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
         target = call.view(_new(call, x), "out")
     if not (is_root and target is x):
         check_writable(call.spec, target)
-    result = given(call, target)
+    result = output_object(call, target)
     return Bound(x if is_root else None, target, result, x.dtype, x.count)
 
 
@@ -451,15 +451,15 @@ def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
     _check_divisible(spec, x, size)
     out = _output(call, x, size)
     if not is_root:
-        return Bound(None, out, given(call, out), x.dtype, x.count)
+        return Bound(None, out, output_object(call, out), x.dtype, x.count)
     if _own_block(x, out, call.root, size):
         x = copy_of(x)
     else:
         check_overlap(call, x, out)
-    return Bound(x, out, given(call, out), x.dtype, x.count)
+    return Bound(x, out, output_object(call, out), x.dtype, x.count)
 
 
-def given(call: Call, out: HostView) -> Any:
+def output_object(call: Call, out: HostView) -> Any:
     """Return the object the caller knows the output by."""
     if call.out is not None:
         return call.out

@@ -42,8 +42,7 @@ def take_aligned(pool: Pool, nbytes: int) -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """Facts of the call that a part belongs to; all but ``elements`` are equal on all
-    ranks."""
+    """Facts of a part's call; all but ``elements`` are equal on all ranks."""
 
     operation: int
     wire: int

@@ -211,8 +211,8 @@ class DeviceCollectives:
         """Return whether the device ends a call without progress of the host."""
         return self.attached[plan.backend].ends_by_itself
 
-    def given(self, start: Callable[[], T]) -> T:
-        """Return what a start returns; its error says if the communicator failed."""
+    def launch(self, start: Callable[[], T]) -> T:
+        """Call ``start`` and return its result; an error says if the group failed."""
         try:
             return start()
         except DeviceError as error:
@@ -269,7 +269,7 @@ class DeviceCollectives:
         self.order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
         runner = self.runner(device, plan)
-        started = self.given(
+        started = self.launch(
             lambda: runner.start(
                 plan,
                 0 if x is None else x.address,

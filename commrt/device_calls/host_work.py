@@ -118,7 +118,7 @@ def start_host_call(
         jobs.work(device).refuse_capture(handle)
         begins.channel = jobs.channel(made.kind, made.timeout_s)
         devices.order_exported(device, handle, views)
-        job = devices.given(
+        job = devices.launch(
             lambda: jobs.start(
                 device,
                 rows,

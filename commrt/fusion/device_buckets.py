@@ -67,7 +67,7 @@ class DeviceBuckets:
         self._group, self._devices, self._rules = group, devices, rules
         self.lanes: dict[int, _Lane] = {}
         """Lane of each device, by its ``id``."""
-        self._known: set[tuple[str, DType]] = set()
+        self._checked: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
 
     def add(
@@ -77,18 +77,18 @@ class DeviceBuckets:
 
         That is what a stream is captured for: a graph has no bucket to go with.
         """
-        group, staging = self._group, self._devices
-        staging.check(call, bound)
+        group, devices = self._group, self._devices
+        devices.check(call, bound)
         device, x, out = bound.on, bound.x, bound.out
         assert x is not None
         assert out is not None
-        stream = staging.stream_of(call, device, x.array)
+        stream = devices.stream_of(call, device, x.array)
         if device.is_capturing(stream):
             return None
         self._rules.refuse_what_no_bucket_runs(call, bound, most_nbytes)
-        staging.order_exported(device, stream, (x, out))
+        devices.order_exported(device, stream, (x, out))
         if group.checker is None:
-            self._known.add((call.reduction.name.lower(), bound.dtype))
+            self._checked.add((call.reduction.name.lower(), bound.dtype))
         else:
             group.checker.check(call, bound)
         timeout_s = group.timeout_s if call.timeout_s is None else call.timeout_s
@@ -106,7 +106,7 @@ class DeviceBuckets:
         op = kwargs.get("op", "sum")
         if (
             name not in FUSED
-            or not self._known
+            or not self._checked
             or nbytes is None
             or len(args) != 1
             or not _PLAIN.issuperset(kwargs)
@@ -116,8 +116,8 @@ class DeviceBuckets:
             return None
         array = args[0]
         seen = see(array, name)
-        known = (op, seen.dtype) in self._known and seen.writable
-        if not known or seen.count * seen.dtype.itemsize >= nbytes:
+        is_checked = (op, seen.dtype) in self._checked and seen.writable
+        if not is_checked or seen.count * seen.dtype.itemsize >= nbytes:
             return None
         stream = current_stream_of(array, seen.device)
         if seen.device.is_capturing(stream):

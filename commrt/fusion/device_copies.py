@@ -194,37 +194,37 @@ class _Tables:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._known: dict[tuple[int, ...], _Placed] = {}
+        self._placed: dict[tuple[int, ...], _Placed] = {}
         self._address = int(device.alloc(_TABLES * _TABLE_NBYTES))
         self._pinned = int(device.pinned_alloc(_TABLES * _TABLE_NBYTES))
 
     def make_room(self, stream: int) -> None:
         """Forget all if there is no room; no launch that uses them is under way."""
-        if len(self._known) < _TABLES:
+        if len(self._placed) < _TABLES:
             return
         # Another thread may have seen the end of the launches.
         self._device.stream_synchronize(stream)
-        self._known.clear()
+        self._placed.clear()
 
     def find(self, lengths: tuple[int, ...], stream: int) -> _Placed | None:
         """Return the table for arrays of so many bytes; ``stream`` copies a new one."""
-        found = self._known.get(lengths)
-        if found is not None or len(self._known) >= _TABLES:
+        found = self._placed.get(lengths)
+        if found is not None or len(self._placed) >= _TABLES:
             return found
         boxes = [Box(i, (0,), (nbytes,)) for i, nbytes in enumerate(lengths)]
         table = move_table(boxes, [(1,)] * len(boxes), [1] * len(boxes))
         assert len(table.content) <= _TABLE_NBYTES
-        at = len(self._known) * _TABLE_NBYTES
+        at = len(self._placed) * _TABLE_NBYTES
         self._device.write(self._pinned + at, table.content)
         self._device.memcpy_async(
             self._address + at, self._pinned + at, len(table.content), stream
         )
-        self._known[lengths] = table, self._address + at
-        return self._known[lengths]
+        self._placed[lengths] = table, self._address + at
+        return self._placed[lengths]
 
-    def known(self, lengths: tuple[int, ...]) -> _Placed | None:
+    def existing(self, lengths: tuple[int, ...]) -> _Placed | None:
         """Return the table if it is here."""
-        return self._known.get(lengths)
+        return self._placed.get(lengths)
 
     def close(self) -> None:
         """Free the memory; idempotent."""
@@ -329,7 +329,7 @@ class BucketCopies:
             return None
         if kind is BoxKind.PACK:
             return self._tables.find(lengths, stream)
-        return self._tables.known(lengths)  # its gather has looked for it
+        return self._tables.existing(lengths)  # its gather has looked for it
 
     def _copy(
         self, kind: BoxKind, arrays: Sequence[HostView], at: int, stream: int

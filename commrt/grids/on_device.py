@@ -167,7 +167,7 @@ class BoundNeighbors:
         devices.order_exported(device, handle, [x, out])
         runner = devices.runner(device, self._plan)
         keep = x.owner, out.owner
-        started = devices.given(
+        started = devices.launch(
             lambda: runner.start_arrays(
                 self._plan,
                 [x.address, out.address],

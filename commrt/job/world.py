@@ -335,7 +335,7 @@ def connect_world(
         wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
         mpi=mpi,
-        mpi_comm=getattr(bootstrap, "given", None),
+        mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )
     bootstrap.idle = world.engine.step

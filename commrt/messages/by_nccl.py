@@ -130,7 +130,7 @@ class NcclMessages:
         addresses = [each.address for each in self._arrays]
         keep = tuple(each.owner for each in self._arrays)
         work = devices.runner(device, plan)
-        started = devices.given(
+        started = devices.launch(
             lambda: work.start_arrays(
                 plan, addresses, stream, not nonblocking, keep, limit
             )

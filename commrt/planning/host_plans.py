@@ -104,8 +104,7 @@ def last_level_cache_nbytes() -> int:
 
 @dataclass(frozen=True)
 class TransportParams:
-    """Parameters of messages in shared memory; the tuner chooses them by size and
-    link."""
+    """Parameters of shared-memory messages; the tuner picks them by size and link."""
 
     chunk: int | str = "auto"
     """Wanted bytes per message of a fragment; ``auto``: 131072 where data flows one

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates that combine in the order a reduction needs; reasons against the
-others."""
+"""Candidates whose order suits a reduction, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def sparse_allreduce(
     talk: Talk, what: str, header: Header, output: Output, report: SparseReport
 ) -> Steps[Any]:
     """Return the output of one call."""
-    mine = talk.elements.whole(output.given)
+    mine = talk.elements.whole(output.argument)
     # Told here it is nearly free; later it would be a round of headers.
     bounds = even_bounds(0, output.length, talk.comm.size)
     offsets = talk.elements.offsets(mine, bounds)

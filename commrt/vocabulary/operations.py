@@ -155,8 +155,7 @@ class OpSpec:
 
     @property
     def reads(self) -> str:
-        """Code for how the dispatcher reads its arguments
-        (native/calls/recorded_method.hpp)."""
+        """Codes that tell the dispatcher in C++ how to read its arguments."""
         return "" if self.is_empty else "a"
 
     def wire_share(self, size: int) -> float:

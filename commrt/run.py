@@ -295,7 +295,10 @@ def _free_port() -> int:
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port
-    raise SystemExit("commrt.run: no port is free")
+    raise SystemExit(
+        "commrt.run: no port of this machine is free; expected one in "
+        f"{_PORTS.start}..{_PORTS.stop - 1}: end a program that holds one"
+    )
 
 
 def _shares(size: int) -> list[set[int]]:

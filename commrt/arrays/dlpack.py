@@ -114,7 +114,10 @@ def _read(capsule: Any, what: str) -> tuple[_Tensor, bool]:
         return held.tensor, bool(held.flags & _READ_ONLY)
     if _is_valid(capsule, b"dltensor"):
         return _Tensor.from_address(_pointer(capsule, b"dltensor")), False
-    raise BufferError_(f"{what} exports no DLPack capsule that was not used before")
+    raise BufferError_(
+        f"{what} exports no DLPack capsule that was not used before: "
+        f"its __dlpack__() must return a new one in every call"
+    )
 
 
 def _dtype(tensor: _Tensor, what: str) -> str:

@@ -248,7 +248,9 @@ def _view_dlpack(array: Any, what: str) -> HostView:
 
 def _view_buffer(array: Any, buffer: memoryview, what: str) -> HostView:
     if not buffer.c_contiguous:
-        raise BufferError_(f"{what} is a buffer that is not C-contiguous")
+        raise BufferError_(
+            f"{what} is a buffer that is not C-contiguous: pass a contiguous copy of it"
+        )
     try:
         exported = np.asarray(buffer)
     except (TypeError, ValueError) as exc:

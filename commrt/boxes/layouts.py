@@ -121,7 +121,10 @@ class Layout:
         try:
             object.__setattr__(self, "dims", tuple(self.dims))
         except TypeError:
-            raise UsageError(f"Layout: dims={self.dims!r} must be a sequence") from None
+            raise UsageError(
+                f"Layout: dims={self.dims!r} must be a sequence of one entry per "
+                f"dimension, such as (commrt.Block(0), None)"
+            ) from None
         if len(self.dims) != len(self.shape):
             raise UsageError(
                 f"Layout: dims has {len(self.dims)} entries and shape={self.shape} "

@@ -115,7 +115,10 @@ def check_counts(
                 f"elements"
             )
     if sum(counts) > _LARGEST:
-        raise UsageError(f"{where}: {argument} add up to {sum(counts)}: too many")
+        raise UsageError(
+            f"{where}: {argument} add up to {sum(counts)}: too many, expected at most "
+            f"{_LARGEST} elements; check the numbers, or split the call"
+        )
     return counts
 
 

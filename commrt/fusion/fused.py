@@ -360,5 +360,8 @@ class Fused:
     def send(self) -> None:
         """Send the open buckets now; collective, after the same calls on all ranks."""
         if self._fusion.context is not self:
-            raise UsageError("fused: send() outside of the context; it is over")
+            raise UsageError(
+                f"fused: send() outside of the context on {self._fusion.group.name}, "
+                f"which has ended; call it within `with comm.fused():`"
+            )
         self._fusion.cut()

@@ -106,7 +106,10 @@ class Nvrtc:
         if result:
             text = self._library.nvrtcGetErrorString
             text.restype = ctypes.c_char_p
-            raise KernelsMissingError(f"{function}: {text(result).decode()}")
+            raise KernelsMissingError(
+                f"{function}: {text(result).decode()}, from {self.path}; expected no "
+                f"error: name another NVRTC with COMMRT_NVRTC_LIB"
+            )
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def count(
     """Return calls and bytes of operations, but receives, by some of ``KEYS``."""
     wrong = [name for name in by if name not in KEYS]
     if wrong:
-        raise UsageError(f"by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
+        raise UsageError(f"volume: unknown by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
     keys = [KEYS[name] for name in by]
     found: dict[tuple[str, ...], Volume] = {}
     for one in operations:
@@ -397,7 +397,10 @@ def read_log(path: Path) -> Log:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
+        raise UsageError(
+            f"cannot read the log {path}: {error.strerror or error}; expected a .jsonl "
+            f"file that COMMRT_TRACE=FOLDER makes: check the path"
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path} is no log of {FORMAT}: it is no text; logs are the .jsonl files "
@@ -414,7 +417,10 @@ def read_log(path: Path) -> Log:
         log = Log(**head, is_complete=False)
         _read_lines(log, lines[1:])
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise UsageError(f"{path}: not as {FORMAT} has it: {error!r}") from error
+        raise UsageError(
+            f"{path} is no log of {FORMAT}: its lines are damaged ({error!r}); "
+            f"expected the lines that this version writes: record the run again"
+        ) from error
     return log
 
 

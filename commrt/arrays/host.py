@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of what users pass: address, length and element type, with or without copying.
+"""Views of users' arrays: address, length and element type, with or without copying.
 
-The native dispatcher recognises plain numpy arrays by itself; everything else comes
+The dispatcher in C++ recognises plain numpy arrays by itself; everything else comes
 here. Nothing is ever copied: an array that cannot be used in place is an error.
 """
 

@@ -152,7 +152,7 @@ class Attached:
     prepares: ClassVar[bool] = False
     """True if ``prepare`` is to be called before a plan runs on a device."""
     is_dispatched: ClassVar[bool] = False
-    """True if plan and runner are native ones, which later calls start without Python.
+    """True if plan and runner are C++ objects, which later calls start without Python.
     """
     ends_by_itself: ClassVar[bool] = False
     """True if a device ends its calls without progress of the host."""

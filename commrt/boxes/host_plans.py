@@ -72,7 +72,7 @@ def box_plan(
     label: str,
     reduction: ReduceOp | None = None,
 ) -> Any:
-    """Return the native plan; its buffer is a table of the arrays' addresses."""
+    """Return the engine's plan; its buffer is a table of the arrays' addresses."""
     transport = TransportParams()
     slots = _SLOTS_NBYTES // max(1, program.longest_nbytes)
     slots = max(slots, program.fewest_slots, _FEWEST_SLOTS)

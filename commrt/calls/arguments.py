@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of one collective call, checked, before anything is sent.
 
-The native dispatcher hands a call over when it does not recognise something: this is
-where it is decided what the call means, or what exactly is wrong with it.
+The dispatcher in C++ hands a call over when it does not recognise something. Then this
+module decides what the call means, or says exactly what is wrong with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of calls on arrays on devices, and what they say where something is wrong.
+"""Requests of calls on arrays on devices, and the errors that they raise.
 
-``DeviceRequest`` itself is native; it calls the functions here to have errors made.
+``DeviceRequest`` itself is written in C++; it calls the functions here to make errors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of arrays on devices: what ``comm.fused()`` does with calls on them.
+"""Buckets of arrays on devices, for the calls within ``comm.fused()``.
 
-A call notes what its stream holds, and becomes a part of the bucket of its device,
-element type and reduction. Which calls are in a bucket, when it is sent and in which
-order the native side settles, for arrays of the host and of devices together, as it
-must be the same on all ranks (``calls/fusion.cpp``). What is sent is one allreduce:
+A call notes the work in its stream, and becomes a part of the bucket of its device,
+element type and reduction. The C++ part (``calls/fusion.cpp``) decides the calls in a
+bucket, the time when it is sent, and the order of buckets. It decides for arrays of the
+host and of devices together, as all ranks must do the same. A bucket is one allreduce:
 
     gathers:    wait for what the streams held at the calls; the arrays into a block
     collective: in place on the block, whatever runs it
@@ -186,7 +186,7 @@ class DeviceBuckets:
 
 
 class _Lane:
-    """One device's buckets. The native side calls ``send`` and ``fail``."""
+    """One device's buckets. The C++ part calls ``send`` and ``fail``."""
 
     def __init__(
         self, group: Group, devices: DeviceCollectives, rules: Rules, device: Any
@@ -260,7 +260,7 @@ class _Lane:
             bucket.put_back()
         except Exception:  # noqa: BLE001 - see above
             return None
-        except BaseException as error:  # noqa: BLE001 - raised by the native side
+        except BaseException as error:  # noqa: BLE001 - raised by the C++ part
             return error
         return None
 

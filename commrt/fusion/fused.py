@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fusion: ``with comm.fused():`` sends short allreduces together.
 
-The native side (``calls/fusion.cpp``) collects the calls in buckets. Where it cuts,
-that is, sends what it has, must be the same on all ranks. Without a time limit that
-follows from the calls. With one the ranks agree (``fusion/agreement.py``).
+The C++ part (``calls/fusion.cpp``) collects the calls in buckets. A cut sends the calls
+collected so far, and all ranks must cut at the same calls. Without a time limit the
+cuts follow from the calls. With one the ranks agree (``fusion/agreement.py``).
 """
 
 from __future__ import annotations
@@ -238,9 +238,9 @@ class Fusion:
             self.await_cut(call, seconds)
 
     def plan_bucket(self, count: int, dtype: int, reduction: int) -> Any:
-        """Return the plan of an ordinary allreduce; the native side calls this.
+        """Return the plan of an ordinary allreduce; the C++ part calls this.
 
-        Or the error, where nothing can run it: all ranks have the same, and send none.
+        Return the error if nothing can run it: all ranks have the same, and send none.
         """
         kind = DTYPES[dtype]
         array = HostView(None, None, 0, count, kind, (count,), True)
@@ -254,7 +254,7 @@ class Fusion:
                 return error
             raise
 
-    # With a time limit, the native side calls these.
+    # With a time limit, the C++ part calls these.
 
     def bucket_full(self) -> None:
         """Send the open buckets if the ranks agree that they may be."""

@@ -218,7 +218,7 @@ class Halos:
         )
 
     def _agreed_plan(self, halo: Halo) -> Any:
-        """Return the native plan of a call that fits those of all ranks; collective."""
+        """Return the engine's plan of a call that fits all ranks' calls; collective."""
         group = self._group
         shapes = [array.shape for array in halo.arrays]
         mine = {**equal_everywhere(halo), "shapes": shapes}

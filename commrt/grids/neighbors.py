@@ -311,7 +311,7 @@ class NeighborCalls:
         return bound
 
     def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
-        """Return the native plan; the first one of device arrays is collective."""
+        """Return the engine's plan; the first one of device arrays is collective."""
         carrier: Attached | None = None
         if bound.on is not None:
             if stream is None:

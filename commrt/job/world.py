@@ -55,7 +55,7 @@ class World:
     nodes: list[list[int]]
     """Ranks of each node; equal on all ranks."""
     engine: Any
-    """The native engine of this rank."""
+    """The engine of this rank."""
     cores: int
     """Cores available on the poorest node."""
     table: Table | None

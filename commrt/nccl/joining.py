@@ -56,7 +56,7 @@ class Joining:
         self._device = device
 
     def join(self) -> _native.NcclComm:
-        """Return the native communicator."""
+        """Return the communicator of NCCL."""
         unique_id, options = self._agree()
         rank = self._members.index(self._bootstrap.rank)
         if self._device is not None:  # NCCL takes the thread's current one

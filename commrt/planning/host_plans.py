@@ -404,7 +404,7 @@ def node_numbers(comm: Ranks) -> Nodes:
 
 
 def schedule_plan(comm: Ranks, spec: PlanSpec) -> Any:
-    """Return the native plan of this rank for a schedule algorithm."""
+    """Return the engine's plan of this rank for a schedule algorithm."""
     assert isinstance(comm, _native.Group), "the engine runs plans of its own groups"
     coll, name = spec.op.name, spec.candidate.algorithm
     check_params(coll, name, comm.size, spec.candidate.params)

@@ -348,5 +348,5 @@ _CALLS: dict[str, tuple[str, Callable[[str, int], Read], str]] = {
     "recv": ("recv", _message, "aii"),
     "recv_anysource": ("recv", _from_anyone, "ai"),
 }
-"""torch's methods: the operation in the log, what reads a call of them, and how it is
-read natively (native/calls/recorded_method.hpp)."""
+"""torch's methods: the operation in the log, the reader of a call, and the code for how
+C++ reads its arguments (native/calls/recorded_method.hpp)."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communicator's methods while somebody records.
 
-What a call is, is read off its arrays and its arguments natively; here is what is
-asked for the first call of a kind. Calls that commrt makes for itself within one of the
-user's are passed on as they are.
+C++ reads the facts of a call from its arrays and arguments. It asks this module at the
+first call of a kind. Calls that commrt makes for itself, within one of the user's, are
+passed on as they are.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ def _looks_at(row: OpSpec | CallSpec) -> Looks:
 
 
 _METHODS = {row.name: (row.reads, _looks_at(row)) for row in ROWS}
-"""A communicator's methods: how their arguments are read natively
-(native/calls/recorded_method.hpp), and what looks at the first call of a kind."""
+"""A communicator's methods: the code for how C++ reads their arguments
+(native/calls/recorded_method.hpp), and the look at the first call of a kind."""
 
 
 # -- arrays ----------------------------------------------------------------------

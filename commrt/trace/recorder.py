@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder: what this process's ranks have called, in a ring in memory.
+"""The recorder: the calls of this process's ranks, in a ring in memory.
 
-While nobody records, communicators and process groups are what they always are.
-Recording gives each of them methods of its own (``methods.py``, and torch's in
-``commrt/torch/tracing.py``), native ones, which make a record per call: forty bytes
-that are in the ring before the call, so that a call that never ends is in the log as
-well. What calls have in common (operation, bytes, element type, peer, algorithm) is a
-``Kind``, found again by what can be read off a call at once; the place in the program
-likewise. Python looks at the first call of a kind, and at what fails.
+While nobody records, communicators and process groups are unchanged. Recording gives
+each of them methods of its own (``methods.py``, and torch's in
+``commrt/torch/tracing.py``), written in C++. Each makes a record of forty bytes per
+call. It puts the record into the ring before the call, so that the log has a call that
+never ends, too.
+
+A ``Kind`` holds the facts that calls share: operation, bytes, element type, peer,
+algorithm. The recorder finds it again by facts that it can read from a call at once,
+and finds the place in the program the same way. Python looks only at the first call of
+a kind, and at calls that fail.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element types and reductions, with the codes the native engine uses for them.
+"""Element types and reductions, with the codes that the engine uses for them.
 
 The codes are shared with ``native/types.hpp``; a unit test holds the two together.
 """

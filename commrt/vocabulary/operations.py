@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of operations: a row for each method that moves data.
 
-``OPERATIONS`` are the collectives. The public methods, the native dispatcher, the
+``OPERATIONS`` are the collectives. The public methods, the dispatcher in C++, the
 tuner, the benchmarks, the tests, the traces and the reference page are driven from
 them. ``OTHERS`` are the calls beside them: messages, sparse sums, redistribution and
 calls among neighbours. ``ROWS`` are both.

@@ -28,7 +28,7 @@ class Engine:
 def submit_engines(coll: str, device: str) -> list[Engine]:
     """Return the engines whose calls are timed without their end.
 
-    What the host runs for a staged call does not matter to its caller: it comes later.
+    The host's work for a staged call does not matter to its caller: it comes later.
     NCCL and its own C functions need a GPU.
     """
     names = offered("staged", coll)

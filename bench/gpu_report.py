@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that is to be measured on a GPU, in one run: ``bench gpu-report``.
 
-Each part is a process of its own with a time limit. One that fails is told of, and the
-others run. What they print is kept as it is, beside a report that ends with the figures
-that are wanted: reached, missed, or not run and why.
+Each part is a process of its own with a time limit. If one fails, the report says so,
+and the others run. Their output is kept as it is, beside a report that ends with the
+wanted figures: reached, missed, or not run and why.
 """
 
 from __future__ import annotations

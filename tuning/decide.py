@@ -327,8 +327,8 @@ def _lost(
 ) -> dict[Candidate, float]:
     """Return the logarithm of each one's time over the best: 0 if tied, else more.
 
-    What is less simple must earn it: a noisy size here and there does not move the
-    choice between equals.
+    A less simple candidate must earn its place: a noisy size here and there does not
+    move the choice between equals.
     """
     present = _comparable(curves, nbytes)
     best_us = min(curve.us(nbytes) for curve in present.values())

@@ -127,7 +127,7 @@ def terminated_like_interrupted() -> Iterator[None]:
 def check_outputs(out: Path | None, raw: Path | None, device: str = "cpu") -> None:
     """Raise UsageError, before anything is measured, if a file cannot be written.
 
-    What a device of threads takes says nothing of a GPU, and is for no program to find.
+    Times of a device of threads say nothing of a GPU, and no program should find them.
     """
     if device == "thread" and out is None:
         raise UsageError(

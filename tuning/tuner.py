@@ -63,11 +63,11 @@ class Options:
 def run_launches(options: Options, progress: Progress, start: Start) -> Recording:
     """Return what all launches measured.
 
-    Rank counts alternate, so that a slow minute of the machine hits all of them. What
-    is left of the budget after the launches asked for goes into further ones: the
-    launch is the sample. The last ones of each rank count judge the table: one for
-    three that shape it. Where the budget is too short there are fewer launches, and
-    the notes say so.
+    Rank counts alternate, so that a slow minute of the machine hits all of them. The
+    rest of the budget, after the launches asked for, goes into further ones: the launch
+    is the sample. The last ones of each rank count judge the table: one for three that
+    shape it. Where the budget is too short there are fewer launches, and the notes say
+    so.
     """
     run = _Run(options, progress, start)
     run.announce()

@@ -218,8 +218,8 @@ _FEW_RANKS = range(2, 9)
 def carries_counts(one: Algorithm) -> bool:
     """Return whether an algorithm works where the ranks' blocks differ in length.
 
-    Found out on a few numbers of ranks; a plan looks at its own again. What spans nodes
-    cuts its inner algorithms' blocks anew, and is left out.
+    The answer comes from a few numbers of ranks; a plan looks at its own again. An
+    algorithm that spans nodes cuts its inner algorithms' blocks anew, and is left out.
     """
     if one.spans_nodes or operation(one.coll).out_count == "none":
         return False

@@ -2,9 +2,9 @@
 """Two-level: one algorithm inside the nodes and another one between them.
 
 The vector is cut into *stripes*, one per leader: each node has one *leader* for each
-stripe. What the ranks of a node contribute to a stripe comes together at its leader (on
-the node), the leaders of one stripe run the operation among themselves (between nodes),
-and each gives its node the result (on the node). ``leaders=1`` sends one message
+stripe. The ranks of a node give their contributions to a stripe to its leader (on the
+node). The leaders of one stripe run the operation among themselves (between nodes).
+Then each gives its node the result (on the node). ``leaders=1`` sends one message
 between nodes where a flat algorithm sends many; with ``leaders=all``, the multi-leader
 form, every rank of the fullest node leads a stripe, so that all cores of a node send at
 once. On a node with fewer ranks than stripes some ranks lead several. In an allgather a

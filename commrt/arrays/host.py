@@ -278,7 +278,8 @@ def empty_like_array(
 ) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from.
 
-    Of JAX's arrays in host memory an array of numpy: nothing can be put into theirs.
+    For a JAX array in host memory it is an array of numpy: nothing can be put into a
+    JAX array.
 
     Args:
         x: what it is for.

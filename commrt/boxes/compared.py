@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of calls that move boxes, kept where the caller has none at hand.
 
-Of arrays on the host, the ranks agree that all have a plan (``group/agreed_plans.py``).
+For arrays on the host, the ranks agree that all have a plan
+(``group/agreed_plans.py``).
 
 Calls on device arrays block no host. A rank's own arguments decide which boxes leave,
 which come and which kernels run. The arguments of others have to fit, and the ranks

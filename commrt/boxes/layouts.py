@@ -195,8 +195,9 @@ class Layout:
     def holder(self, rank: int, of: int) -> bool:
         """Return whether ``of`` is where ``rank`` takes what ``of`` has.
 
-        Of ranks with copies of the same, it is the one at the same place as ``rank`` in
-        the dimensions that make no difference: ``rank`` itself, if it has it.
+        If several ranks have copies, it is ``rank`` itself, if it has one. Otherwise it
+        is the rank at the same place as ``rank`` in the dimensions that make no
+        difference.
         """
         used = {kind.dim for kind in self.dims if kind is not None}
         pairs = zip(self.coords_of(rank), self.coords_of(of), strict=True)

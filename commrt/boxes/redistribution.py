@@ -128,9 +128,9 @@ class Redistributions:
         """Move an array from one distribution to another; return this rank's part.
 
         As ``plan.redistribute``, with its arguments. A call whose arrays are laid out
-        like those of an earlier call uses its plan. Of host arrays the ranks see that
-        by a reduction of 8 bytes, and a nonblocking call waits for it, too. Of arrays
-        on devices they compare their arguments on the way.
+        like those of an earlier call uses its plan. With host arrays the ranks find
+        that out by a reduction of 8 bytes, and a nonblocking call waits for it, too.
+        With arrays on devices they compare their arguments on the way.
         """
         limit = self._group.limit(_NAME, timeout_s)
         moved = self._moved(x, source, target, out, nonblocking, stream)

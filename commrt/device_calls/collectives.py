@@ -72,7 +72,7 @@ class DeviceUser(Protocol):
     def close_on_devices(self) -> Sequence[DeferredWork]:
         """Give streams and memory back; return what is to be given back later.
 
-        What runs collectives is closed after this.
+        The caller closes the backends' runners after this.
         """
 
 

@@ -93,9 +93,10 @@ def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
 class DeviceMessageRequest(DeviceRequest):
     """One started call of messages on arrays on a device.
 
-    Of what only leaves, ``wait()`` lets a stream wait for the copy to the host, from
-    when on the array may be changed; ``synchronize()`` waits until it has left. What
-    comes is given to the device by ``wait()``, ``test()`` and ``synchronize()``.
+    If messages only leave, ``wait()`` lets a stream wait for the copy to the host. From
+    then on the array may be changed. ``synchronize()`` waits until the messages have
+    left. ``wait()``, ``test()`` and ``synchronize()`` give incoming messages to the
+    device.
     """
 
     def __init__(self, *arguments: Any, peers: tuple[int, ...]) -> None:

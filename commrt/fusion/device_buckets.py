@@ -174,7 +174,7 @@ class DeviceBuckets:
     def close(self) -> list[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later.
 
-        What runs the collectives is closed after this.
+        The caller closes the runners of the collectives after this.
         """
         found = [each.close() for each in self.lanes.values()]
         return [each for each in found if each is not None]

@@ -125,8 +125,9 @@ class Block:
 class BlockRing:
     """Memory of the device for buckets, in the order in which they are sent.
 
-    Who comes round to what another bucket has waits for its end, on the device. To make
-    memory may wait for all that the device was given, so that is done ahead.
+    A bucket that comes round to the memory of another one waits for its end, on the
+    device. An allocation may wait for all work of the device, so memory is allocated
+    ahead.
     """
 
     def __init__(self, device: Any) -> None:

@@ -263,7 +263,7 @@ class FusedDeviceRequest(Request):
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
         """Send the bucket, and block the host until it is complete; return the output.
 
-        What it raises for is as of any request; see ``wait``.
+        It raises the same errors as any request; see ``wait``.
         """
         self._comm.check_process()
         limit_s = self._timeout_s

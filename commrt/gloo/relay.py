@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to ranks of other nodes by gloo, where there is no MPI.
 
-The engine hands messages to a native relay (native/engine/relay.hpp) and looks there
-for what has come. They go over a gloo group that is made from the store in which the
-ranks have met. Who calls or waits gives gloo what is to be sent
+The engine hands messages to a relay in C++ (native/engine/relay.hpp) and looks there
+for incoming ones. They go over a gloo group that is made from the store in which the
+ranks have met. A thread that calls or waits gives gloo the messages to send
 (native/engine/relay_carrier.hpp). Two threads for each rank of another node do the
-rest: one receives, and one waits until gloo needs the memory of what has been sent no
-more. They wait without the GIL, and nothing in the engine waits for them.
+rest: one receives, and one waits until gloo no longer needs the memory of sent
+messages. They wait without the GIL, and nothing in the engine waits for them.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ class Halos:
         """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
 
         As ``plan.halo_exchange``, with its arguments. Calls whose arrays are laid out
-        like those of an earlier call use its plan. Of host arrays the ranks see that by
-        a reduction of 8 bytes, and a nonblocking call waits for it, too; of arrays on
-        devices they compare what they passed on the way.
+        like those of an earlier call use its plan. With host arrays the ranks find that
+        out by a reduction of 8 bytes, and a nonblocking call waits for it, too. With
+        arrays on devices they compare their arguments on the way.
         """
         how = nonblocking, timeout_s, stream
         return self._halo(EXCHANGE, None, fields, width, axes, corners, direct, *how)

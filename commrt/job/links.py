@@ -93,8 +93,9 @@ def measure_between_nodes(
 
     Collective over all ranks of the job. The first ranks of the nodes send in a ring,
     all at once: a few short messages and some of a mebibyte each; then all ranks run a
-    short collective of gloo's. That takes some milliseconds in all. Of short ones the
-    median of a rank counts, of long ones the best, and of ranks the worst.
+    short collective of gloo's. That takes some milliseconds in all. A rank counts the
+    median of its short messages and the best of its long ones; the worst rank counts
+    for all.
     """
     everybody = range(world.size)
     # A rank that is still on its way here would be measured, too.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["measure_slot_window", "partner_of", "window_nbytes"]
 
 _OWN_CACHES = 1.5
-"""The window in sizes of a core's own cache. Of Zen 4's, with 1 MiB: a line written and
+"""The window in sizes of a core's own cache. On Zen 4, with 1 MiB: a line written and
 read takes 9.8 ns in one slot, 5.4 through 1 MiB, 3.8 through 1.5 and 3.5 through 2."""
 _OWN_CACHE_NBYTES = 1 << 20
 """A core's own cache, where the kernel does not tell."""

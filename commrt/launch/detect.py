@@ -96,8 +96,8 @@ def slurm_step(
 ) -> LaunchInfo | None:
     """Return these ranks as Slurm's variables have them, if srun itself started them.
 
-    What srun says to MPI libraries (``PMI_RANK``, of ``srun --mpi=pmi2``) is of the
-    same ranks. None where an mpiexec did it, be it within an allocation of Slurm's.
+    srun tells MPI libraries the same ranks (``PMI_RANK``, with ``srun --mpi=pmi2``).
+    The result is None if an mpiexec started them, even within an allocation of Slurm's.
     """
     if launch.kind == "slurm":
         return launch

@@ -2,8 +2,8 @@
 """The operations of NCCL: one table for the policy, ``explain`` and the docs.
 
 ``support(coll, dtype, reduction, version)`` says whether NCCL has the operation
-(native), whether commrt composes it of others (composed), or why it is refused. What
-only moves is bytes to NCCL, so types matter to reductions only.
+(native), whether commrt composes it of others (composed), or why it is refused. Data
+that only moves is bytes to NCCL, so types matter to reductions only.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ Such programs do not deadlock, though a rank may have few messages unread and tr
 steps at once. A step's *key* is its phase and the number of its message among those
 with the same peer; it is the same at both ends, and steps are in the order of keys. A
 rank tries all steps of its least key that is not done, and has slots for all that it
-sends under one key. Of all unfinished steps of all ranks take those with the least key.
-A send among them waits for values and slots of lesser keys only, which are done; so all
-sends run, then what receives from them, in order.
+sends under one key. Take those with the least key among all unfinished steps of all
+ranks. A send among them waits only for values and slots of lesser keys, which are done.
+So all sends run, then the steps that receive from them, in order.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ bytes lie on the path where nothing overlaps them, as on the way down a tree: *f
 Long vectors run in fragments that follow one another: of those bytes only one
 fragment's count.
 
-Ranks that share a node share its port. What they send each other takes a part of a
-round, and a part of beta on the core of either end; on a node all that follows one
-another: what the busiest core moves comes on top of what the port moves.
+Ranks that share a node share its port. A message between them takes a part of a round,
+and a part of beta on the core of either end. On a node all of that follows one another:
+the time of the busiest core comes on top of the port's.
 
 The counts do not depend on the message length and are kept per schedule. On one node
 there are no ports, and cores move the data: `core_cost`.

@@ -45,7 +45,8 @@ class Parts:
     def stays_in_pairs(self, schedule: Schedule) -> bool:
         """Return whether nothing passes through a rank that does not know its length.
 
-        Of an alltoall a rank knows only what it sends and gets; elsewhere it knows all.
+        In an alltoall a rank knows only the parts that it sends and gets; elsewhere it
+        knows all.
         """
         if not operation(self.coll).by_pair:
             return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wishes for calls to come: of COMMRT_ALGORITHM, or of a group.
 
-What is asked for one operation holds for it, or is an error where it cannot run. What
-is asked for all of them holds for those that have it; of the others the table decides.
+A wish for one operation holds for it, or is an error if it cannot run. A wish for all
+operations holds for those that have it; for the others the table decides.
 """
 
 from __future__ import annotations

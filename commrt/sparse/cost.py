@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted times of sparse allreduces, and the rules that follow.
 
-What decides is how full the sum will be: 1-(1-d)^P for P ranks of density d whose
-entries lie anywhere. The model walks through an algorithm with the fill that so many
-contributions have, and counts messages, bytes and entries. Rules are made from it once
-per kind of call: each says which algorithm is the cheapest from one estimated fill to
-the next.
+The fill of the sum decides: 1-(1-d)^P for P ranks of density d whose entries lie
+anywhere. The model walks through an algorithm with the fill that so many contributions
+have, and counts messages, bytes and entries. Rules are made from it once per kind of
+call: each says which algorithm is the cheapest from one estimated fill to the next.
 """
 
 from __future__ import annotations

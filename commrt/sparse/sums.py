@@ -166,9 +166,9 @@ class SparseSums:
 
         Lossy: each rank contributes the ``k`` largest of its ``x`` plus ``residual``,
         and of their sum the ``k`` largest are the result, a SparseVector, the same on
-        all ranks. What a rank had that is not in the result goes into its ``residual``,
-        so that it is sent later: the result and all residuals together are what all
-        ranks put in.
+        all ranks. Elements of a rank that are not in the result go into its
+        ``residual``, so that they are sent later. The result and all residuals together
+        are the sum of the ranks' inputs.
 
         Args:
             x: this rank's array; not changed.

@@ -87,8 +87,9 @@ class Calls:
     def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
         """Run a plain allreduce to its end; False where it is not known so far.
 
-        What the one above does, without arguments in between: programs call nothing
-        as often, and at 8 bytes these steps take longer than the operation.
+        It does the same as the method above, without arguments in between. Programs
+        call nothing as often, and at 8 bytes these steps take longer than the
+        operation.
         """
         if not (
             self.batch is None

@@ -4,9 +4,9 @@
 Shapes are compared as torch's own wrapper for ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does
 it, so that (2, 3) broadcast into (6,) is an error, although NCCL would take it. Where a
 list has tensors of different shapes, one for each rank, all ranks must have the same
-list. What an all-to-all sends to whom is each pair's own affair, so there only types
-are compared here, and lengths by pairs later. Roots and reductions, which that wrapper
-leaves out, are compared, too.
+list. Lengths of an all-to-all concern pairs of ranks only. So here only its types are
+compared, and lengths by pairs later. Roots and reductions, which that wrapper leaves
+out, are compared, too.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _waited_for(work: CommrtWork) -> list[torch.Tensor]:
 def _is_compressed(outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether the work may be that of a hook in C++: only those send float16.
 
-    What else does so waits where it need not.
+    Other works with float16 wait, too, where they need not.
     """
     return any(each.dtype is torch.float16 for each in outputs)
 

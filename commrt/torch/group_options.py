@@ -27,7 +27,7 @@ class Options:
     """Options of one process group; equal on all of its ranks.
 
     It comes before COMMRT_ALGORITHM and the job's table, and after
-    ``commrt.torch.using``. What is None is as the environment says.
+    ``commrt.torch.using``. For a field that is None the environment decides.
     """
 
     algorithm: str | Mapping[str, str] | None = None

@@ -4,8 +4,8 @@
 FSDP2 asks for its buffers anew in every layer of every step. Symmetric memory is made
 by all ranks together, which takes milliseconds; so a group makes one large piece when
 it is first asked, and each rank gives out parts of it on its own: where a rank's
-tensors lie is its own affair. What does not fit is ordinary memory. Pages count when
-they are touched.
+tensors lie is its own affair. Tensors that do not fit get ordinary memory. Pages count
+when they are touched.
 """
 
 from __future__ import annotations

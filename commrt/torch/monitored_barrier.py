@@ -4,7 +4,7 @@
 Every rank tells rank 0 that it has come, and waits for rank 0's verdict. Rank 0 waits
 for so long as it was asked to, then tells all ranks who is missing: those that came
 raise an error that names them at once, and a rank that comes later finds the verdict
-waiting. What is said begins with gloo's words, which programs look for.
+waiting. The error begins with gloo's words, which programs look for.
 
 Calls are counted, as messages of a call that some ranks gave up may still be there. A
 rank that has left calls out goes on with the count of rank 0, and rank 0 with the

@@ -164,9 +164,9 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
     ) -> CommrtProcessGroup | None:
         """Return a group of some of these ranks, None on the others; all call it.
 
-        ``torch.distributed.split_group`` does not come here: it wants a device that
-        the default group is bound to, and torch binds none to a group of Python's.
-        What is returned is not known to torch.distributed's functions with a root.
+        ``torch.distributed.split_group`` does not come here: it wants a device that the
+        default group is bound to, and torch binds none to a group of Python's.
+        torch.distributed's functions with a root do not know the returned group.
         """
         given = self.member
         self._splits += 1

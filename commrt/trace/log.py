@@ -275,7 +275,7 @@ class Span:
 
 
 def logs_of(recorder: Recorder, span: Span | None = None) -> list[Log]:
-    """Return the logs of this process's ranks; mostly one. Of all calls, or a span."""
+    """Return logs of this process's ranks, mostly one: of all calls, or of a span."""
     span = span or Span()
     ring = recorder.ring
     records = [record for record in ring.snapshot() if span.has(record[START])]

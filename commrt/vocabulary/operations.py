@@ -168,7 +168,7 @@ class OpSpec:
     def waits_for(self) -> WaitsFor:
         """The ranks whose calls must begin before this rank's call can end.
 
-        Of ``root waits`` the root waits for all, and the others for nobody.
+        ``root waits``: the root waits for all, and the others for nobody.
         """
         if self.combines_some:
             return "contributors"

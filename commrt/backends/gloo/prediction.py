@@ -57,8 +57,8 @@ NATIVE_GLOO = {
     "scatter": NativeRun("scatter", "direct"),
     "barrier": NativeRun("barrier", "dissemination"),
 }
-"""gloo's own collectives that are chosen unasked, by operation. Of an alltoallv no rank
-knows all lengths, so it cannot be compared, and runs only where it is asked for."""
+"""gloo's own collectives that are chosen unasked, by operation. An alltoallv cannot be
+compared, as no rank knows all lengths. So it runs only if a call asks for it."""
 
 
 COMPARED = NativeRun("allreduce", "recursive_doubling")

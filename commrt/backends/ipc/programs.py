@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a rank's stream over exchange memory that peers opened (CUDA IPC).
 
-The rounds are those of ``stream_programs``. What is sent is put into the rank's own
-exchange memory, and flags tell the peers; their kernels read it there, once, straight
-into where it is wanted. With the schedule ``direct`` these are the one-shot and the
-two-shot allreduce. A part of a program publishes in one half of the memory while peers
-may still read the other; operations that publish more go in several parts.
+The rounds are those of ``stream_programs``. A rank puts its messages into its own
+exchange memory, and flags tell the peers. Their kernels read a message there, once,
+straight into its destination. With the schedule ``direct`` these are the one-shot and
+the two-shot allreduce. A part of a program publishes in one half of the memory while
+peers may still read the other; operations that publish more go in several parts.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _relaxed(one: Shared) -> bool:
 def end_all(timeout_s: float = _GRACE_S) -> None:
     """End all that there is, and wait for the other ranks to leave it, but not longer.
 
-    What they have not left by then stays with the process.
+    Memory that others still have open by then stays with the process.
     """
     with _LOCK:
         live = [one for one in _SHARED if not one.is_ending]

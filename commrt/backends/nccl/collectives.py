@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives by NCCL: which it runs as commrt promises them, and their plans.
 
-What it cannot do is left to other backends, on all ranks alike: the ranks agree whether
-NCCL is there (``attached.py``), and the rest follows from the call.
+Other backends do the calls that NCCL cannot do, on all ranks alike: the ranks agree
+whether NCCL is there (``attached.py``), and the rest follows from the call.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class GradientReducer:
     def flush(self) -> None:
         """Say that this rank has no more gradients in this step; starts the rest.
 
-        What a rank has no gradient of counts as zero. Returns at once.
+        A gradient that a rank does not have counts as zero. Returns at once.
         """
         if self._is_flushed:
             return

@@ -218,7 +218,7 @@ class _Job:
                 first = rank, code
                 self._end(living)
         for rank in self._ranks.values():
-            # Whoever else holds the pipe may keep it open.
+            # Another process that holds the pipe may keep it open.
             for copier in rank.copiers:
                 copier.join(self._grace_s)
         if first is None:

@@ -25,7 +25,7 @@ from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import UsageError
 from commrt.fusion.fused import Fusion
-from commrt.grids.geometry import Coords, Grid, ranks_along, times
+from commrt.grids.geometry import Coords, Grid, times
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
 from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
@@ -103,26 +103,27 @@ class Communicator(Channel):
             native_comm=native_comm,
             timeout_s=timeout_s,
             settings=settings,
+            # These two are made below, and need the channel themselves.
             stager=lambda device: self.devices.stager(device),
             sendrecv=lambda *args, **kwargs: self.sendrecv(*args, **kwargs),
         )
         limit = self.timeout_s if timeout_s is None else timeout_s
+        self.compression = Compression(self, self.selection, self.private)
+        self.selection.remarks.append(self.compression.explained)
         self.devices = DeviceCollectives(
-            self,
-            self._host_channel,
-            lambda call, bound: self.compression.bind(call, bound),
+            self, self._host_channel, self.compression.bind
         )
         self.fusion = Fusion(
             self,
             self.devices,
-            choose=lambda call, bound: self.selection.choose(call, bound),
-            plan=lambda call, bound: self.host.plan(call, bound),
+            choose=self.selection.choose,
+            plan=self.host.plan,
             may_compress=lambda: self.compression.is_open,
         )
         self.symmetric = SymmetricMemory(self, self._forget_reach)
+        self._resources.callback(self.symmetric.close)
+        self._resources.callback(self.devices.close)
         self.messages = Messages(self, self.devices, self.comparison)
-        self.compression = Compression(self, self.selection, self.private)
-        self.selection.remarks.append(self.compression.explained)
         self.collectives = Collectives(
             self,
             self.comparison,
@@ -130,6 +131,7 @@ class Communicator(Channel):
             on_device=(self.fusion, self.devices),
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
+        self.parts += [self.sparse, self.compression]
         self.subgroups = _Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
@@ -141,20 +143,18 @@ class Communicator(Channel):
             **sparse_binders(self, self.sparse),
             **self.redistributions.binders,
         }
-        picks = world.picks_native(self.facts, self.table, self.wishes)
-        if native_comm is None and picks:
-            self.native_mpi.lease(limit)
         for attached in self.attached.values():
             attached.join(limit)
         checks = None if settings is None else settings.checks
         checks = Checker.is_wanted() if checks is None else checks
+        self.settle()
         if self.size > 1 and checks:
             self.checker = Checker(
                 self, self.private("check", limit), self.table_digest
             )
+            self.parts.append(self.checker)
             self._slow = True
         self.ranges = ranges_around(self)
-        self.settle()
         follow_communicator(self)
 
     # -- making ------------------------------------------------------------------
@@ -177,29 +177,17 @@ class Communicator(Channel):
             raise UsageError(
                 f"{self.name} cannot be freed: a fused() of it is open; leave it first"
             )
-        at_rest = self._come_to_rest()
-        self.sparse.free()
-        self.compression.free()
-        if self.checker is not None:
-            self.checker.close()
-        self._end(at_rest=at_rest)
+        super().free()
+
+    def _end(self, *, at_rest: bool) -> None:
+        super()._end(at_rest=at_rest)
         if not at_rest:
             self.devices.close()  # nobody looks at its devices any more
-
-    def _release(self) -> None:
-        self.native_mpi.give_back()
-        self.devices.close()
-        self._release_memory()
-        self.symmetric.close()
 
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
         super().give_up(why)
         self.devices.give_up(why)
-        self.sparse.give_up(why)
-        self.compression.give_up(why)
-        if self.checker is not None:
-            self.checker.give_up(why)
 
     def __enter__(self) -> Communicator:
         return self
@@ -341,32 +329,16 @@ class HostCalls(Channel):
         )
         self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
         self.sparse.made_for = weakref.ref(comm.sparse)
+        self.parts += [self.sparse, self.compression]
         self.settle()
 
     sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
     topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
 
-    def open(self, kind: str, timeout_s: float) -> None:
-        """Let the ranks make what calls of a kind use, once; collective."""
-        if kind == "sparse":
-            self.sparse.open(timeout_s)
-        elif kind == "compression":
-            self.compression.open(timeout_s)
-
-    def free(self) -> None:
-        """Release it; local, idempotent. Wait for its requests first."""
-        if self.is_over:
-            return
-        at_rest = self._come_to_rest()
-        self.sparse.free()
-        self.compression.free()
-        self._end(at_rest=at_rest)
-
-    def give_up(self, why: str) -> None:
-        """Make it unusable, here and for ranks of this node that wait."""
-        super().give_up(why)
-        self.sparse.give_up(why)
-        self.compression.give_up(why)
+    def open(self, service: str, timeout_s: float) -> None:
+        """Let the ranks make what calls of a service use, once; collective."""
+        opened = {"sparse": self.sparse.open, "compression": self.compression.open}
+        opened[service](timeout_s)
 
 
 class CartCommunicator(Communicator):
@@ -452,40 +424,13 @@ class CartCommunicator(Communicator):
         Its ranks have the other coordinates in common with this one; its dimensions
         are in the order given. Collective over all ranks: each gets its own.
         """
-        self.check_usable()
-        numbers = dims if isinstance(dims, Sequence) else (dims,)
-
-        def check() -> list[int]:
-            kept = [self.grid.check_dim("sub", number) for number in numbers]
-            if len({*kept}) != len(kept) or not kept:
-                raise UsageError(
-                    f"sub: dims={dims!r} must be one or more different dimensions of "
-                    f"{times(self.dims)}"
-                )
-            return kept
-
-        kept = self.comparison.together("sub", check)
-        self.comparison.meet_equal("sub", f"dims={kept}")
-        part = Grid(
-            tuple(self.dims[dim] for dim in kept),
-            tuple(self.periodic[dim] for dim in kept),
-        )
-        ranks = ranks_along(self.grid, kept, self.coords)
-        label, title = self.comparison.label(f"sub{kept}")
-        return self.subgroups.derive_cart(part, ranks, label, name or title)
+        return self.subgroups.sub_cart(self.grid, dims, name)
 
     def dup(
         self, *, name: str | None = None, deterministic: bool | None = None
     ) -> CartCommunicator:
         """Return a communicator over the same grid with a sequence of its own."""
-        self.check_usable()
-        wish = self.comparison.together(
-            "dup", lambda: self.subgroups.wish("dup", deterministic)
-        )
-        self.comparison.meet("dup", None)
-        label, title = self.comparison.label("dup")
-        ranks = range(self.size)
-        return self.subgroups.derive_cart(self.grid, ranks, label, name or title, wish)
+        return self.subgroups.dup_cart(self.grid, name, deterministic)
 
     def __repr__(self) -> str:
         plain = super().__repr__().removesuffix(">")

@@ -27,6 +27,7 @@ from __future__ import annotations
 import builtins
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "BackendError",
@@ -55,6 +56,9 @@ __all__ = [
 class CommError(Exception):
     """Base of every error raised by commrt."""
 
+    on_all_ranks: bool = False
+    """True if commrt knows that every rank raises it, so none has to be told."""
+
 
 class UsageError(CommError, ValueError):
     """An argument or a call is wrong. Nothing was sent; the call may be retried."""
@@ -74,6 +78,9 @@ class MismatchError(CommError):
 
 class TimeoutError_(CommError, builtins.TimeoutError):
     """An operation did not finish within ``timeout_s``."""
+
+    request: Any = None
+    """The request, which stays in flight and can be waited for again; or None."""
 
 
 class PeerFailedError(CommError):

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, UsageError
-from commrt.grids.geometry import Grid, make_grid
+from commrt.grids.geometry import Grid, make_grid, ranks_along, times
 from commrt.grids.mesh import Mesh, parse_axes
 from commrt.grids.neighbors import make_neighborhood
 from commrt.group.compare import Comparison
@@ -63,7 +63,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
 
         def check() -> tuple[bool, int | None, int]:
             return (
-                self.wish("split", deterministic),
+                self._wish("split", deterministic),
                 None if color is None else _check_integer("split", "color", color),
                 _check_integer("split", "key", key),
             )
@@ -86,11 +86,17 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
         as here.
         """
-        self._comm.check_usable()
-        wish = self._comparison.together("dup", lambda: self.wish("dup", deterministic))
-        self._comparison.meet("dup", None)
-        label, title = self._comparison.label("dup")
+        label, title, wish = self._meet_for_dup(deterministic)
         return self._derive(self._comm.world_ranks, label, name or title, wish)
+
+    def _meet_for_dup(self, deterministic: bool | None) -> tuple[str, str, bool]:
+        """Return label, title and whether results are deterministic; collective."""
+        self._comm.check_usable()
+        wish = self._comparison.together(
+            "dup", lambda: self._wish("dup", deterministic)
+        )
+        self._comparison.meet("dup", None)
+        return *self._comparison.label("dup"), wish
 
     def create_group(
         self,
@@ -106,7 +112,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         as here.
         """
         self._comm.check_usable()
-        wish = self.wish("create_group", deterministic)
+        wish = self._wish("create_group", deterministic)
         try:
             given = list(ranks)
         except TypeError:
@@ -149,7 +155,39 @@ class Subgroups(Generic[Plain, Cart, Graph]):
             "cart", f"dims={grid.dims}, periodic={grid.periodic}"
         )
         label, title = self._comparison.label("cart")
-        return self.derive_cart(grid, range(self._comm.size), label, name or title)
+        return self._derive_cart(grid, range(self._comm.size), label, name or title)
+
+    def sub_cart(self, grid: Grid, dims: int | Sequence[int], name: str | None) -> Cart:
+        """Return the part of a grid of all ranks along ``dims`` through this rank."""
+        self._comm.check_usable()
+        numbers = dims if isinstance(dims, Sequence) else (dims,)
+
+        def check() -> list[int]:
+            kept = [grid.check_dim("sub", number) for number in numbers]
+            if len({*kept}) != len(kept) or not kept:
+                raise UsageError(
+                    f"sub: dims={dims!r} must be one or more different dimensions of "
+                    f"{times(grid.dims)}"
+                )
+            return kept
+
+        kept = self._comparison.together("sub", check)
+        self._comparison.meet_equal("sub", f"dims={kept}")
+        part = Grid(
+            tuple(grid.dims[dim] for dim in kept),
+            tuple(grid.periodic[dim] for dim in kept),
+        )
+        ranks = ranks_along(grid, kept, grid.coords_of(self._comm.rank))
+        label, title = self._comparison.label(f"sub{kept}")
+        return self._derive_cart(part, ranks, label, name or title)
+
+    def dup_cart(
+        self, grid: Grid, name: str | None, deterministic: bool | None
+    ) -> Cart:
+        """Return a communicator over the same grid of all ranks."""
+        label, title, wish = self._meet_for_dup(deterministic)
+        ranks = range(self._comm.size)
+        return self._derive_cart(grid, ranks, label, name or title, wish)
 
     def graph(
         self,
@@ -228,9 +266,9 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         )
         self._comparison.meet_equal("mesh", str(shape))
         label, title = self._comparison.label("mesh")
-        return Mesh(self._comm, shape, label, title, self.derive_from)
+        return Mesh(self._comm, shape, label, title, self._derive_from)
 
-    def wish(self, what: str, deterministic: bool | None) -> bool:
+    def _wish(self, what: str, deterministic: bool | None) -> bool:
         """Return what is asked for, or else what holds here."""
         if deterministic is None:
             return self._comm.deterministic
@@ -251,7 +289,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
             self._comm.world, ranks, name, identity, deterministic=wish, timeout_s=limit
         )
 
-    def derive_cart(
+    def _derive_cart(
         self,
         grid: Grid,
         ranks: Sequence[int],
@@ -275,7 +313,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
             grid=grid,
         )
 
-    def derive_from(self, ranks: Sequence[int], label: str, name: str) -> Plain:
+    def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Plain:
         """Return a communicator of ``ranks`` of this one; collective over them."""
         return self._derive(
             [self._comm.world_ranks[rank] for rank in ranks], label, name

@@ -13,6 +13,7 @@ from commrt.group.native_mpi import NativeMpi
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.select.table import Table
+from commrt.select.wishes import Wishes
 
 __all__ = ["attach_all"]
 
@@ -20,13 +21,14 @@ __all__ = ["attach_all"]
 def attach_all(
     group: Group,
     table: Table | None,
+    wishes: Sequence[Wishes],
     native_mpi: NativeMpi,
     stager: Callable[[Any], _native.Stager],
     sendrecv: Callable[..., Any],
 ) -> dict[str, Attached]:
     """Return all backends by name, each attached to a communicator."""
     attached: dict[str, Attached] = {}
-    beside = Surroundings(attached, table, native_mpi, stager, sendrecv)
+    beside = Surroundings(attached, table, wishes, native_mpi, stager, sendrecv)
     for name, backend in backends.all_backends().items():
         attach = getattr(backend, "attach", None)
         if attach is None:

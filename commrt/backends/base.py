@@ -18,6 +18,7 @@ from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Rejected
 from commrt.select.schema import Parameters
 from commrt.select.table import Table
+from commrt.select.wishes import Wishes
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 from commrt.vocabulary.operations import COLLECTIVES
 
@@ -74,6 +75,8 @@ class Surroundings:
     """All backends on the group, by name; complete once it is made."""
     table: Table | None
     """The selection table in force."""
+    wishes: Sequence[Wishes]
+    """Wishes of the group and of the job, made beforehand; the first one holds."""
     native_mpi: NativeMpi
     """MPI's communicators over the group's ranks."""
     stager: Callable[[Any], _native.Stager]
@@ -337,7 +340,7 @@ class Attached:
         """Fail what is under way, and let its streams go."""
 
     def close(self, *, may_call: bool = True) -> None:
-        """Give everything back, where nothing is under way; local.
+        """Give everything back, where nothing is under way; local, idempotent.
 
         With ``may_call=False`` no device is called: the garbage collector runs this.
         """

@@ -148,20 +148,18 @@ class Bound:
     @property
     def device(self) -> int | None:
         """Number of the device of its memory; None for the host's."""
-        held = self._on_device()
-        return None if held is None else held.device
+        x, out = self.x, self.out
+        if x is not None and x.on is not None:
+            return x.device
+        return None if out is None else out.device
 
     @property
     def on(self) -> Any:
         """The device of its memory, of any of it; None for the host's."""
-        held = self._on_device()
-        return None if held is None else held.on
-
-    def _on_device(self) -> HostView | None:
-        for each in (self.x, self.out):
-            if each is not None and each.on is not None:
-                return each
-        return None
+        x, out = self.x, self.out
+        if x is not None and x.on is not None:
+            return x.on
+        return None if out is None else out.on
 
     @property
     def out_elements(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from commrt import _native
 from commrt.backends.attaching import attach_all
@@ -28,7 +28,19 @@ if TYPE_CHECKING:
 else:
     Operations = object
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Part"]
+
+
+class Part(Protocol):
+    """A service of a channel that has channels of its own."""
+
+    def free(self) -> None:
+        """Free what it has; UsageError while one of its operations has not ended."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """End the waits of other ranks for this one."""
+        ...
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -87,8 +99,14 @@ class Channel(Group, Operations):
         self.table = mine.table or world.table
         self.wishes = mine.all_wishes(world.wishes)
         """Wishes of the group and of the job; the first that applies holds."""
+        self.parts: list[Part] = []
+        """Services that end with it."""
         self.native_mpi = NativeMpi(self, native_comm)
-        self.attached = attach_all(self, self.table, self.native_mpi, stager, sendrecv)
+        self._resources.callback(self.native_mpi.give_back)
+        self.attached = attach_all(
+            self, self.table, self.wishes, self.native_mpi, stager, sendrecv
+        )
+        self._resources.callback(self._close_backends)
         """Its backends, by name."""
         self.selection = Selection(self, self.attached, self.table, self.wishes)
         self.policy = self.selection.policy
@@ -129,9 +147,17 @@ class Channel(Group, Operations):
     # -- ending ------------------------------------------------------------------
 
     def free(self) -> None:
-        """Release the channel; local, idempotent. Wait for its requests first."""
-        if not self.is_over:
-            self._end(at_rest=self._come_to_rest())
+        """Release the channel; local, idempotent. Wait for its requests first.
+
+        In a forked process it does nothing: memory and messages are the parent's.
+        Where it failed and operations hang in it, its memory stays for them.
+        """
+        if self.is_over:
+            return
+        at_rest = self._come_to_rest()
+        for part in self.parts:
+            part.free()
+        self._end(at_rest=at_rest)
 
     @property
     def is_over(self) -> bool:
@@ -155,21 +181,15 @@ class Channel(Group, Operations):
         self._forget_plans()
         self.host.plans.clear()
         if at_rest:
-            self._release()
+            self._resources.close()
 
-    def _release(self) -> None:
-        self.native_mpi.give_back()
-        self._release_memory()
-
-    def _release_memory(self) -> None:
-        if self.arena is not None:
-            self._detach()
-            self.arena.close()
-            self.arena = None
+    def _close_backends(self) -> None:
+        for attached in self.attached.values():
+            attached.close(may_call=self.closed != "dropped")
 
     def __del__(self) -> None:
-        # Nothing that was never made has an end; a forked process owns nothing.
-        if getattr(self, "closed", "unmade") is None and os.getpid() == self.pid:
+        # Its making may have failed on the way; a forked process owns nothing.
+        if hasattr(self, "_resources") and not self.is_over:
             self.let_go()
 
     def let_go(self) -> None:
@@ -183,11 +203,13 @@ class Channel(Group, Operations):
             self.world.lingering.append(self)
             return
         self.closed = "dropped"
-        self._release()
+        self._resources.close()
 
     def give_up(self, why: str) -> None:
         """Make it unusable, here and for ranks of this node that wait."""
         self.set_failure(why)
+        for part in self.parts:
+            part.give_up(why)
 
 
 for _spec in OPERATIONS:

@@ -110,8 +110,8 @@ class Checker:
         """Return whether COMMRT_DEBUG asks for checks."""
         return env.read_str("COMMRT_DEBUG") != "off"
 
-    def close(self) -> None:
-        """Free the communicator that the comparisons go over."""
+    def free(self) -> None:
+        """Free the channel that the comparisons go over."""
         self.channel.free()
 
     def give_up(self, why: str) -> None:
@@ -168,7 +168,7 @@ class Checker:
 
         Collective, where ``error`` comes from a comparison.
         """
-        if not getattr(error, "is_of_all", False):
+        if not error.on_all_ranks:
             return error
         texts = self._exchanged([call_site(), *call])
         sites, calls = [text[0] for text in texts], [text[1:] for text in texts]
@@ -255,7 +255,7 @@ class Checker:
             if "error" in each:
                 kind, told = each["error"]
                 error = {"BufferError_": BufferError_}.get(kind, UsageError)(told)
-                error.is_told = True  # type: ignore[attr-defined]
+                error.on_all_ranks = True
                 raise error
         return by_rank
 
@@ -278,7 +278,7 @@ def _decode(row: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 def _of_all(error: MismatchError) -> MismatchError:
     """Mark an error that every rank raises, at the same comparison."""
-    error.is_of_all = True  # type: ignore[attr-defined]
+    error.on_all_ranks = True
     return error
 
 

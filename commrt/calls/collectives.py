@@ -100,9 +100,7 @@ class Collectives:
         """Yield the routes that may run a call, in order."""
         is_on_device = bound.device is not None or call.stream is not None
         for route in self._on_device if is_on_device else self._on_host:
-            if route.is_open or any(
-                getattr(call, name) is not None for name in route.asked_by
-            ):
+            if route.is_open or (route.asked_by and _asks_for(call, route)):
                 yield route
 
     def _nowhere(self, name: str) -> UsageError:
@@ -119,3 +117,7 @@ class Collectives:
         except UsageError:
             limit = None
         self._comparison.tell(name, error, limit)
+
+
+def _asks_for(call: Call, route: Route) -> bool:
+    return any(getattr(call, name) is not None for name in route.asked_by)

@@ -105,7 +105,7 @@ class Exchange:
         try:
             check_headers(self.title, me, [header] * size, parts)
         except MismatchError:
-            yield [self.turn]  # type: ignore[list-item]
+            yield [self.turn]
             raise  # on all ranks: who comes after this one may go on
         summed = self._take(nbytes)
         header.write(summed)
@@ -124,7 +124,7 @@ class Exchange:
             _wire_of(summed),
             lost.ctypes.data if keeps else 0,
         )
-        yield [self.turn]  # type: ignore[list-item]
+        yield [self.turn]
         all_sums = came  # read to its end
         gathering = self.sums.allgather(summed, out=all_sums, nonblocking=True)
         self.place.passed = True

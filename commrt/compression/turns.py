@@ -44,6 +44,9 @@ class Turn:
                 raise
         return self._place.passed
 
+    def be_quiet(self) -> None:
+        """Do nothing: the earlier operation warns for itself."""
+
     def wait(self, *, timeout_s: float) -> None:
         """Return once it has passed. Its error is for those who wait for it."""
         if self._earlier is None or self._place.passed:

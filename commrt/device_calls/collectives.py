@@ -227,12 +227,15 @@ class DeviceCollectives:
     def _cache(self, call: Call, bound: Bound, plan: DevicePlan) -> None:
         """Let calls like this one be started without Python (device_call_cache.hpp)."""
         spec, x, out = call.spec, bound.x, bound.out
-        asked = call.algorithm, call.backend, call.params, call.user, call.factor
+        if call.backend is not None or call.algorithm is not None:
+            return
         carrier = self.attached[plan.backend]
         if (
             self.comm.checker is not None
             or not carrier.is_dispatched
-            or any(each is not None for each in asked)
+            or call.params is not None
+            or call.user is not None
+            or call.factor is not None
             or spec.count_arguments
             or call.x is None
             or (call.out is None and not spec.in_place)
@@ -327,8 +330,9 @@ class DeviceCollectives:
         carrier = self.attached[plan.backend]
         if not carrier.prepares:
             return True
-        device, arrays = self._device(call, bound), _views(bound)
-        array = arrays[0].array if arrays else None
+        device = self._device(call, bound)
+        first = bound.out if bound.x is None else bound.x
+        array = None if first is None else first.array
         if carrier.prepare(device, self.stream_of(call, device, array)):
             return True
         self.forget_choices()
@@ -370,8 +374,8 @@ class DeviceCollectives:
                 f"{name}: stream= is for arrays on devices, and these are in host "
                 f"memory; leave it out"
             )
-        places = {None if each is None else id(each.on) for each in _views(bound)}
-        if len(places) > 1:
+        x, out = bound.x, bound.out
+        if x is not None and out is not None and x.on is not out.on:
             raise UsageError(
                 f"{name}: x and out are not on the same device: {_place(bound.x)} and "
                 f"{_place(bound.out)}; pass arrays of one device"
@@ -498,10 +502,6 @@ class DeviceCollectives:
             _, (device, event) = self._own_events.popitem()
             with suppress(CommError):  # the device may be gone
                 device.event_destroy(event)
-
-
-def _views(bound: Bound) -> list[Any]:
-    return [each for each in (bound.x, bound.out) if each is not None]
 
 
 def _place(seen: Any) -> str:

@@ -167,7 +167,7 @@ def _reduced(comm: Channel, call: Call, bound: Bound) -> HostCall:
     # The first rank's output keeps its content.
     untouched = spec.output_on == "all but rank 0" and comm.rank == 0
     reads, writes = (held, []) if untouched else ([x], held[1:])
-    return HostCall(spec.name, "reduction", reads, writes, start, limit, bound.result)
+    return HostCall(spec.name, None, reads, writes, start, limit, bound.result)
 
 
 class BoundHostCall:

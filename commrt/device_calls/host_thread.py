@@ -37,8 +37,8 @@ _NAP_S = 50e-6
 class HostChannel(Protocol):
     """Runs the host's parts of calls: collectives, compressed ones, sparse sums."""
 
-    def open(self, kind: str, timeout_s: float) -> None:
-        """Let the ranks make what calls of a kind use, once; collective."""
+    def open(self, service: str, timeout_s: float) -> None:
+        """Let the ranks make what calls of a service use, once; collective."""
 
     @property
     def sparse_allreduce(self) -> Callable[..., Any]:
@@ -301,8 +301,8 @@ class HostJobs:
             found = self._works[id(device)] = device, made
         return found[1]
 
-    def channel(self, kind: str, timeout_s: float) -> HostChannel:
-        """Return the channel that the host's calls go over, ready for ``kind``.
+    def channel(self, service: str | None, timeout_s: float) -> HostChannel:
+        """Return the channel of the host's calls, ready for those of a service.
 
         Collective the first time, as the ranks make it together.
         """
@@ -310,7 +310,8 @@ class HostJobs:
         if found is None:
             found = self._channel = self._make_channel(timeout_s)
         found.check_usable()
-        found.open(kind, timeout_s)
+        if service is not None:
+            found.open(service, timeout_s)
         return found
 
     def start(

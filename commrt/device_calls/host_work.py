@@ -73,8 +73,8 @@ class HostCall:
 
     what: str
     """The operation."""
-    kind: str
-    """The service that it uses: ``sparse``, ``compression`` or ``reduction``."""
+    service: str | None
+    """The channel's service that it uses, which is opened before; or None."""
     reads: Sequence[HostView]
     writes: Sequence[HostView]
     """Some of them may be read, too."""
@@ -116,7 +116,7 @@ def start_host_call(
     begins = _Begins(made, places)
     try:
         jobs.work(device).refuse_capture(handle)
-        begins.channel = jobs.channel(made.kind, made.timeout_s)
+        begins.channel = jobs.channel(made.service, made.timeout_s)
         devices.order_exported(device, handle, views)
         job = devices.launch(
             lambda: jobs.start(

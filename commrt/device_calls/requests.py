@@ -63,7 +63,7 @@ def late(request: DeviceRequest, limit_s: float) -> TimeoutError_:
         f"s: {request.waits_for()}; it stays in flight: synchronize() for it again "
         f"(the request is in the error's .request)"
     )
-    error.request = request  # type: ignore[attr-defined]
+    error.request = request
     return error
 
 

@@ -275,8 +275,8 @@ class FusedDeviceRequest(Request):
         try:
             done = bucket.synchronize(max(1e-3, deadline - time.monotonic()))
         except TimeoutError_ as error:
-            if getattr(error, "request", None) is bucket.request:
-                error.request = self  # type: ignore[attr-defined]
+            if error.request is bucket.request:
+                error.request = self
             raise
         if not done:
             why = "the ranks are done, and the device has not put back its parts"

@@ -63,7 +63,7 @@ class Comparison:
 
         The ranks have heard of an error that was told before, and of a closed group.
         """
-        is_known = getattr(error, "is_told", False) or isinstance(error, ClosedError)
+        is_known = error.on_all_ranks or isinstance(error, ClosedError)
         checker = self._group.checker
         if checker is not None and not is_known:
             checker.tell(what, error, timeout_s)

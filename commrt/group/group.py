@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
@@ -85,7 +86,7 @@ class CallChecker(Protocol):
         """End the waits of other ranks for this one."""
         ...
 
-    def close(self) -> None:
+    def free(self) -> None:
         """Free what the comparisons go over."""
         ...
 
@@ -103,7 +104,7 @@ class Group(_native.Group):
     collective: ``Channel`` adds those.
     """
 
-    closed: str | None
+    closed: str | None = None
     """How it ended, "freed" or "dropped"; None while it can be used."""
     checker: CallChecker | None = None
     """Compares calls across ranks in check mode."""
@@ -134,13 +135,14 @@ class Group(_native.Group):
         self.world_ranks = tuple(ranks)
         self.identity = identity
         self.pid = os.getpid()
-        self.closed = None
         self.deterministic = deterministic
         """True if results are bitwise the same whatever algorithm runs."""
         rank = self.world_ranks.index(world.rank)
         super().__init__(world.engine, rank, len(ranks), name)
         self.timeout_s = world.timeout_s
         self.arena: Arena | None = None
+        self._resources = ExitStack()
+        """Gives back what the group holds, the latest first."""
         self._attach(self.timeout_s if limit_s is None else limit_s)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
@@ -159,12 +161,19 @@ class Group(_native.Group):
             on_node = [ranks[i] for i in members]
             key = f"arena/{self.identity}/{here}"
             self.arena = world.share_memory(on_node, key, region, limit_s)
+            self._resources.callback(self._leave_memory)
             self._attach_arena(
                 self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
             )
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
             world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
+
+    def _leave_memory(self) -> None:
+        if self.arena is not None:
+            self._detach()
+            self.arena.close()
+            self.arena = None
 
     def _agree_facts(self) -> CommFacts:
         world = self.world
@@ -331,7 +340,7 @@ class Group(_native.Group):
             f"stays in flight and its buffers stay alive: wait() for it again (the "
             f"request is in the error's .request), or abort()"
         )
-        error.request = request  # type: ignore[attr-defined]
+        error.request = request
         raise error
 
 

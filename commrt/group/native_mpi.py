@@ -8,7 +8,7 @@ from typing import Any
 from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
 from commrt.group.group import Group
-from commrt.job.world import FIRST_TAG, NATIVE
+from commrt.job.world import FIRST_TAG
 from commrt.mpi import library
 
 __all__ = ["NativeMpi"]
@@ -44,9 +44,10 @@ class NativeMpi:
         group = self._group
         if not self.ensure(group.timeout_s):
             raise BackendError(
-                f"{group.name}: no MPI communicator can be had for {NATIVE}: the "
-                f"library has no more of them, or commrt has made as many as it takes; "
-                f"free() communicators that are not needed, or use a schedule"
+                f"{group.name}: no MPI communicator can be had for the library's "
+                f"own collectives: it has no more of them, or commrt has made as many "
+                f"as it takes; free() communicators that are not needed, or use a "
+                f"schedule"
             )
         return library.handle(self._comm)
 

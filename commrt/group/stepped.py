@@ -13,17 +13,34 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from commrt._native import Request as EngineRequest
 from commrt.errors import CommError, RevokedError, TimeoutError_, UsageError
 from commrt.vocabulary.checks import check_timeout
 from commrt.vocabulary.request import Request
 
-__all__ = ["SteppedRequest", "Steps"]
+__all__ = ["Awaited", "SteppedRequest", "Steps"]
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[Sequence[EngineRequest], None, T]
+
+
+class Awaited(Protocol):
+    """Something that has to end before the next step: a request, or another's turn."""
+
+    def test(self) -> bool:
+        """Run a little progress; True once it has ended."""
+        ...
+
+    def wait(self, *, timeout_s: float) -> Any:
+        """Return once it has ended; TimeoutError_ where time runs out before."""
+        ...
+
+    def be_quiet(self) -> None:
+        """Warn of nothing when it is dropped before its end."""
+        ...
+
+
+Steps: TypeAlias = Generator[Sequence[Awaited], None, T]
 
 
 class SteppedRequest(Request):
@@ -53,7 +70,7 @@ class SteppedRequest(Request):
         self._ended = ended
         self.num_steps = 0
         """Steps that were begun."""
-        self._waiting: Sequence[EngineRequest] = ()
+        self._waiting: Sequence[Awaited] = ()
         self._output: Any = None
         self._error: BaseException | None = None
         self._done = False
@@ -153,7 +170,7 @@ class SteppedRequest(Request):
                 stacklevel=2,
             )
 
-    def _wait_for(self, request: EngineRequest, deadline: float, limit: float) -> None:
+    def _wait_for(self, request: Awaited, deadline: float, limit: float) -> None:
         try:
             request.wait(timeout_s=max(1e-3, deadline - time.monotonic()))
         except TimeoutError_ as error:
@@ -162,7 +179,7 @@ class SteppedRequest(Request):
                 f"wait() for it again (the request is in the error's .request). It "
                 f"waits for {error}"
             )
-            late.request = self  # type: ignore[attr-defined]
+            late.request = self
             raise late from error
         except CommError as error:
             self._fail(error)
@@ -179,9 +196,7 @@ class SteppedRequest(Request):
 
     def _fail(self, error: BaseException) -> None:
         for request in self._waiting:
-            # One's turn (compression/turns.py) is none.
-            if isinstance(request, EngineRequest):
-                request.be_quiet()  # the program has not seen it: this one tells all
+            request.be_quiet()  # the program has not seen it: this one tells all
         self._error = error
         self._end()
 

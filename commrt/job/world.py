@@ -27,7 +27,7 @@ from commrt.job.arena import (
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
-from commrt.select.facts import Candidate, CommFacts, LinkClass
+from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.model import BetweenNodes
@@ -35,10 +35,8 @@ from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
 
-__all__ = ["FIRST_TAG", "NATIVE", "World", "connect_world"]
+__all__ = ["FIRST_TAG", "World", "connect_world"]
 
-NATIVE = "mpi/native"
-_NATIVE = Candidate.parse(NATIVE)
 
 FIRST_TAG = 16
 """MPI tags below it belong to the bootstrap; each communicator takes two."""
@@ -94,7 +92,6 @@ class World:
     """Work on devices that failed (commrt/group/deferred_release.py)."""
     job: str = ""
     """Names this job in logs; the same on all ranks."""
-    _picks_native: dict[CommFacts, bool] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -109,26 +106,6 @@ class World:
     def node_of(self, rank: int) -> int:
         """Return the index of the node that ``rank`` lies on."""
         return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
-
-    def picks_native(
-        self, facts: CommFacts, table: Table | None, wishes: Sequence[Wishes]
-    ) -> bool:
-        """Return whether unasked calls may run the MPI library's own collectives.
-
-        That is so where the table, or what is asked for beforehand, says it for such a
-        communicator; between nodes the model may, too. The same on every rank.
-        """
-        if self.mpi is None:
-            return False
-        asked = any(wish.fits(_NATIVE) for each in wishes for wish in each)
-        if asked or facts.nodes > 1:
-            return True
-        if table is not self.table:
-            return table is not None and table.may_pick(facts, NATIVE)
-        if facts not in self._picks_native:
-            picked = table is not None and table.may_pick(facts, NATIVE)
-            self._picks_native[facts] = picked
-        return self._picks_native[facts]
 
     def drive(self, device: Any) -> bool:
         """See that calls on a device make progress; whether streams may wait for that.

@@ -127,7 +127,7 @@ class Joining:
                 raise error from None
             raise
         if error is not None:
-            error.on_all_ranks = True  # type: ignore[attr-defined]
+            error.on_all_ranks = True
             raise error
         self._raise_failures(said)
 
@@ -142,7 +142,7 @@ class Joining:
                 f"{self._name}: not all ranks could make an NCCL communicator, so "
                 f"none did: {'; '.join(failed)}"
             )
-            error.on_all_ranks = True  # type: ignore[attr-defined]
+            error.on_all_ranks = True
             raise error
 
     def _exchange(self, step: str, text: str, extra_s: float = 0.0) -> list[str]:

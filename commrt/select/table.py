@@ -45,6 +45,9 @@ class Table:
     """File it came from, for messages."""
     tested_together: tuple[tuple[str, ...], ...] = ()
     """Engines that may be at work at the same time on a device, as somebody tested."""
+    _picks: dict[tuple[CommFacts, str], bool] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def digest(self) -> str:
@@ -76,11 +79,14 @@ class Table:
 
     def may_pick(self, facts: CommFacts, name: str) -> bool:
         """Return whether any call could find a rule that uses candidate ``name``."""
-        return any(
-            self._applies(index, facts)
-            for index, rule in enumerate(self.rules)
-            if rule.use.name == name
-        )
+        picks = self._picks.get((facts, name))
+        if picks is None:
+            picks = self._picks[facts, name] = any(
+                self._applies(index, facts)
+                for index, rule in enumerate(self.rules)
+                if rule.use.name == name
+            )
+        return picks
 
     def _applies(self, index: int, facts: CommFacts) -> bool:
         # The ranges of a cell tile all lengths: the closest cell is so at any of them.

@@ -388,3 +388,24 @@ def test_long_copies_keep_the_order(mpirun: Any, progress: str) -> None:
         expected.append([number % 3 + 100.0 * number] * 2)
     env = {"COMMRT_PROGRESS": progress}
     assert mpirun(3, long_copies, env=env) == [expected] * 3
+
+
+def one_rank_asks() -> list[Any]:
+    world = commrt.init()
+    with world.split(world.rank // 2) as comm:
+        told = []
+        if world.rank == 0:
+            told = [str(comm.explain("allreduce", 64).choice.candidate)]
+            told += sorted({each.name for each in comm.candidates("bcast", 64)})
+        world.barrier()  # the others have called nothing of it until now
+        return [told != [], float(comm.allreduce(np.ones(1))[0])]
+
+
+def test_to_ask_what_would_run_is_local(mpirun: Any) -> None:
+    for nodes in (None, "1,2"):
+        env = {} if nodes is None else {"COMMRT_NODES": nodes}
+        assert mpirun(3, one_rank_asks, env=env) == [
+            [True, 2.0],
+            [False, 2.0],
+            [False, 1.0],
+        ]

@@ -244,7 +244,7 @@ def run_mismatch() -> list[str]:
     return said
 
 
-@pytest.mark.full
+@pytest.mark.whole  # it is made before the nodes have been measured
 def test_mismatches_in_check_mode(torchrun: Any) -> None:
     where = on_nodes("2,1", COMMRT_DEBUG="check")
     first, second, third = torchrun(3, run_mismatch, **where)

@@ -237,7 +237,7 @@ class AttachedIpc(Attached):
         try:
             self.runner(device)
         except CommError as error:
-            if not getattr(error, "on_all_ranks", False):
+            if not error.on_all_ranks:
                 raise
             self._agreed = IpcFacts(str(error), self.facts.shares_device)
             _LOG.warning(

@@ -107,7 +107,7 @@ def _agree(
             f"{what}: not all ranks could share memory of their devices, so none "
             f"does: {'; '.join(failed)}"
         )
-    error.on_all_ranks = True  # type: ignore[attr-defined]
+    error.on_all_ranks = True
     raise error
 
 

@@ -61,8 +61,26 @@ class AttachedMpi(Attached):
         """True if the library's own collectives on host memory need no asking."""
 
     def join(self, timeout_s: float) -> None:
-        """See whether this communicator was made with one of MPI's."""
-        self._runs_unasked = self.beside.native_mpi.is_there
+        """Get one of MPI's communicators, where calls may need it that do not ask."""
+        native_mpi = self.beside.native_mpi
+        if not native_mpi.is_there and self._may_be_picked():
+            native_mpi.lease(timeout_s)
+        self._runs_unasked = native_mpi.is_there
+
+    def _may_be_picked(self) -> bool:
+        """Return whether calls that do not ask may run the library's own collectives.
+
+        The table, or a wish made beforehand, says so for such a communicator; between
+        nodes the model may, too. The same on every rank.
+        """
+        facts, table, wishes = self.group.facts, self.beside.table, self.beside.wishes
+        if self.group.world.mpi is None:
+            return False
+        if facts.nodes > 1:
+            return True
+        if any(wish.fits(NATIVE) for each in wishes for wish in each):
+            return True
+        return table is not None and table.may_pick(facts, NATIVE.name)
 
     # -- what it runs ------------------------------------------------------------
 
@@ -73,7 +91,7 @@ class AttachedMpi(Attached):
             can = query.order == "any" and self.why_not_on_device(query) is None
             return [NATIVE] if can else []
         found: list[Candidate] = []
-        if query.device != "host" or self.beside.native_mpi.for_caller() is None:
+        if query.device != "host" or self.group.world.native_comms is None:
             return found
         if group.size > 1 and why_not(query, group.size) is None:
             found.append(NATIVE)

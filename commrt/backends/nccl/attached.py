@@ -221,7 +221,7 @@ class AttachedNccl(Attached):
         try:
             self.runner(device)
         except CommError as error:
-            if not getattr(error, "on_all_ranks", False):
+            if not error.on_all_ranks:
                 raise
             self._agreed = NcclFacts(str(error))
             _LOG.warning("%s: staged runs instead of NCCL: %s", self.group.name, error)

@@ -192,14 +192,14 @@ def test_a_bucket_that_fails_while_giving_up_fails_hangs_nobody(
 
 def refusing(comm: Any, limit: int) -> None:
     """Let nothing run allreduces of so many elements and more."""
-    choose = comm.selection.choose
+    asked = comm.selection.asked
 
     def refuse(call: Any, bound: Any) -> Any:
         if bound.num_elements >= limit:
             raise UsageError(f"nothing runs {bound.num_elements} elements")
-        return choose(call, bound)
+        return asked(call, bound)
 
-    comm.selection.choose = refuse
+    comm.selection.asked = refuse
 
 
 @pytest.mark.parametrize("limit", [None, 60.0])
@@ -222,14 +222,14 @@ def test_what_cannot_run_is_settled_by_the_buckets_length(limit: float | None) -
 
 def test_what_only_a_bucket_can_run_is_taken() -> None:
     def rank_main(comm: Any) -> list[float]:
-        choose = comm.selection.choose
+        asked = comm.selection.asked
 
         def refuse(call: Any, bound: Any) -> Any:
             if bound.num_elements < 8:
                 raise UsageError("too short")
-            return choose(call, bound)
+            return asked(call, bound)
 
-        comm.selection.choose = refuse
+        comm.selection.asked = refuse
         with comm.fused():
             requests = [comm.allreduce(one(4), nonblocking=True) for _ in range(2)]
         return [each[0] for each in commrt.wait_all(requests)]

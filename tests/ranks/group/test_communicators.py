@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import threading
 from typing import Any
 
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 from cases import run_cases, sample
 
-from commrt.errors import CommError
+from commrt import backends
+from commrt.backends.base import Attached, Capabilities
+from commrt.errors import BackendError, CommError
 from commrt.local import run
 
 
@@ -220,3 +224,67 @@ def test_communicators_come_and_go(size: int) -> None:
                 assert total(copy) == size * (size + 1) / 2
 
     run(size, rank_main)
+
+
+class Unattachable:
+    """A backend of another package that cannot be attached to some communicators."""
+
+    name = "unattachable"
+    capabilities = Capabilities()
+
+    def __init__(self) -> None:
+        self.fails_in = "attach"
+        self.is_bad = False
+        self.num_closed = 0
+
+    def attach(self, group: Any, beside: Any) -> Attached:
+        self.fail("attach")
+        return _Unattachable(self, group, beside)
+
+    def fail(self, where: str) -> None:
+        if self.is_bad and self.fails_in == where:
+            raise BackendError(f"no {where} here")
+
+
+class _Unattachable(Attached):
+    backend: Unattachable
+
+    def join(self, timeout_s: float) -> None:
+        self.backend.fail("join")
+
+    def measure(self) -> None:
+        self.backend.fail("measure")
+
+    def close(self, *, may_call: bool = True) -> None:
+        self.backend.num_closed += 1
+
+
+@pytest.mark.parametrize("where", ["attach", "join", "measure"])
+def test_a_communicator_that_cannot_be_made_leaves_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: Any = Unattachable()
+    theirs.fails_in = where
+    known = {**backends.all_backends(), theirs.name: theirs}
+    monkeypatch.setattr(backends, "all_backends", lambda: known)
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    barrier = threading.Barrier(2)
+
+    def rank_main(comm: Any) -> float:
+        barrier.wait()
+        theirs.is_bad = True
+        with pytest.raises(BackendError, match=f"no {where} here"):
+            comm.dup()
+        barrier.wait()
+        theirs.is_bad = False
+        gc.collect()
+        closed = theirs.num_closed
+        with comm.dup() as copy:
+            result = total(copy)
+        assert theirs.num_closed > closed
+        return result
+
+    assert run(2, rank_main) == [3.0, 3.0]
+    gc.collect()
+    assert ignored == []

@@ -64,7 +64,7 @@ def _blocks(coll: str, name: str, size: int) -> int:
 
 
 def cut(parts: Iterable[tuple[str, str, int]]) -> int:
-    """Return how many blocks suit all of these (operation, algorithm, ranks)."""
+    """Return the number of blocks that suits all (operation, algorithm, ranks)."""
     wanted = [_blocks(*part) for part in parts]
     even = lcm(*wanted)
     return even if even <= _EVEN else max(_FINE * max(wanted), _EVEN)

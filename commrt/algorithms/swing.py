@@ -107,7 +107,7 @@ def _in_turn(shape: tuple[int, ...], first: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def swing(shape: tuple[int, ...], port: int) -> Swing:
-    """Return who exchanges with whom; kept, because all ranks ask."""
+    """Return the partners of each step; kept, because all ranks ask."""
     return Swing(shape, port)
 
 

@@ -77,13 +77,13 @@ class Levels:
         return self
 
     def leader(self, node: int, stripe: int) -> int:
-        """Return who leads a stripe on a node."""
+        """Return the leader of a stripe on a node."""
         ranks = self.nodes[node]
         at = self._first[node] + stripe * len(ranks) // self.stripes
         return ranks[at % len(ranks)]
 
     def leaders(self, stripe: int) -> list[int]:
-        """Return who leads a stripe, node by node."""
+        """Return the leaders of a stripe, node by node."""
         return [self.leader(node, stripe) for node in range(len(self.nodes))]
 
     def place(self, rank: int) -> int:
@@ -508,7 +508,7 @@ def alltoall(b: Builder) -> None:
 
 
 def _part(packed: Buffer, members: int, stripe: Stripe, node: int) -> Slice:
-    """Return what goes to a node: from each member a block per rank of the stripe."""
+    """Return the blocks to a node: from each member one per rank of the stripe."""
     start, width = members * stripe.starts[node], members * len(stripe.ranks[node])
     return Slice(packed.space, start, start + width)
 
@@ -549,7 +549,7 @@ def _consecutive(ranks: Sequence[int]) -> list[Run]:
 
 
 def _arriving(arrived: Buffer, levels: Levels, num: int) -> list[Slice]:
-    """Return where the blocks from each node arrive, for ``num`` ranks of a stripe."""
+    """Return the places of the blocks from each node, for ``num`` ranks of a stripe."""
     found: list[Slice] = []
     start = 0
     for ranks in levels.nodes:

@@ -172,7 +172,7 @@ class Attached:
     # -- what it runs ------------------------------------------------------------
 
     def candidates(self, query: Query) -> Sequence[Candidate]:
-        """Return what it can run for ``query``, simplest first."""
+        """Return the candidates that can run ``query``, simplest first."""
         return ()
 
     def refused(self, query: Query) -> Sequence[Rejected]:
@@ -202,13 +202,13 @@ class Attached:
         return self.modelled_us(query, candidate)
 
     def floor_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what ``predicted_us`` is at least, which is quicker to find."""
+        """Return a lower bound of ``predicted_us``, which is quicker to find."""
         return self.modelled_us(query, candidate, only_floor=True)
 
     def modelled_us(
         self, query: Query, candidate: Candidate, *, only_floor: bool = False
     ) -> float:
-        """Return what the model says of a candidate that can run, or its floor."""
+        """Return the model's time of a candidate that can run, or its lower bound."""
         model = prediction.floor_us if only_floor else prediction.predicted_us
         return model(self.group.facts, query, candidate)
 
@@ -259,7 +259,7 @@ class Attached:
         return True
 
     def tells(self, device: Any) -> Any:
-        """Return what this rank tells the others about itself, for JSON.
+        """Return this rank's facts for the others, for JSON.
 
         None where nothing is asked: what holds is settled then, by facts that all ranks
         know, so none of them asks.

@@ -68,7 +68,7 @@ class _Topic:
         return self.attempt != before
 
     def came(self) -> set[int]:
-        """Return who is in this attempt or a later one."""
+        """Return the ranks in this attempt or a later one."""
         return {rank for _, rank in self.said}
 
 
@@ -132,7 +132,7 @@ class MpiBootstrap:
         return comm
 
     def topic(self, name: str) -> _Topic:
-        """Return what is known under a name; hold ``lock``."""
+        """Return this rank's state of a name's exchanges; hold ``lock``."""
         return self._topics.setdefault(name, _Topic())
 
     def send(self, message: bytes, peer: int) -> Any:
@@ -224,7 +224,7 @@ class _Rendezvous:
             return self._done
 
     def result(self) -> dict[int, bytes]:
-        """Return what the others said."""
+        """Return the blobs of the others."""
         with self._bootstrap.lock:
             attempt = self._topic.attempt
             return {peer: self._topic.said[attempt, peer] for peer in self._others}
@@ -243,7 +243,7 @@ class _Rendezvous:
             topic.skip_withdrawn()
 
     def missing(self) -> list[int]:
-        """Return who did not come; those who came and gave up only if all came."""
+        """Return the ranks that did not come, or if all came, those that gave up."""
         never = [peer for peer in self._others if peer not in self._came]
         now = self._topic.came()
         gone = [peer for peer in self._others if peer not in now]

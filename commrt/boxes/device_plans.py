@@ -302,7 +302,7 @@ class DeviceBoxes:
         return address
 
     def _filled(self, tables: Sequence[tuple[BoxTable, int]], nbytes: int) -> int:
-        """Return where all tables lie on the device."""
+        """Return the address of all tables on the device."""
         device = self._device
         if not tables:
             return 0
@@ -412,7 +412,7 @@ class BoundBoxes:
 
 
 def _pinned(sent: _Side) -> int:
-    """Return where what comes begins in pinned memory."""
+    """Return the place in pinned memory at which incoming boxes begin."""
     return -(-sent.nbytes // _ALIGNED) * _ALIGNED
 
 

@@ -174,7 +174,7 @@ class Layout:
         return math.prod(self.grid)
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
-        """Return where ``rank`` lies in the grid."""
+        """Return the place of ``rank`` in the grid."""
         found = []
         for extent in reversed(self.grid):
             rank, place = divmod(rank, extent)

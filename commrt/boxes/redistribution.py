@@ -58,7 +58,8 @@ def redistribution_moves(source: Layout, target: Layout, rank: int) -> list[Move
 def _boxes(
     source: Layout, holder: int, target: Layout, taker: int
 ) -> Iterator[tuple[Box, Box]]:
-    """Yield what one rank has that another shall have, as either of them sees it."""
+    """Yield the parts that one rank has and another wants, as either of them sees
+    it."""
     for runs in itertools.product(*common_runs(source, holder, target, taker)):
         yield (
             _box(_X, runs, [(run.source, run.source_step) for run in runs]),
@@ -237,7 +238,7 @@ class Redistributions:
 
 
 def common_facts(moved: Redistribution) -> dict[str, Any]:
-    """Return what has to be equal on all ranks."""
+    """Return the facts that must be equal on all ranks."""
     return {
         "source": str(moved.source),
         "target": str(moved.target),

@@ -66,7 +66,7 @@ class StridedArray:
 
 
 def strided(array: Any, what: str) -> StridedArray:
-    """Return what is known of ``array``; BufferError_ that names ``what`` if nothing.
+    """Return the facts of ``array``; BufferError_ that names ``what`` if it has none.
 
     numpy arrays and those on devices may have any strides; others must be C-contiguous
     (``arrays.view``).

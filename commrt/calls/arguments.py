@@ -289,7 +289,7 @@ def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
 
 
 def _num_contributors(spec: OpSpec) -> str:
-    """Return how many ranks a rank's reduction combines, as a formula."""
+    """Return the number of ranks that a rank's reduction combines, as a formula."""
     first, end = spec.combines
     if first is None:
         return f"rank + {end}" if end else "rank"
@@ -487,7 +487,7 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
 
 
 def _new(call: Call, x: HostView) -> Any:
-    """Return what takes the result in the place of an ``x`` that never changes."""
+    """Return the array that takes the result of an ``x`` that never changes."""
     made = empty_like_array(x, x.shape)
     if call.spec.output_on == "all but rank 0":  # which has no result
         made[...] = np.asarray(call.x)

@@ -249,7 +249,7 @@ def _own_block(x: HostView, out: HostView, elements_before: int) -> bool:
 
 
 def _exchange(comm: Exchanging, call: Call, sent: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what each rank sends here; every rank calls it."""
+    """Return the number of elements that each rank sends here; every rank calls it."""
     counts = np.array(sent, np.int64)
     limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
     channel = comm if comm.checker is None else comm.checker.channel

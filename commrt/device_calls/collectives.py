@@ -204,7 +204,7 @@ class DeviceCollectives:
         _native.cut_fusion(self.comm)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
-        """Return what starts a plan."""
+        """Return the runner that starts a plan."""
         return self.attached[plan.backend].runner(device)
 
     def ends_by_itself(self, plan: DevicePlan) -> bool:
@@ -220,7 +220,7 @@ class DeviceCollectives:
             raise
 
     def _check_not_failed(self, error: Exception) -> None:
-        """Raise what is to be said where the communicator failed since a call began."""
+        """Raise the communicator's error if it failed since a call began."""
         if isinstance(error, DeviceError) and error.status == "not_ready":
             self.comm.check_usable()
 
@@ -323,7 +323,7 @@ class DeviceCollectives:
         return plan
 
     def _can_give(self, call: Call, bound: Bound, plan: DevicePlan) -> bool:
-        """Make what runs the plan; False where that failed, on all ranks alike.
+        """Prepare the device for the plan; False if that failed, on all ranks alike.
 
         Then the ranks choose among what is left.
         """
@@ -414,8 +414,7 @@ class DeviceCollectives:
         device.stream_wait_event(stream, event)
 
     def stager(self, device: Any) -> _native.Stager:
-        """Return what runs collectives on a device, made at the first; see
-        ``docs/internals/staging.md``.
+        """Return the runner of collectives on a device, made at the first one.
 
         It allocates pinned memory, streams and events, which may wait for the device.
         """
@@ -426,7 +425,7 @@ class DeviceCollectives:
         return found[1]
 
     def messages(self, device: Any) -> _native.MessageStager:
-        """Return what sends and receives there, made at the first message."""
+        """Return the carrier of messages there, made at the first message."""
         found = self._messages.get(id(device))
         if found is None:
             made = _native.MessageStager(self.comm, device, *self.options(device))
@@ -434,7 +433,7 @@ class DeviceCollectives:
         return found[1]
 
     def options(self, device: Any) -> tuple[int, int, int, int, bool]:
-        """Return how work on a device uses pinned memory: slots, bytes, flags."""
+        """Return the use of pinned memory by work on a device: slots, bytes, flags."""
         flags = self.lets_streams_wait(device)
         release_finished(self.comm.world)
         options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value

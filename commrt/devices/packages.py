@@ -74,7 +74,7 @@ def torch_cuda() -> tuple[str, str | None] | None:
 
 
 def problems(driver: int | None = None) -> Iterator[str]:
-    """Yield what does not fit, with the cure.
+    """Yield the packages that do not fit, with the cure.
 
     ``driver`` is the CUDA version of the driver: 12040 is 12.4.
     """

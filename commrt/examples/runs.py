@@ -26,7 +26,7 @@ add the same numbers in another order, which float32 rounds differently."""
 def arguments_of(
     name: str, doc: str | None, steps: int, argv: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the arguments of the command line."""
     about = (doc or "").partition("\n")[0]
     parser = argparse.ArgumentParser(f"python -m commrt.examples.{name}", None, about)
     parser.add_argument("--backend", default="commrt", help="commrt, or gloo")

@@ -101,7 +101,7 @@ class Agreement(ABC):
         self._is_leaving = False
 
     def look(self) -> None:
-        """Say what is to be said, and send what may be sent.
+        """Say to the others all that is due, and send the calls that may be sent.
 
         Any error ends the agreement: what was said or heard may be lost with it.
         """

@@ -41,7 +41,7 @@ _Placed = tuple[BoxTable, int]
 
 
 def ring_nbytes(nbytes: int) -> int:
-    """Return how long the ring is to be for buckets of so many bytes."""
+    """Return the length of the ring for buckets of so many bytes."""
     most = max(nbytes, min(_ROUND * nbytes, _MOST_AHEAD_NBYTES))
     return -(-most // _ALIGNED) * _ALIGNED
 
@@ -257,7 +257,7 @@ class BucketCopies:
                 self.blocks.reserve(most)
 
     def note(self, stream: int) -> PooledEvent:
-        """Return what a stream holds by now."""
+        """Return an event behind the work that a stream holds by now."""
         noted = PooledEvent(self.events)
         self.device.event_record(noted.handle, stream)
         return noted
@@ -269,7 +269,7 @@ class BucketCopies:
 
     @contextlib.contextmanager
     def outside_captures(self) -> Iterator[None]:
-        """Let what this thread asks of the device end no capture of its streams."""
+        """Let this thread's calls to the device end no capture of its streams."""
         before = self.device.exchange_capture_mode(_RELAXED)
         try:
             yield

@@ -47,7 +47,7 @@ class SentBucket:
         self._is_over = False
 
     def put_back(self) -> None:
-        """Let what came go to where it belongs, behind the collective; idempotent.
+        """Copy the results to their arrays, behind the collective; idempotent.
 
         Where streams have no flags this blocks until the host has done its part. Raises
         the collective's error.

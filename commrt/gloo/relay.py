@@ -79,7 +79,7 @@ class GlooRelay:
             thread.start()
 
     def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
-        """Return how many operations of a communicator each peer has started.
+        """Return the number of operations of a communicator that each peer has started.
 
         None where it has not answered within a second: its threads answer, whatever
         its program does. -1 where it knows no such communicator, or has ended.

@@ -345,7 +345,7 @@ def _relay(world: World) -> GlooRelay:
 
 
 def _agree_cores(world: World) -> int:
-    """Return how many cores the ranks of the poorest node have together.
+    """Return the number of cores that the ranks of the poorest node have together.
 
     Ranks may be bound to different cores: their affinities are united, and the
     container's quota (seen as fewer available cores than the affinity) still holds.

@@ -172,7 +172,7 @@ class _Placed:
         )
 
     def term(self, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Return where the element of that place is in the buffer, and strides."""
+        """Return the offset in the buffer of that element, and the strides."""
         away = [a - b for a, b in zip(start, self.box.start, strict=True)]
         return self.at + _dot(away, self.in_buffer), self.in_buffer
 

@@ -73,7 +73,7 @@ _WITHOUT_MPI = (
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Return who started this process; ``COMMRT_LAUNCH`` overrides the order.
+    """Return the launcher of this process; ``COMMRT_LAUNCH`` overrides the order.
 
     Raises UsageError if COMMRT_LAUNCH names a launcher whose variables are absent,
     or if a launcher's variables are not numbers or contradict each other.

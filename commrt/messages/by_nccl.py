@@ -76,7 +76,7 @@ class NcclMessages:
         self._phase = self._own_phase()
 
     def _own_phase(self) -> _native.NcclPhase:
-        """Return what moves; what a rank sends itself is copied."""
+        """Return the messages that move; those to the rank itself are copied."""
         rank, own = self._group.rank, []
         messages = []
         for index, (array, peer, _) in enumerate((*self._sends, *self._recvs)):

@@ -49,7 +49,7 @@ def mpi_takes_cuda() -> Awareness:
 
 
 def _weigh(library: Any, kinds: str | None) -> Awareness:
-    """Return what functions of the library and the info say together."""
+    """Return the answer of the library's functions and the info together."""
     said = []
     for name, ask in (
         ("MPIX_GPU_query_support", _gpu_query),

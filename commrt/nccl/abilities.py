@@ -106,7 +106,7 @@ def support(
     *,
     capability: int | None = None,
 ) -> Support:
-    """Return how NCCL ``version`` does ``coll``.
+    """Return the support of NCCL ``version`` for ``coll``.
 
     Args:
         coll: the operation.
@@ -167,7 +167,7 @@ def _is_float8(dtype: DType) -> bool:
 
 
 def nccl_count(dtype: DType, count: int) -> int:
-    """Return how many of NCCL's elements are ``count`` of ``dtype`` in a reduction."""
+    """Return NCCL's number of elements for ``count`` of ``dtype`` in a reduction."""
     return 2 * count if dtype.kind == "complex" else count
 
 
@@ -200,7 +200,7 @@ def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
 
 
 def reductions_table() -> str:
-    """Return what NCCL does with each reduction of each type, for the reference."""
+    """Return NCCL's support for each reduction of each type, for the reference."""
     rows = ["| `op` | type | NCCL |", "|---|---|---|"]
     for op in ReduceOp:
         verdicts: dict[str, list[str]] = {}
@@ -222,7 +222,7 @@ def reductions_table() -> str:
 
 
 def operations_table() -> str:
-    """Return what NCCL does with each operation, for docs/reference/nccl.md."""
+    """Return NCCL's support for each operation, for docs/reference/nccl.md."""
     since = feature("alltoall").since
     rows = [
         f"| operation | before {version_text(since)} | from {version_text(since)} on "

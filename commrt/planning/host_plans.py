@@ -172,7 +172,7 @@ class TransportParams:
             )
 
     def most_inline(self, reduces: bool) -> int:
-        """Return how many bytes of a message ride in lines at most."""
+        """Return the most bytes of a message that ride in lines."""
         if isinstance(self.inline, int):
             return self.inline
         return _INLINE_COMBINED_NBYTES if reduces else INLINE_NBYTES[1]
@@ -357,7 +357,7 @@ BoundsOf = Callable[[int, Lowered], list[list[int]]]
 def _reach(
     comm: Ranks, spec: PlanSpec, own: Mapping[str, ParamValue], bounds_of: BoundsOf
 ) -> dict[str, Any]:
-    """Return what the engine is told about buffers in the symmetric heap."""
+    """Return the engine's arguments about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
     # Nobody knows an alltoallv's whole length: its buffers are ordinary ones.
     long = spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES
@@ -558,7 +558,7 @@ def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
 
 
 def scaling(spec: PlanSpec, size: int) -> tuple[float, int, int]:
-    """Return what to multiply floats, and integers, by before sending; the divisor.
+    """Return the factors for floats and integers before sending, and the divisor.
 
     avg scales floats before sending and divides integers at the end.
     """

@@ -69,7 +69,7 @@ COMPARED_NBYTES = 16
 def gloo_constants(
     between: BetweenNodes | None, native: bool, crowd: float = 1.0
 ) -> Constants:
-    """Return what messages between nodes cost, of schedules or of gloo's collectives.
+    """Return the cost of messages between nodes, of schedules or of gloo's collectives.
 
     Args:
         between: as measured; None: a guess.
@@ -133,7 +133,7 @@ def predicted_us(
 def _comparing_us(
     facts: CommFacts, between: BetweenNodes | None, only_floor: bool
 ) -> float:
-    """Return what ranks take to compare what they have called."""
+    """Return the time in which ranks compare what they have called."""
     short = Query(COMPARED.coll, COMPARED_NBYTES, "int64", op="max")
     one = gloo_constants(between, native=False)
     return schedule_us(facts, short, COMPARED.algorithm, {}, one, only_floor)

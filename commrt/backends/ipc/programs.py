@@ -38,7 +38,7 @@ _LINE_NBYTES = 64
 def peer_program(
     spec: PlanSpec, rank: int, size: int, nodes: Nodes, half_nbytes: int
 ) -> StreamPlan:
-    """Return what ``rank`` runs over exchange memory with halves of so many bytes.
+    """Return the program of ``rank`` over exchange memory with halves of so many bytes.
 
     Raises BackendError where what a rank publishes does not fit, or nobody knows where
     others put it (alltoallv).
@@ -70,7 +70,7 @@ def peer_program(
 
 
 def _fragments(call: ProgramCall, half_nbytes: int) -> int:
-    """Return how many parts there are: what a rank publishes in one must fit."""
+    """Return the number of parts: the messages published in one must fit."""
     number = call.fragments()
     while call.can_be_cut and _published(call, number) > half_nbytes:
         if number > call.longest_nbytes // _LINE_NBYTES:
@@ -227,7 +227,7 @@ def _publish(
 def _numbers_from(
     call: ProgramCall, fragment: int, fragments: int, received: list[int]
 ) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield which of a peer's messages each is, and count them."""
+    """Yield the number of each of a peer's messages, and count them."""
     for ends in call.rounds[call.rank].recvs:
         for message in ends:
             if not call.nbytes(call.rank, message.place, fragment, fragments):

@@ -90,7 +90,7 @@ def _agree(
     timeout_s: float,
     attempt: Callable[[], str],
 ) -> list[str]:
-    """Return what all ranks say; raise on all if any of them failed."""
+    """Return the answers of all ranks; raise on all if any of them failed."""
     said, error = "", None
     try:
         said = attempt()

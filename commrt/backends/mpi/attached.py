@@ -200,7 +200,7 @@ class AttachedMpi(Attached):
         self._agreed = MpiFacts(why)
 
     def _why_never(self) -> str:
-        """Return what keeps these ranks from it anyway; equal on all of them."""
+        """Return the reason that keeps these ranks from it; equal on all of them."""
         comm = self.group
         if comm.world.mpi is None:
             return "these ranks were not started by MPI"

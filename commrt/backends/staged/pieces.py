@@ -163,7 +163,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _sides(spec: PlanSpec, rank: int) -> tuple[int, int]:
-    """Return how many elements go to the host, and how many come back."""
+    """Return the numbers of elements that go to the host, and that come back."""
     # The first rank's output keeps its content.
     untouched = spec.op.output_on == "all but rank 0" and rank == 0
     return spec.in_elements, 0 if untouched else spec.out_elements

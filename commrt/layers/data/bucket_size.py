@@ -100,7 +100,7 @@ def _covers(points: Mapping[int, float]) -> bool:
 
 
 def _tabled_us(comm: Communicator, device: str) -> dict[int, float]:
-    """Return what the table's rules for these ranks have measured."""
+    """Return the times that the table's rules for these ranks have measured."""
     table = comm.world.table
     points: dict[int, float] = {}
     if table is None:

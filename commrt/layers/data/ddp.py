@@ -149,7 +149,7 @@ class HookState:
             share_storage(self.comm, buffer, may_move=not is_viewed)
 
     def residual_of(self, bucket: dist.GradBucket) -> Any:
-        """Return what a bucket owes, None where nothing is kept.
+        """Return the residual of a bucket, None if nothing is kept.
 
         DDP cuts its buckets anew after the first step; what the first owed is lost.
         """

@@ -55,7 +55,7 @@ class Bucket:
         return sum(parameter.count for parameter in self.parameters)
 
     def owed(self) -> dict[int, Any]:
-        """Return what each parameter owes, a part of ``residual``."""
+        """Return the residual of each parameter, a part of ``residual``."""
         found: dict[int, Any] = {}
         if self.residual is None:
             return found

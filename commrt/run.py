@@ -226,7 +226,7 @@ class _Job:
         return self._report(*first)
 
     def _report(self, rank: _Rank, code: int) -> int:
-        """Say who failed first and why; return the launcher's exit status."""
+        """Say which rank failed first and why; return the launcher's exit status."""
         if self._signal:
             how = f"ended after {signal.Signals(self._signal).name} was forwarded to it"
         elif code < 0:
@@ -272,7 +272,7 @@ def _signal_to(rank: _Rank, number: int) -> None:
 
 
 def _environment(size: int, rendezvous: str) -> dict[str, str]:
-    """Return what all ranks have in common."""
+    """Return the variables that all ranks have in common."""
     environ = child_environment(sys.executable)
     cores = len(os.sched_getaffinity(0))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))

@@ -58,8 +58,7 @@ def redistribution_moves(source: Layout, target: Layout, rank: int) -> list[Move
 def _boxes(
     source: Layout, holder: int, target: Layout, taker: int
 ) -> Iterator[tuple[Box, Box]]:
-    """Yield the parts that one rank has and another wants, as either of them sees
-    it."""
+    """Yield the parts that one rank has and another wants, as either sees it."""
     for runs in itertools.product(*common_runs(source, holder, target, taker)):
         yield (
             _box(_X, runs, [(run.source, run.source_step) for run in runs]),

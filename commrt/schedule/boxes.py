@@ -282,7 +282,7 @@ class _Piece:
 def _units(
     moves: list[Move], itemsizes: Sequence[int], limit: int
 ) -> list[list[_Piece]]:
-    """Return what goes into one message together, in order: a piece, or two twins.
+    """Return the content of each message, in order: a piece, or two twins.
 
     Opposite faces of a block across its fastest dimension share cache lines: the engine
     moves both in one pass (native/kernels/box_twins.cpp).

@@ -109,7 +109,7 @@ class _RankCounts(NamedTuple):
 
 
 def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
-    """Return what one rank does, from its program alone."""
+    """Return the work of one rank, from its program alone."""
     width = widths(program)
     nodes = on_node.nodes if on_node else range(program.rank + 1)
     own = nodes[program.rank]
@@ -142,7 +142,7 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
 
 
 def _moved(ranks: Iterable[_RankCounts]) -> float:
-    """Return what the busiest node moves, in times of bytes between nodes."""
+    """Return the traffic of the busiest node, in times of bytes between nodes."""
     nodes: dict[int, tuple[float, float, float]] = {}
     for one in ranks:
         sent, received, core = nodes.get(one.node, (0.0, 0.0, 0.0))
@@ -190,7 +190,7 @@ def floor(
     gamma_us_per_byte: float,
     on_node: OnNode | None = None,
 ) -> float:
-    """Return what ``cost`` is at least, from the programs of some ranks alone."""
+    """Return a lower bound of ``cost``, from the programs of some ranks alone."""
     found = [_rank_counts(schedule.program(rank), on_node) for rank in ranks]
     shortest = on_node.alpha if on_node else 1
     messages = max(one.messages for one in found)

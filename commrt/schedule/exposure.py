@@ -72,7 +72,7 @@ class _Touch:
 def reaches(
     programs: Sequence[Lowered], share_memory: Callable[[int, int], bool]
 ) -> list[Reach]:
-    """Return what each rank's program may do, given the programs of all ranks.
+    """Return the reach of each rank's program, given the programs of all ranks.
 
     ``share_memory(rank, peer)`` tells which ranks map each other's memory.
     """
@@ -155,7 +155,7 @@ class _Analysis:
         return bool(self.before[other[0]][other[1]] & self._bit(one))
 
     def _order(self) -> list[list[int]] | None:
-        """Return what comes before each instruction, as a set; None if cyclic."""
+        """Return the instructions before each instruction, as a set; None if cyclic."""
         waits: dict[Node, int] = {}
         follows: dict[Node, list[Node]] = {}
         for rank, program in enumerate(self.programs):
@@ -205,7 +205,7 @@ class _Analysis:
         return _slices(self.outputs[rank][index])[:1]
 
     def _sources(self, rank: int, index: int) -> list[Slice]:
-        """Return where what an instruction sends lies in a buffer as it is."""
+        """Return the places in buffers of the value that an instruction sends."""
         found = self._results(rank, index)
         if len(self.inputs[rank][index]) == 1:
             found = found + _slices(self.inputs[rank][index])
@@ -213,7 +213,7 @@ class _Analysis:
         return [part for part in found if spaces[part.space].kind != "tmp"]
 
     def _takers(self, rank: int, index: int) -> list[Node]:
-        """Return who takes the messages of an instruction on this node."""
+        """Return the receivers of an instruction's messages on this node."""
         return [
             (peer, self.receiver[rank, peer, k])
             for kind, peer, k, _ in self.outputs[rank][index]

@@ -208,7 +208,7 @@ class _Lowering:
     # Copies are noted, then resolved.
 
     def _resolve(self, where: Slice) -> Slice:
-        """Return where the data of ``where`` really is."""
+        """Return the real place of the data of ``where``."""
         space, lo, hi = where
         noted = [self._copies.get((space, block)) for block in range(lo, hi)]
         if not any(noted):
@@ -284,7 +284,7 @@ class _Lowering:
             done = end
 
     def _value_ends(self, space: int, lo: int, limit: int) -> list[int]:
-        """Return where values starting at ``lo`` end, the longest first."""
+        """Return the ends of values starting at ``lo``, the longest first."""
         ends = set(self._sent_ends.get((space, lo), ()))
         writer = self._writer.get(self._first[space] + lo, -1)
         if writer >= 0:

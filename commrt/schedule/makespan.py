@@ -59,7 +59,7 @@ def play(
     share: float,
     on_node: OnNode | None = None,
 ) -> Ends:
-    """Return when the steps of all ranks end.
+    """Return the ends of the steps of all ranks.
 
     Args:
         steps: of each rank.

@@ -122,7 +122,7 @@ def block_length(length: int, block: int, share: int) -> int:
 
 
 def parts_of(schedule: Schedule) -> Parts | None:
-    """Return what each block holds; None if some block would hold two parts."""
+    """Return the part that each block holds; None if some block would hold two."""
     try:
         return _Tracing(schedule).run()
     except _TwoPartsError:

@@ -366,7 +366,7 @@ class _RankLowering:
         return where
 
     def _lying_in(self, places: Sequence[Place], target: range) -> list[int]:
-        """Return which operands lie where the result goes."""
+        """Return the operands that lie at the place of the result."""
         return [
             i
             for i, place in enumerate(places)
@@ -390,7 +390,7 @@ def sequence(
     lag: int = 1,
     shape: GroupShape | None = None,
 ) -> list[Step]:
-    """Return what a rank runs, in order: groups, and fragments' work.
+    """Return a rank's program, in order: groups, and fragments' work.
 
     Fragment f is the whole program on a part of every block, ``f * lag`` rounds later:
     while one rank passes a fragment on, it receives the next one.

@@ -62,7 +62,7 @@ class LocatedTable:
 def locate(
     machine: Machine | None = None, environ: Mapping[str, str] | None = None
 ) -> LocatedTable:
-    """Return where the table of this machine is; for rank 0.
+    """Return the location of this machine's table; for rank 0.
 
     Args:
         machine: this machine; for tests.

@@ -51,7 +51,7 @@ def _covers(match: Match, nbytes: int) -> bool:
 
 
 def _distance(match: Match, facts: CommFacts, query: Query) -> tuple[float, ...] | None:
-    """Return how far the rule's facts are from these, most important first.
+    """Return the distance of the rule's facts from these, most important first.
 
     In each place 0 is equal, 0.5 is any, more is a stand-in; None: not comparable.
     """

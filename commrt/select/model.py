@@ -82,7 +82,7 @@ def cheapest(
     cost: Callable[[One], float],
     floor: Callable[[One], float] | None = None,
 ) -> tuple[One, float]:
-    """Return what costs least, and its cost; of equals the earlier (simpler) one.
+    """Return the cheapest candidate, and its cost; of equals the earlier (simpler) one.
 
     Args:
         candidates: at least one.

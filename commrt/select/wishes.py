@@ -64,7 +64,7 @@ class Wish:
         backend: str | None = None,
         params: Mapping[str, ParamValue] = {},
     ) -> Wish:
-        """Return what ``text`` asks for: ``NAME`` or ``BACKEND/NAME``, with parameters.
+        """Return the wish in ``text``: ``NAME`` or ``BACKEND/NAME``, with parameters.
 
         Args:
             text: what is asked for.
@@ -105,7 +105,7 @@ class Wishes:
 
 
 def parse_wishes(text: str | None, who: str = VARIABLE) -> Wishes:
-    """Return what COMMRT_ALGORITHM, or an argument of that form, asks for.
+    """Return the wishes of COMMRT_ALGORITHM, or of an argument of that form.
 
     Raises UsageError for an unknown operation and for what is said twice. Whether there
     is a candidate of that name is known only to the policy.

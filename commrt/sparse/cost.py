@@ -139,7 +139,7 @@ def prices_of(facts: CommFacts) -> Prices:
 
 
 def _nbytes(q: Question, fill: float, length: float) -> float:
-    """Return what a range of that fill is as a message."""
+    """Return the bytes of a message with a range of that fill."""
     return length * min(fill * q.entry_nbytes, q.item_nbytes)
 
 

@@ -130,7 +130,7 @@ def _header(pieces: Sequence[Piece]) -> Any:
 
 
 def _announced(header: Any) -> list[Piece]:
-    """Return what a header announces: pieces that have no memory yet."""
+    """Return the pieces that a header announces; they have no memory yet."""
     return [
         Piece(first, last, bool(dense), count, 0, 0, None)
         for first, last, dense, count in header.tolist()
@@ -246,7 +246,6 @@ def allgather(
 
 
 def _in_turn(ranks: Sequence[int], me: int) -> list[int]:
-    """Return the other ranks, beginning with the one before this: nobody comes
-    first."""
+    """Return the other ranks, from the one before this: nobody comes first."""
     at = list(ranks).index(me)
     return [ranks[(at - step) % len(ranks)] for step in range(1, len(ranks))]

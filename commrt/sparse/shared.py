@@ -56,12 +56,12 @@ class Room:
         self.ended = max(self.ended, count)
 
     def desk(self, seq: int) -> Desk | None:
-        """Return where operation ``seq`` may write, None where it may not yet."""
+        """Return the sections that operation ``seq`` may write; None: not yet."""
         free = seq < _HALVES or self.ended >= seq - _HALVES + 1
         return Desk(self, seq % _HALVES) if free else None
 
     def address(self, rank: int, half: int, section: int) -> int:
-        """Return where a section of a rank begins."""
+        """Return the address of a rank's section."""
         region = self._arena.address + rank * self._arena.region_nbytes
         return region + (_SECTIONS * half + section) * self.section_nbytes
 
@@ -86,7 +86,7 @@ class Desk:
     half: int
 
     def most(self, elements: Elements) -> int:
-        """Return how many entries a section holds."""
+        """Return the number of entries that a section holds."""
         return (self.room.section_nbytes - _LINE) // elements.entry_nbytes
 
     def lay_out(self, elements: Elements, mine: Piece, offsets: Sequence[int]) -> None:

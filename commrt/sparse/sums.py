@@ -309,7 +309,7 @@ class SparseSums:
     # -- starting ----------------------------------------------------------------
 
     def open(self, timeout_s: float) -> _Sparse:
-        """Return what sparse operations use; the ranks make it together."""
+        """Return the state of sparse operations; the ranks make it together."""
         state = self._state
         if state is None:
             channel = self._make_channel("sparse", timeout_s)
@@ -449,7 +449,7 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
 
 
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:
-    """Return what check mode compares of a call, before its first header is sent."""
+    """Return the facts of a call that check mode compares, before its first header."""
     header = found[0]
     k = header.k if other_call(header.operation).takes_number else None
     return _facts(header.dtype, header.format, header.algorithm, k)

@@ -125,7 +125,7 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
         return self.member.name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for, as far as torch says it to a backend."""
+        """Return the purpose of the group, as far as torch tells it to a backend."""
         return "default_pg" if self.member.is_default else "undefined"
 
     def __repr__(self) -> str:

@@ -152,7 +152,7 @@ class Calls:
         outputs: Sequence[torch.Tensor],
         back: CopyBack | None,
     ) -> CommrtWork | None:
-        """Return what torch gets: None for what was waited for, else a Work."""
+        """Return torch's result: None for a call that was waited for, else a Work."""
         if waited:
             if back is not None:
                 back()
@@ -194,7 +194,7 @@ class Calls:
         return self.end(request, waits, outputs, back)
 
     def join(self, works: Sequence[CommrtWork], opts: Any) -> CommrtWork | None:
-        """Return what torch gets for several operations that have been started."""
+        """Return torch's result for several operations that have been started."""
         work = JoinedWork(works, self.completer)
         if self.waits(opts):
             work.wait()

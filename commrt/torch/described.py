@@ -42,7 +42,7 @@ class Described:
     """True if shapes may differ."""
 
     def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, as texts of any length."""
+        """Return the facts that must be equal on all ranks, as texts of any length."""
         found: dict[str, Any] = {"operation": self.operation, **self.fields}
         if not self.only_types:
             found["shapes"] = ", ".join(_shape(x) for x in self.alike)

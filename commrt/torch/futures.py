@@ -86,7 +86,7 @@ def future_of(work: CommrtWork, completer: Completer | None = None) -> Any:
 
 
 def _deferred(completer: Completer | None) -> Callable[[CommrtWork, Any], None] | None:
-    """Return what completes a future later; None where it has to be complete now."""
+    """Return the function that completes a future later; None: complete it now."""
     if completer is not None and completer.has_thread:
         return completer.complete
     if torch._C._current_autograd_node() is None:

@@ -83,7 +83,7 @@ class Options:
         return name
 
     def wishes(self, who: str) -> Wishes:
-        """Return what the group asks for; UsageError for what nothing has."""
+        """Return the wishes of the group; UsageError for names that nothing has."""
         named: dict[str, Wish] = {}
         if isinstance(self.algorithm, Mapping):
             for name, text in self.algorithm.items():

@@ -154,7 +154,7 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communi
 def _settings(
     world: World, ranks: Sequence[int], member: Member, name: str, identity: int
 ) -> Settings:
-    """Return what the options say, checked; alike on all ranks."""
+    """Return the settings in the options, checked; alike on all ranks."""
     options = member.options
     _ = options.timeout_s, options.sparse_algorithm  # wrong ones are errors
     wishes = options.wishes(f"{name} (pg_options)")

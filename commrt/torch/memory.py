@@ -82,7 +82,7 @@ class SharedMemory:
         return torch.from_numpy(loan.array())
 
     def _take(self, nbytes: int) -> int | None:
-        """Return where the smallest gap begins that ``nbytes`` fit into."""
+        """Return the begin of the smallest gap that ``nbytes`` fit into."""
         fitting = [gap for gap in self._free if gap[1] - gap[0] >= nbytes]
         if not fitting:
             return None

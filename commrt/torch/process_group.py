@@ -114,11 +114,11 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for."""
+        """Return the purpose of the group."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Take what the group is for."""
+        """Take the purpose of the group."""
         self._group_desc = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc

@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Return what the profiler sees within it; ``name`` is commrt's of an operation."""
+    """Return a range for the profiler; ``name`` is commrt's of an operation."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
     found: AbstractContextManager[Any] = torch.profiler.record_function(

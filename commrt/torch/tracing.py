@@ -133,7 +133,7 @@ class TracedWork(CommrtWork):
     """Numbers."""
 
     def is_completed(self) -> bool:
-        """Return what the Work's method returns."""
+        """Return the result of the Work's method."""
         done = super().is_completed()
         if done:
             ring = recorder().ring

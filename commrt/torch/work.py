@@ -212,5 +212,5 @@ class _Joined:
 
 
 def _rounded(seconds_left: float) -> float:
-    """Return what is left of a limit, in whole milliseconds, as messages show it."""
+    """Return the rest of a limit, in whole milliseconds, as messages show it."""
     return max(1e-3, round(seconds_left, 3))

@@ -162,7 +162,7 @@ def _human(nbytes: int) -> str:
 
 
 def stream_name(stream: int | None) -> str:
-    """Return what a stream's handle is called; "" where there is none."""
+    """Return the name of a stream's handle; "" if there is none."""
     if stream is None:
         return ""
     return _STREAMS.get(stream, f"stream {stream:#x}")
@@ -268,7 +268,7 @@ class Span:
         return start_ns >= self.since_ns and not is_late
 
     def num_lost(self, num_dropped: int) -> int:
-        """Return how many of the records that the ring has lost are its own."""
+        """Return the number of its own records that the ring has lost."""
         if self.num_until is not None:
             num_dropped = min(num_dropped, self.num_until)
         return max(0, num_dropped - self.num_before)
@@ -390,7 +390,7 @@ _KIND_FIELDS = (
 
 
 def read_log(path: Path) -> Log:
-    """Return what a file has; one that ends early is not ``is_complete``.
+    """Return the log in a file; one that ends early is not ``is_complete``.
 
     Raises UsageError where it is no log.
     """

@@ -53,7 +53,7 @@ def follow_communicator(comm: Traced, *, is_users: bool = True) -> None:
 
 
 def group_of_communicator(comm: Traced) -> Group:
-    """Return what stands for a communicator in the log."""
+    """Return the log's entry for a communicator."""
     name = comm.name
 
     def names() -> tuple[str, str, str]:
@@ -109,7 +109,7 @@ def _replace(to: Recorder, comm: Traced, name: str, reads: str, look: LookAt) ->
 def _key_of(
     name: str, args: Arguments, more: dict[str, Any], counts: tuple[str, ...]
 ) -> Hashable:
-    """Return what tells a call from others; None where that cannot be said."""
+    """Return a key that tells a call from others; None if there is no such key."""
     x: Any = args[0] if args else more.get("x")
     like: Any = more.get("out") if x is None else x
     said = [more.get(each) for each in _SAID]

@@ -166,7 +166,7 @@ class Group:
         return name, desc, self.label or dimension or name
 
     def counter_of(self, op: str, peer: int, tag: int) -> _native.RecordCounter:
-        """Return what counts calls: collectives of a group, messages of a pair."""
+        """Return the counter of calls: collectives of a group, messages of a pair."""
         key = (op, peer, tag) if op in MESSAGES else None
         return self._counters.setdefault(key, _native.RecordCounter())
 
@@ -350,7 +350,7 @@ class Recorder:
         return self.ring.num_dropped + len(self.ring)
 
     def tell(self, error: BaseException) -> None:
-        """Tell who wants to know that something went wrong."""
+        """Tell all listeners that something went wrong."""
         said = f"{type(error).__name__}: {error}"
         for each in list(self.failures):
             each(said)

@@ -96,7 +96,7 @@ class SmallMessages:
 
 
 def small_messages(job: Job) -> SmallMessages:
-    """Return what part messages, and small ones, have in a job."""
+    """Return the share of messages, and of small ones, in a job."""
     called = [event.call for event in job.events if not event.call.is_received]
     sizes = [call.nbytes for call in called if call.op in MESSAGES]
     total = sum(call.nbytes for call in called)

@@ -106,7 +106,7 @@ class OpSpec:
         )
 
     def num_contributors(self, rank: int, size: int) -> int:
-        """Return how many ranks' arrays a reduction combines on ``rank``."""
+        """Return the number of ranks' arrays that a reduction combines on ``rank``."""
         return len(self.contributors(rank, size))
 
     @property

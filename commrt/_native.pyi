@@ -1032,6 +1032,10 @@ class PersistentMessages:
 
     def __repr__(self) -> str: ...
     @property
+    def label(self) -> str:
+        """What runs it: the engine's messages."""
+
+    @property
     def operation(self) -> Any:
         """Name of the operation."""
 

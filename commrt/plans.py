@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from commrt import _native
-from commrt.boxes.device_plans import BoundBoxes
-from commrt.calls.bound_call import Binders, BoundCall
+from commrt.calls.bound_call import Binder, Binders, Planned
 from commrt.errors import suggest
-from commrt.messages.by_nccl import NcclMessages
 from commrt.trace.bound import follow_bound
 from commrt.trace.traced import Traced
 from commrt.vocabulary.operations import COLLECTIVES
@@ -41,32 +38,31 @@ class Plans:
         """Plan the calls of ``comm``, each by the binder that its feature registers."""
         self._comm, self._binders = comm, binders
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Binder:
         if name not in COLLECTIVES:
             raise AttributeError(f"no collective {name!r}{suggest(name, COLLECTIVES)}")
         return partial(self._bind, name)
 
-    def _bind(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _bind(self, name: str, /, *args: Any, **kwargs: Any) -> Planned:
         """Return a bound call whose runs a log may have."""
         bound = self._binders[name](*args, **kwargs)
-        return follow_bound(self._comm, bound, name, args, **kwargs)
+        follow_bound(self._comm, bound, name, args, **kwargs)
+        return bound
 
     def __dir__(self) -> list[str]:
         return list(self._binders)
 
-    def send(self, x: Any, *, dest: int, tag: int = 0) -> BoundCall:
+    def send(self, x: Any, *, dest: int, tag: int = 0) -> Planned:
         """Return the communicator's call of this name, bound to its array.
 
         Each run sends what ``x`` holds then. Making one is local, and the peer need not
         have one: its message meets an ordinary receive.
         """
-        bound: BoundCall = self._bind("send", x, dest=dest, tag=tag)
-        return bound
+        return self._bind("send", x, dest=dest, tag=tag)
 
-    def recv(self, out: Any, *, source: int, tag: int = 0) -> BoundCall:
+    def recv(self, out: Any, *, source: int, tag: int = 0) -> Planned:
         """Return the communicator's call of this name, bound to its array; as send."""
-        bound: BoundCall = self._bind("recv", out, source=source, tag=tag)
-        return bound
+        return self._bind("recv", out, source=source, tag=tag)
 
     def sendrecv(
         self,
@@ -77,9 +73,9 @@ class Plans:
         source: int,
         sendtag: int = 0,
         recvtag: int = 0,
-    ) -> BoundCall:
+    ) -> Planned:
         """Return the communicator's call of this name, bound to its arrays; as send."""
-        bound: BoundCall = self._bind(
+        return self._bind(
             "sendrecv",
             x,
             dest=dest,
@@ -88,7 +84,6 @@ class Plans:
             sendtag=sendtag,
             recvtag=recvtag,
         )
-        return bound
 
     def sparse_allreduce(
         self,
@@ -97,7 +92,7 @@ class Plans:
         result: str = "auto",
         out: Any = None,
         algorithm: str | None = None,
-    ) -> BoundCall:
+    ) -> Planned:
         """Return the communicator's call of this name, bound to its arguments.
 
         Each run sums what the arrays of ``x`` hold then, new indices too, of which
@@ -105,19 +100,17 @@ class Plans:
         then. Without ``out`` each run returns a new result. Making one is local, in
         check mode collective.
         """
-        bound: BoundCall = self._bind(
+        return self._bind(
             "sparse_allreduce", x, result=result, out=out, algorithm=algorithm
         )
-        return bound
 
-    def topk_allreduce(self, x: Any, k: int, *, residual: Any = None) -> BoundCall:
+    def topk_allreduce(self, x: Any, k: int, *, residual: Any = None) -> Planned:
         """Return the communicator's call of this name, bound to its arguments.
 
         Each run reads what ``x`` and ``residual`` hold then, and returns a new result.
         Making one is local, in check mode collective.
         """
-        bound: BoundCall = self._bind("topk_allreduce", x, k, residual=residual)
-        return bound
+        return self._bind("topk_allreduce", x, k, residual=residual)
 
     def multi_sendrecv(
         self,
@@ -126,24 +119,23 @@ class Plans:
         recvs: Sequence[tuple[Any, ...]] = (),
         in_place: bool = False,
         backend: str | None = None,
-    ) -> _native.PersistentMessages | BoundCall | NcclMessages:
+    ) -> Planned:
         """Return the communicator's call of this name, bound to its arrays.
 
         Making one is local, and the peers need not have one: each message meets an
         ordinary one, but with ``backend="nccl"`` those of the same collective call.
         """
-        bound: _native.PersistentMessages | BoundCall | NcclMessages = self._bind(
+        return self._bind(
             "multi_sendrecv",
             sends=_copied(sends),
             recvs=_copied(recvs),
             in_place=in_place,
             backend=backend,
         )
-        return bound
 
     def redistribute(
         self, x: Any, source: Layout, target: Layout, *, out: Any = None
-    ) -> _native.PersistentCall | BoundBoxes:
+    ) -> Planned:
         """Return a call that moves an array from one distribution to another.
 
             rows = commrt.Layout((1000, 800), (comm.size,), (commrt.Block(0), None))
@@ -166,10 +158,7 @@ class Plans:
                 raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
-        bound: _native.PersistentCall | BoundBoxes = self._bind(
-            "redistribute", x, source, target, out=out
-        )
-        return bound
+        return self._bind("redistribute", x, source, target, out=out)
 
 
 def _copied(messages: Any) -> Any:

@@ -5,11 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["Binder", "Binders", "BoundCall"]
+__all__ = ["Binder", "Binders", "BoundCall", "Planned"]
 
-Binder: TypeAlias = Callable[..., Any]
+
+class Planned(Protocol):
+    """An operation bound to its arguments, as ``comm.plan`` returns it."""
+
+    @property
+    def operation(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """Name of the candidate that runs it."""
+        ...
+
+    def __call__(self) -> Any:
+        """Run the operation and return its output."""
+        ...
+
+    def start(self) -> Any:
+        """Start the operation and return its request; wait before starting again."""
+        ...
+
+
+Binder: TypeAlias = Callable[..., Planned]
 """Takes the arguments of ``comm.plan``'s method, and returns the bound call."""
 Binders: TypeAlias = Mapping[str, Binder]
 """The binder of each operation of a feature, by the operation's name."""

@@ -6,52 +6,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commrt import _native
-from commrt.boxes.device_plans import BoundBoxes
+from commrt.calls.bound_call import Planned
 from commrt.grids.halo_arguments import EXCHANGE, REDUCE
 from commrt.grids.neighbors import Counts
-from commrt.grids.on_device import BoundNeighbors
 from commrt.plans import Plans
 
 __all__ = ["CartPlans", "NeighborPlans"]
-
-_Persistent = _native.PersistentCall | BoundNeighbors
 
 
 class NeighborPlans(Plans):
     """Plans of a communicator that knows who is beside whom."""
 
-    def neighbor_allgather(self, x: Any, *, out: Any = None) -> _Persistent:
+    def neighbor_allgather(self, x: Any, *, out: Any = None) -> Planned:
         """Return a call bound to its arrays; see the communicator's method."""
-        bound: _Persistent = self._bind("neighbor_allgather", x, out=out)
-        return bound
+        return self._bind("neighbor_allgather", x, out=out)
 
     def neighbor_allgatherv(
         self, x: Any, *, recv_counts: Counts, out: Any = None
-    ) -> _Persistent:
+    ) -> Planned:
         """Return a call bound to its arrays; see the communicator's method."""
-        bound: _Persistent = self._bind(
-            "neighbor_allgatherv", x, out=out, recv_counts=recv_counts
-        )
-        return bound
+        return self._bind("neighbor_allgatherv", x, out=out, recv_counts=recv_counts)
 
-    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> _Persistent:
+    def neighbor_alltoall(self, x: Any, *, out: Any = None) -> Planned:
         """Return a call bound to its arrays; see the communicator's method."""
-        bound: _Persistent = self._bind("neighbor_alltoall", x, out=out)
-        return bound
+        return self._bind("neighbor_alltoall", x, out=out)
 
     def neighbor_alltoallv(
         self, x: Any, *, send_counts: Counts, recv_counts: Counts, out: Any = None
-    ) -> _Persistent:
+    ) -> Planned:
         """Return a call bound to its arrays; see the communicator's method."""
-        bound: _Persistent = self._bind(
+        return self._bind(
             "neighbor_alltoallv",
             x,
             out=out,
             send_counts=send_counts,
             recv_counts=recv_counts,
         )
-        return bound
 
 
 class CartPlans(NeighborPlans):
@@ -65,7 +55,7 @@ class CartPlans(NeighborPlans):
         axes: Sequence[int] | None = None,
         corners: bool = True,
         direct: bool | None = None,
-    ) -> _native.PersistentCall | BoundBoxes:
+    ) -> Planned:
         """Return a call that fills the halos of ``fields`` with the neighbours' cells.
 
             exchange = cart.plan.halo_exchange(u, width=1)
@@ -95,10 +85,9 @@ class CartPlans(NeighborPlans):
                 raised on all ranks.
             MismatchError: the ranks do not agree; on all of them.
         """
-        bound: _native.PersistentCall | BoundBoxes = self._bind(
+        return self._bind(
             EXCHANGE, fields, width, axes=axes, corners=corners, direct=direct
         )
-        return bound
 
     def halo_reduce(
         self,
@@ -109,7 +98,7 @@ class CartPlans(NeighborPlans):
         axes: Sequence[int] | None = None,
         corners: bool = True,
         direct: bool | None = None,
-    ) -> _native.PersistentCall | BoundBoxes:
+    ) -> Planned:
         """Return a call that combines what halos hold with the cells they stand for.
 
         The reverse of ``halo_exchange``, with its arguments: each rank's halo goes back
@@ -119,7 +108,6 @@ class CartPlans(NeighborPlans):
         matters, in one order: as ``direct``, own cells first, then what comes direction
         by direction. The content of the halo afterwards is undefined.
         """
-        bound: _native.PersistentCall | BoundBoxes = self._bind(
+        return self._bind(
             REDUCE, fields, width, op=op, axes=axes, corners=corners, direct=direct
         )
-        return bound

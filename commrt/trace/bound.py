@@ -30,8 +30,8 @@ _CLASSES: dict[type, type] = {}
 
 def follow_bound(
     comm: Traced, bound: Any, name: str, args: tuple[Any, ...], **more: Any
-) -> Any:
-    """Record the runs of a bound call while somebody records; return it.
+) -> None:
+    """Record the runs of a bound call while somebody records.
 
     Args:
         comm: its communicator.
@@ -47,7 +47,6 @@ def follow_bound(
             return _attach(to, target, comm, name, args, more)
 
         to.follow(bound, attach)
-    return bound
 
 
 def _attach(

@@ -95,6 +95,8 @@ void bind_multi(nb::module_& m) {
       .def("start", [](const PersistentMessages& self) { return self.call(true); },
            "Start the operation and return its Request; wait before starting it again.")
       .def_prop_ro("operation", &PersistentMessages::operation, "Name of the operation.")
+      .def_prop_ro("label", [](const PersistentMessages&) { return "messages"; },
+                   "What runs it: the engine's messages.")
       .def("__repr__", [](const PersistentMessages& self) {
         return nb::str("<commrt.PersistentMessages {} of {} sends and {} receives>")
             .format(self.operation(), self.num_sends(), self.num_recvs());

@@ -113,7 +113,7 @@ def _calls(comm: Communicator, x: Any, outs: list[Any], number: int) -> None:
 
 
 def _held(comm: Communicator, memory: DeviceMemory) -> dict[str, int]:
-    """Return what this process holds now."""
+    """Return the resources that this process holds now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     staging, device = comm.devices, memory.device
@@ -132,7 +132,7 @@ def _worst(comm: Communicator, value: int) -> int:
 
 
 def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return what is left, for people."""
+    """Return the resources that are left, for people."""
     (row,) = found["rows"]
     verdict = "nothing is left" if row["valid"] else "SOMETHING IS LEFT"
     return (

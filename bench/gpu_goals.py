@@ -39,7 +39,7 @@ class Goal:
 
 
 def json_lines(said: str) -> Iterator[dict[str, Any]]:
-    """Yield what a benchmark said as JSON among other lines."""
+    """Yield a benchmark's JSON among other lines."""
     for line in said.splitlines():
         if line.startswith("{"):
             try:

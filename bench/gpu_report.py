@@ -51,7 +51,7 @@ class Part:
 
 
 def parts(device: str) -> list[Part]:
-    """Return what a report runs, in this order."""
+    """Return the parts of a report, in this order."""
     on = ("-d", device)
     no_peers = "" if device == "cuda" else "processes share no device of threads"
     few = ("--budget-s", "0.02", "-i", "3")

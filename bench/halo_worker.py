@@ -99,7 +99,7 @@ def reduce_slices(field: Array, cart: Any, faces: Faces) -> Call:
 
 
 def copy_slices(field: Array, faces: Faces) -> Call:
-    """Return what copies as many bytes, as strided, within the block."""
+    """Return a call that copies as many bytes, as strided, within the block."""
 
     def copies() -> None:
         for _, first, last, low, high in faces:

@@ -69,7 +69,7 @@ def time_pair(
 
 
 def _calls_per_turn(comm: Communicator, call: Callable[[], Any]) -> int:
-    """Return how many calls make a turn; the same on every rank."""
+    """Return the number of calls in a turn; the same on every rank."""
     start = time.perf_counter()
     for _ in range(_WARM_UPS):
         call()

@@ -131,7 +131,7 @@ def _check(
 
 
 def _known(rank: int, x: Array) -> Array:
-    """Return what ``rank`` sends: different on each of the two."""
+    """Return the content that ``rank`` sends: different on each of the two."""
     known = pattern(rank, 0, x.size)
     return known.astype(x.dtype)
 

@@ -39,7 +39,7 @@ class Agreement:
 def agreements(
     first: Sequence[Decision], second: Sequence[Decision]
 ) -> list[Agreement]:
-    """Return how the operations and groups that both have agree."""
+    """Return the agreement of the operations and groups that both have."""
     others = {(one.group, one.op): one for one in second}
     return [
         _agreement(one, others[one.group, one.op])

@@ -105,7 +105,8 @@ class Decision:
 
 
 def decide(recording: Recording, margin: float) -> list[Decision]:
-    """Return what the launches that shape the table say, for every operation."""
+    """Return the decisions of the launches that shape the table, for every
+    operation."""
     decisions = []
     for group in recording.groups():
         for op in recording.orders:

@@ -51,7 +51,7 @@ class Curve:
         return self._line.us(nbytes)
 
     def nearest(self, nbytes: float) -> Estimate:
-        """Return what was measured at the nearest size."""
+        """Return the measurement at the nearest size."""
         near = min(self.sizes, key=lambda size: abs(math.log(size / nbytes)))
         return self.estimates[near]
 

@@ -91,7 +91,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return what ``to_json`` wrote."""
+        """Return the job that ``to_json`` wrote."""
         plain: dict[str, Any] = json.loads(text)
         plain["ops"] = tuple(plain["ops"])
         for name in ("excluded", "refined"):
@@ -181,12 +181,12 @@ def middle(op: str, size: int, dtype: str, low: int, high: int) -> int:
 
 
 def _unit(op: str, size: int, dtype: str) -> int:
-    """Return what the rule's bytes must be a multiple of."""
+    """Return the number that the rule's bytes must be a multiple of."""
     spec = operation(op)
     scatters = spec.reduces and spec.out_count == "div_size"
     return dtype_by_name(dtype).itemsize * (size if scatters else 1)
 
 
 def _blocks(op: str, size: int) -> int:
-    """Return how many times the rule's bytes the whole vector has."""
+    """Return the length of the whole vector, in times of the rule's bytes."""
     return 1 if operation(op).rule_bytes == "whole" else size

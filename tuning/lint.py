@@ -53,7 +53,7 @@ class Finding:
 
 
 def lint(table: Table) -> list[Finding]:
-    """Return what the table's evidence speaks against; empty if nothing."""
+    """Return the choices that the table's evidence speaks against; empty if none."""
     series = _series(table)
     findings = [*_not_monotone(series), *_guidelines(series)]
     findings += _extrapolated(table)

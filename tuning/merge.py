@@ -229,7 +229,7 @@ def _versions(software: Mapping[str, object]) -> Iterator[str]:
 
 
 def _method(tables: Sequence[Input]) -> dict[str, object]:
-    """Return what all tables say alike about how they were measured."""
+    """Return the facts that all tables say alike about their measurements."""
     methods = [one.table.method for one in tables if one.table is not None]
     first = methods[0] if methods else {}
     alike = {

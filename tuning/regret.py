@@ -52,7 +52,7 @@ class Regret:
     table can be expected to do better on a machine whose launches differ so much."""
 
     def for_table(self) -> dict[str, int | float]:
-        """Return what a table records."""
+        """Return the figures that a table records."""
         ratios = {"regret": self.regret, "worst": self.worst, "beyond_ci": self.beyond}
         rounded = {name: float(f"{value:.4g}") for name, value in ratios.items()}
         return {"cells": self.cells, **rounded}
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def judge(choice: Candidate | None, launches: Iterable[_Row]) -> Verdict | None:
-    """Return how ``choice`` did in these launches; None where none measured it."""
+    """Return the verdict on ``choice`` in these launches; None if none measured it."""
     if choice is None:
         return None
     rows = [row for row in launches if choice in row]

@@ -90,7 +90,7 @@ class ReportCell:
 
 
 def cells_of(table: Table, recording: Recording | None) -> list[ReportCell]:
-    """Return what is known of every cell, by ranks, links and operation.
+    """Return every cell with its facts, by ranks, links and operation.
 
     With a recording its cells come first, and those that only the table has follow.
     """
@@ -113,7 +113,7 @@ _TABLE_ALONE = (
 
 
 def _tabled(cell: Cell, rules: Sequence[Rule], note: str) -> ReportCell:
-    """Return what the evidence of a table's rules tells."""
+    """Return a cell made of the evidence of a table's rules."""
     times: dict[Candidate, dict[int, Seen]] = {}
     native: dict[int, Seen] = {}
     ordered = sorted(rules, key=lambda rule: rule.match.lo)

@@ -20,7 +20,7 @@ _CEILING = 4.0
 
 
 def looks_of(cells: Sequence[ReportCell]) -> dict[Candidate, Look]:
-    """Return how each candidate is drawn: its own colour, while they last.
+    """Return the look of each candidate: its own colour, while they last.
 
     The candidates picked most get the first ones. Beyond the last one they come again,
     dashed and hollow.

@@ -163,7 +163,7 @@ class Recording:
         ]
 
     def group_of(self, sample: Sample) -> Group:
-        """Return what a sample may be compared with."""
+        """Return the group of a sample, which it may be compared with."""
         group = self.launches[sample.launch].group
         return group._replace(link_class=sample.link_class or group.link_class)
 
@@ -217,7 +217,7 @@ class Recording:
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
-        """Return what ``to_json`` wrote."""
+        """Return the recording that ``to_json`` wrote."""
         plain = json.loads(text)
         recording = cls(software=plain["software"])
         if plain.get("machine"):

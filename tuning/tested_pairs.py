@@ -35,7 +35,7 @@ class Kept:
 def keep_pairs(
     tables: Sequence[tuple[str, Table]], measured: Sequence[tuple[str, Versions]]
 ) -> Kept:
-    """Return what stays of the tables' pairs beside what was measured.
+    """Return the pairs of the tables that stay beside the measurements.
 
     Args:
         tables: each with its name, for the lines.

@@ -61,7 +61,7 @@ class Options:
 
 
 def run_launches(options: Options, progress: Progress, start: Start) -> Recording:
-    """Return what all launches measured.
+    """Return the recording of all launches.
 
     Rank counts alternate, so that a slow minute of the machine hits all of them. The
     rest of the budget, after the launches asked for, goes into further ones: the launch
@@ -95,7 +95,7 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
 
 
 def _judges(shaping: int, link_classes: int) -> int:
-    """Return how many launches are to judge what ``shaping`` ones say."""
+    """Return the number of launches that judge the ``shaping`` ones."""
     wanted = min(_MOST_JUDGES, shaping // _SHAPING_PER_JUDGE)
     return max(1, min(shaping // 2, link_classes * wanted))
 
@@ -144,7 +144,7 @@ class _Run:
             )
 
     def fell_short(self, done: int) -> None:
-        """Note what was done instead, as the budget ended too soon."""
+        """Note the launches that were made instead, as the budget ended too soon."""
         options = self._options
         self.recording.notes.append(
             f"--budget {options.budget_s:g} allowed {done} launch"

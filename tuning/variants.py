@@ -56,7 +56,7 @@ def variants_to_try(
     held_out: bool,
     thorough: bool = True,
 ) -> list[Item]:
-    """Return what the next launch is to measure beside the candidates it finds.
+    """Return the variants that the next launch measures beside the candidates it finds.
 
     A launch that judges the table measures, at its sizes off the grid, what would be
     chosen there and what was still in the running at the grid's sizes on both sides.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From launches to ratios: pairs within one link class, medians, geometric means.
+"""Ratios of times, made of launches: pairs in one link class, medians, geometric means.
 
-Pure functions of recorded data. A launch is one start of one peer; its row of one size
-belongs to the class that the links were in before and after that row. Rows during
-which the class changed are counted and left out. Launches alternate, so the k-th
-launch of commrt and the k-th of a peer *within a class* were near each other in time:
-they form a pair. A ratio below 1 means that commrt was faster.
+This module has pure functions of recorded data. A launch is one start of one peer. Its
+row of one size belongs to a class if the links were in that class before and after the
+row. Rows during which the class changed are counted and left out. Launches alternate,
+so the k-th launch of commrt and the k-th of a peer *within a class* were near each
+other in time: they form a pair. A ratio below 1 means that commrt was faster.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Comparison:
     ranks: int
     link_class: str
     cells: dict[tuple[int, str], Cell] = field(default_factory=dict)
-    """By bytes and peer."""
+    """Cells by bytes and peer."""
     num_mixed: int = 0
     """Rows left out, in all classes, because the links changed during them."""
     num_wrong: int = 0

@@ -26,5 +26,5 @@ MEASURED = (*OPERATIONS, MULTI)
 
 
 def bench_operation(name: str) -> OpSpec:
-    """Return what is called ``name``, or raise UsageError with a suggestion."""
+    """Return the operation of that name, or raise UsageError with a suggestion."""
     return MULTI if name == MULTI.name else operation(name)

@@ -142,7 +142,7 @@ def _write(path: str, data: Mapping[str, Any]) -> None:
 
 
 def _wrong(data: Mapping[str, Any]) -> list[str]:
-    """Return what gave a wrong result, one line each."""
+    """Return the peers and calls with a wrong result, one line each."""
     return [
         f"{one['coll']}, {one['ranks']} ranks, {one['peer']}, {row['nbytes']} bytes"
         for one in data["launches"]

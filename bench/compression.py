@@ -168,7 +168,7 @@ def describe(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def kernel_rates(sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Return how many 10^9 bytes of float32 one core handles in a second."""
+    """Return the 10^9 bytes of float32 that one core handles in a second."""
     rates = []
     for nbytes in sizes:
         count = max(1, nbytes // 4)

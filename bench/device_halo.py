@@ -64,7 +64,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 def measured(
     comm: Communicator, memory: Memory, job: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return what the exchange takes, on rank 0."""
+    """Return the times of the exchange, on rank 0."""
     cart = comm.cart(tuple(job["grid"] or [0] * len(job["shape"])), job["periodic"])
     width, what = job["width"], "halo_reduce" if job["reduce"] else "halo_exchange"
     shape = [cells + 2 * width for cells in job["shape"]]
@@ -75,7 +75,7 @@ def measured(
     exchange = getattr(cart.plan, what)(field, width, **given)
     exchange()
     getattr(cart.plan, what)(block, width, **given)()
-    # What a reverse leaves in the halo is not defined.
+    # A reverse leaves undefined values in the halo.
     inner = tuple(slice(width, -width) for _ in shape) if job["reduce"] else ...
     right = np.array_equal(seen(memory, field)[inner], block[inner])
     nbytes = halo_nbytes(block, face_slices(len(shape), width, job["corners"]))
@@ -105,7 +105,7 @@ def measured(
 
 
 def _copy(memory: Memory, nbytes: int) -> Any:
-    """Return what copies as many bytes within the device."""
+    """Return a call that copies as many bytes within the device."""
     assert isinstance(memory, DeviceMemory)
     source, target = (memory.empty(nbytes, np.dtype(np.uint8)) for _ in range(2))
     memory.fill(source, 1)

@@ -38,7 +38,7 @@ __all__ = [
 _WINDOW = 32
 _COUNT = 64
 MOST_NBYTES = 1 << 20
-"""What the process may have grown by, beside a tenth of a byte for each call."""
+"""Bytes that the process may have grown by, beside a tenth of a byte for each call."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def nothing_is_left(number: int, grown: Mapping[str, int]) -> bool:
 
 def run_calls(comm: Communicator, memory: DeviceMemory, number: int) -> dict[str, int]:
     """Make so many calls; return what grew from a tenth of them to the end."""
-    # What is in flight together writes to arrays of its own.
+    # Calls that are in flight together write to arrays of their own.
     x, *outs = (
         memory.empty(_COUNT, np.dtype("float32")) for _ in range(1 + _WINDOW // 4 * 3)
     )
@@ -113,7 +113,7 @@ def _calls(comm: Communicator, x: Any, outs: list[Any], number: int) -> None:
 
 
 def _held(comm: Communicator, memory: DeviceMemory) -> dict[str, int]:
-    """Return what this process holds now."""
+    """Return the resources that this process holds now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     staging, device = comm.devices, memory.device
@@ -132,7 +132,7 @@ def _worst(comm: Communicator, value: int) -> int:
 
 
 def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return what is left, for people."""
+    """Return the resources that are left, for people."""
     (row,) = found["rows"]
     verdict = "nothing is left" if row["valid"] else "SOMETHING IS LEFT"
     return (

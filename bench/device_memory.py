@@ -186,7 +186,7 @@ def seen(memory: Memory, array: Any) -> Array:
 
 
 def memory_for(comm: Communicator, device: str, timing: Timing) -> Memory:
-    """Return where a rank's arrays are to lie, as ``-d`` and ``--timing`` say."""
+    """Return the memory for a rank's arrays, as ``-d`` and ``--timing`` say."""
     if device == "cpu":
         return HostMemory()
     return open_memory(device, timing, local_rank(comm.rank, comm.facts.layout))
@@ -210,7 +210,8 @@ def open_memory(kind: str, timing: Timing, place: int) -> DeviceMemory:
 
 
 def number_of_devices(kind: str) -> int:
-    """Return how many there are here, at least one; the errors of ``open_memory``."""
+    """Return the number of devices here, at least one; the errors of
+    ``open_memory``."""
     if env.read_str("COMMRT_PROGRESS") == "off":
         raise UsageError(
             f"-d {kind}: COMMRT_PROGRESS=off lets calls on devices go on in calls of "

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a nonblocking call on a device hides behind kernels.
+"""Part of a nonblocking call on a device that hides behind kernels.
 
-The computation is kernels that copy within the device's caches, as many as take as
-long as the communication alone. Measured are, in one stream each time: the call and
-its wait; the kernels; the call, the kernels, and then the wait. The host computes
-nothing and tests nothing: whatever makes progress has to do so by itself.
+The computation is kernels that copy within the device's caches. There are as many as
+take as long as the communication alone. The benchmark measures three sequences, each in
+one stream: the call and its wait; the kernels; the call, the kernels, and then the
+wait. The host computes nothing and tests nothing, so the communication has to progress
+without it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ __all__ = ["Parts", "main", "measure", "text"]
 
 _SHORT_NBYTES = 8
 _MORE_SHORT = 10
-"""As many repetitions of what is short as of what is long."""
+"""Factor of repetitions: short steps are repeated so many times as often as long
+ones."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -184,7 +185,7 @@ class Parts:
 
 
 class _Streams:
-    """How long a stream waits for an event of another one."""
+    """Time that a stream waits for an event of another one."""
 
     def __init__(self, device: Any, stream: int) -> None:
         self._device, self._from = device, stream
@@ -202,7 +203,7 @@ class _Streams:
 
 
 class _Flags:
-    """How long a flag takes, from a stream to the host and back."""
+    """Time that a flag takes from a stream to the host and back."""
 
     def __init__(self, device: Any, stream: int) -> None:
         self._device, self._stream = device, stream

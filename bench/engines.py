@@ -18,9 +18,9 @@ class Engine:
     """One way in which a call gets to its device."""
 
     name: str
-    """For people."""
+    """Name for people."""
     kind: Kind
-    """Which worker drives it."""
+    """Worker that drives it."""
     candidate: str = ""
     """The value of ``COMMRT_ALGORITHM``; empty: not set."""
 
@@ -28,7 +28,7 @@ class Engine:
 def submit_engines(coll: str, device: str) -> list[Engine]:
     """Return the engines whose calls are timed without their end.
 
-    What the host runs for a staged call does not matter to its caller: it comes later.
+    The host's work for a staged call does not matter to its caller: it comes later.
     NCCL and its own C functions need a GPU.
     """
     names = offered("staged", coll)

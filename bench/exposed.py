@@ -32,7 +32,7 @@ __all__ = ["WORKLOADS", "exposed_ms", "main", "measure"]
 WAYS = ("commrt", "gloo", "none")
 _ROUNDS = 30
 _STEPS = 5
-"""Of a block; the first of them is not timed, as the ranks have just met."""
+"""Steps of a block. The first one is not timed, as the ranks have just met."""
 Step = Callable[[], Any]
 
 

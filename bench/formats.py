@@ -87,7 +87,7 @@ def osu_text(
 
 
 _SHORT_TITLES = {"alltoall": "All-to-All", "alltoallv": "All-to-Allv"}
-"""What OSU calls them where they do not block."""
+"""OSU's titles of the nonblocking operations."""
 
 
 def _osu_header(coll: str, mode: str, dtype: str) -> list[str]:

@@ -29,7 +29,7 @@ WAYS = {
     "nonblocking": "one by one, nonblocking",
     "blocking": "one by one, blocking",
 }
-"""What is measured, and how the table calls it."""
+"""Ways that are measured, with their names in the table."""
 
 
 def main(args: argparse.Namespace) -> int:

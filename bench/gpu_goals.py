@@ -22,7 +22,7 @@ class Outcome:
     said: str = ""
     """All that it printed."""
     why_not: str = ""
-    """Why there is nothing to judge by; empty where there is."""
+    """Reason why there is nothing to judge by; empty if there is something."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Goal:
     """A figure that is wanted, and how it follows from what parts say."""
 
     wanted: str
-    """In words."""
+    """Description of the goal in words."""
     parts: tuple[str, ...]
-    """Whose figures it needs; of several the last one that has any."""
+    """Parts whose figures the goal needs; of several the last one that has any."""
     measure: Callable[[Found], tuple[float, str]]
     """Return the figure, and how it is written; LookupError where there is none."""
     reaches: Callable[[float], bool]
 
 
 def json_lines(said: str) -> Iterator[dict[str, Any]]:
-    """Yield what a benchmark said as JSON among other lines."""
+    """Yield a benchmark's JSON among other lines."""
     for line in said.splitlines():
         if line.startswith("{"):
             try:

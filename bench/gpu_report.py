@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that is to be measured on a GPU, in one run: ``bench gpu-report``.
 
-Each part is a process of its own with a time limit. One that fails is told of, and the
-others run. What they print is kept as it is, beside a report that ends with the figures
-that are wanted: reached, missed, or not run and why.
+Each part is a process of its own with a time limit. If one fails, the report says so,
+and the others run. Their output is kept as it is, beside a report that ends with the
+wanted figures: reached, missed, or not run and why.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Part:
     under_mps: bool = False
     """True if CUDA's MPS serves it, started for it."""
     why_not: str = ""
-    """Why it cannot run here; empty where it can."""
+    """Reason why it cannot run here; empty if it can."""
     quick: tuple[str, ...] = field(default=(), compare=False)
     """Arguments that make it short; of options that are there twice the last counts."""
 
 
 def parts(device: str) -> list[Part]:
-    """Return what a report runs, in this order."""
+    """Return the parts of a report, in this order."""
     on = ("-d", device)
     no_peers = "" if device == "cuda" else "processes share no device of threads"
     few = ("--budget-s", "0.02", "-i", "3")
@@ -252,8 +252,8 @@ def _run_process(
         try:
             process = subprocess.Popen(
                 command,
-                # What it writes lies beside its words. In a checkout Python would find
-                # the folder commrt, which has no engine.
+                # The part writes its files beside its output. In a checkout Python
+                # would find the folder commrt, which has no engine.
                 cwd=kept.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

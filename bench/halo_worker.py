@@ -103,7 +103,7 @@ def reduce_slices(field: Array, cart: Any, faces: Faces) -> Call:
 
 
 def copy_slices(field: Array, faces: Faces) -> Call:
-    """Return what copies as many bytes, as strided, within the block."""
+    """Return a call that copies as many bytes, as strided, within the block."""
 
     def copies() -> None:
         for _, first, last, low, high in faces:
@@ -152,7 +152,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
     if "commrt" in calls:
         for name in ("mpi4py", "commrt"):
             calls[name]()
-        # What a reverse leaves in the halo is not defined.
+        # A reverse leaves undefined values in the halo.
         own = tuple(slice(width, -width) for _ in dims) if job["reduce"] else ...
         same = np.array_equal(fields[0][own], fields[2][own])
         valid = world.allreduce(same, op=MPI.LAND)

@@ -59,7 +59,7 @@ class LaunchError(BackendError):
     """A launch that ended without a result."""
 
     refusal: str | None = None
-    """What the ranks said, where they refused what they were asked for."""
+    """Message of the ranks, if they refused the request."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PeerSpec:
     name: str
     """Its column in the tables."""
     kind: Kind
-    """Which worker drives it."""
+    """Worker that drives it."""
     python: str
     """The interpreter."""
 

@@ -28,7 +28,7 @@ _SPINS = 3000
 """Polls, some 100 µs, before a rank that waits lets others have its CPU: longer than a
 peer with a CPU of its own is late, and far below what a scheduler gives at a time."""
 PROBE_STEP = 2000
-"""By how much the flag values of ``probe_link`` must grow from probe to probe."""
+"""Least growth of the flag values of ``probe_link`` from probe to probe."""
 _PROBE_NS, _PROBE_MOST_NS = 2_000_000, 20_000_000
 """Time for one pair; where other programs leave it no undisturbed batch, at most."""
 _PROBE_BATCHES, _PROBE_ROUNDS = 19, 100

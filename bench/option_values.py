@@ -49,7 +49,7 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def count(smallest: int) -> Callable[[str], int]:
-    """Return what parses a whole number from ``smallest`` on."""
+    """Return a parser of whole numbers from ``smallest`` on."""
 
     def parse(text: str) -> int:
         try:

@@ -77,7 +77,7 @@ def measure_overlap(
 
 
 def _repetitions(trial: Trial, barrier: Call, job: Mapping[str, Any]) -> int:
-    """Return how many repetitions fit the budget, the same on all ranks."""
+    """Return the number of repetitions that fit the budget, the same on all ranks."""
     once = worst_over_ranks(trial.peer, [_pure(trial, barrier, False, 0)])
     estimate_us = max(trial.peer.agree(once[0] if once else 0.0), 1e-3)
     # Pure, then overall, which lasts about twice as long.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PairedTimes", "time_pair"]
 
 _TURN_S = 0.004
-"""What one turn of one call takes, about."""
+"""Approximate length of a turn, in which one of the calls runs again and again."""
 _WARM_UPS = 3
 
 
@@ -69,7 +69,7 @@ def time_pair(
 
 
 def _calls_per_turn(comm: Communicator, call: Callable[[], Any]) -> int:
-    """Return how many calls make a turn; the same on every rank."""
+    """Return the number of calls in a turn; the same on every rank."""
     start = time.perf_counter()
     for _ in range(_WARM_UPS):
         call()

@@ -31,7 +31,7 @@ __all__ = ["measure_bandwidth", "measure_latency"]
 _DATA_TAG, _ANSWER_TAG = 1, 2
 
 Run = Callable[[int, bool], None]
-"""So many exchanges, with inputs rewritten before each or not."""
+"""Function that makes so many exchanges, with inputs rewritten before each or not."""
 
 
 def measure_latency(
@@ -131,7 +131,7 @@ def _check(
 
 
 def _known(rank: int, x: Array) -> Array:
-    """Return what ``rank`` sends: different on each of the two."""
+    """Return the content that ``rank`` sends: different on each of the two."""
     known = pattern(rank, 0, x.size)
     return known.astype(x.dtype)
 

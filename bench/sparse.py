@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "main", "measure", "measure_on", "merge_rates"]
 
 AUTO = "auto"
-"""In place of an algorithm: the one that is chosen."""
+"""Name that stands for the algorithm that commrt chooses."""
 _FLOAT32 = 11
 
 

@@ -26,7 +26,7 @@ _STREAM = 16
 
 
 def clock_cost_us() -> float:
-    """Return what reading the clock twice adds to a measurement, in µs."""
+    """Return the µs that reading the clock twice adds to a measurement."""
     clock = time.perf_counter_ns
     pairs = [-(clock() - clock()) for _ in range(1001)]
     return sorted(pairs)[500] / 1000.0

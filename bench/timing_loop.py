@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one timing loop, the same text for commrt and for every peer.
 
-Self-contained on purpose (the standard library, numpy, and ``link_probe`` beside it):
-an interpreter without commrt loads this file by its path. What is timed, and how:
+The file needs only the standard library, numpy, and ``link_probe`` beside it. An
+interpreter without commrt loads it by its path. One size is timed like this:
 
 - the result of one call is compared, element by element, with the expected one before
   any time counts;

@@ -88,9 +88,7 @@ class CudaDevice(Device):
 
     @property
     def uuid(self) -> str:
-        """What tells the device from all others, in every process: 32 hexadecimal
-        digits.
-        """
+        """Identity of the device in every process: 32 hexadecimal digits."""
 
 class Device:
     """A device: memory, streams, events; see docs/internals/devices.md."""
@@ -160,10 +158,10 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """Which kind it is."""
+        """Kind of the device."""
 
     def last_error(self) -> str:
-        """Why the latest failed call of this thread failed."""
+        """Reason why the latest failed call of this thread failed."""
 
     def launch_boxes(
         self,
@@ -318,7 +316,7 @@ class DeviceCall:
 
     @property
     def waits_for(self) -> str:
-        """What messages wait for; empty: nobody."""
+        """The messages it waits for, in words; empty: none."""
 
 class DeviceRequest(request.Request):
     """One started call on arrays on a device; has the methods of Request."""
@@ -504,7 +502,7 @@ class Group:
     ) -> None: ...
     @property
     def least_spins(self) -> int:
-        """How often a wait looks now before it yields."""
+        """Number of looks of a wait, now, before it yields."""
 
     @property
     def name(self) -> str: ...
@@ -700,7 +698,7 @@ class MessageStager(DeviceWork):
         """Start messages, rows of (address, bytes, peer, tag), as one operation."""
 
 class MpiDevicePlan:
-    """What a call of MPI on device memory does."""
+    """Plan of a call of MPI on device memory."""
 
     backend: str = "mpi"
 
@@ -843,7 +841,7 @@ class NcclLibrary:
     def version(self) -> int: ...
 
 class NcclOptions:
-    """What ncclConfig_t is filled from; None: NCCL's default."""
+    """Values for ncclConfig_t; None: NCCL's default."""
 
     def __init__(
         self,
@@ -861,7 +859,7 @@ class NcclOptions:
         comm_name: str,
     ) -> None: ...
     def size_and_version(self, version: int) -> tuple[int, int]:
-        """What stands at the beginning of ncclConfig_t."""
+        """Size and version, as they stand at the beginning of ncclConfig_t."""
 
     def unknown_to(self, version: int) -> str:
         """The first field that a library of this version does not know."""
@@ -895,7 +893,7 @@ class NcclPhase:
         """
 
 class NcclPlan:
-    """What a call by NCCL does."""
+    """Plan of a call by NCCL."""
 
     backend: str = "nccl"
 
@@ -947,7 +945,7 @@ class PeerExchange:
     def half_nbytes(self) -> int: ...
 
 class PeerPlan:
-    """What a call over memory of peers does."""
+    """Plan of a call over memory of peers."""
 
     backend: str = "ipc"
 
@@ -1001,7 +999,7 @@ class PersistentCall:
     def __repr__(self) -> str: ...
     @property
     def label(self) -> str:
-        """What runs it: backend/algorithm{params}."""
+        """The candidate that runs it: backend/algorithm{params}."""
 
     @property
     def operation(self) -> Any:
@@ -1074,7 +1072,7 @@ class Plan:
         """
 
 class RecordCounter:
-    """What counts the calls of a group, or the messages of a pair."""
+    """Counter of the calls of a group, or of the messages of a pair."""
 
     def __init__(self) -> None: ...
     @property
@@ -1100,11 +1098,11 @@ class RecordRing:
         """They have failed."""
 
     def kind_of(self, number: int) -> Any:
-        """What a record's call has in common with others; None: it is gone."""
+        """Kind of a record's call, which equal calls share; None: it is gone."""
 
     @property
     def maxlen(self) -> int:
-        """How many it keeps."""
+        """Most records that it keeps."""
 
     @property
     def num_dropped(self) -> int:
@@ -1127,9 +1125,7 @@ class Relay:
 
     def __init__(self, rank: int, size: int) -> None: ...
     def answer(self, question: int) -> Any:
-        """What a peer has answered: None so far, -1 where it knows no such
-        communicator.
-        """
+        """Return the peer's answer: None so far; -1: no such communicator."""
 
     def arrived(self, peer: int, frame: int, nbytes: int) -> int:
         """Take a frame. 0: on to the next; -1: it was the last one; else wait for the
@@ -1140,7 +1136,7 @@ class Relay:
         """Ask how many operations a communicator has started there."""
 
     def failure_of(self, peer: int) -> str:
-        """Why a peer is lost, or nothing."""
+        """Reason why a peer is lost, or empty."""
 
     @property
     def frame_nbytes(self) -> int:
@@ -1273,7 +1269,7 @@ class SimDevice(Device):
         """In messages."""
 
     def num_graph_commands(self, graph: int) -> int:
-        """How many commands a graph was captured from."""
+        """Number of commands that a graph was captured from."""
 
 class SimWorld:
     """Simulated devices and host threads, by one seed."""
@@ -1287,11 +1283,11 @@ class SimWorld:
 
     @property
     def commands(self) -> int:
-        """How many commands were given."""
+        """Number of commands that the devices were given."""
 
     @property
     def deadlock(self) -> str:
-        """Why nothing can go on; empty if something can."""
+        """Reason why nothing can go on; empty if something can."""
 
     def detach(self) -> None:
         """End as a host thread."""
@@ -1305,7 +1301,7 @@ class SimWorld:
 
     @property
     def live(self) -> dict[str, Any]:
-        """How many of each thing there are that somebody made, on all devices."""
+        """Numbers of things that were made and not given back, by kind."""
 
     @property
     def live_nbytes(self) -> int:
@@ -1313,7 +1309,7 @@ class SimWorld:
 
     @property
     def num_violations(self) -> int:
-        """How many."""
+        """Number of violations."""
 
     @property
     def pending(self) -> int:
@@ -1324,7 +1320,7 @@ class SimWorld:
 
     @property
     def violations(self) -> list[str]:
-        """What was found wrong; the first 64."""
+        """The first 64 violations that were found."""
 
 class StagedLaunch:
     """A launch of boxes that is part of a call."""
@@ -1346,7 +1342,7 @@ class StagedLaunch:
     ) -> None: ...
 
 class StagedPart:
-    """What is copied for a piece, and what the host runs."""
+    """Copies of a piece, and the plan that the host runs for it."""
 
     def __init__(
         self,
@@ -1364,7 +1360,7 @@ class StagedPart:
         """
 
 class StagedPlan:
-    """What a call on device memory does, by its pieces."""
+    """Plan of a call on device memory, by its pieces."""
 
     def agreeing(
         self, runs: Plan, words: Sequence[int], names: Sequence[str]
@@ -1436,7 +1432,7 @@ class Stager(DeviceWork):
         """The same of any number of arrays."""
 
 class StreamProgram:
-    """What a stream runs for a schedule."""
+    """Commands that a stream runs for a schedule."""
 
     @property
     def extents(self) -> list[int]: ...
@@ -1512,7 +1508,7 @@ def cut_fusion(group: Any) -> None:
     """Send the open buckets."""
 
 def digest_fused(group: Group, call: int) -> int:
-    """What must be equal of the calls before `call`."""
+    """Digest of the calls before `call`; equal on all ranks."""
 
 def drop_ended(arg: Engine, /) -> None: ...
 def fail_fused(group: Group, error: Any) -> None:
@@ -1827,10 +1823,10 @@ def nccl_program_plan(
     """A plan that runs a schedule's rounds."""
 
 def num_cached_device_calls(group: Group) -> int:
-    """How many there are."""
+    """Number of device calls in the cache."""
 
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
-    """From now on short nonblocking allreduces go into buckets."""
+    """Put short nonblocking allreduces into buckets from now on."""
 
 def peer_exchange_flags_nbytes(size: int) -> int:
     """Bytes of flags that exchange memory begins with."""

@@ -26,8 +26,8 @@ PLACES = {
     "request_not_waiting": "commrt.device_calls.requests:not_waiting",
     "served_devices": "commrt.devices.registry:_SERVED",
 }
-"""Of each name the module and, behind the colon, the object in it; without one, the
-module itself."""
+"""Module of each name and, behind the colon, the object in it. An entry that ends with
+the colon is the module itself."""
 
 
 def find(name: str) -> object:

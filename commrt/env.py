@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Value = str | float | bool | tuple[int, ...] | None
-"""What a variable means once read; None: not set, and there is no default."""
+"""Value of a variable once read; None: not set, and there is no default."""
 
 _PREFIX = "COMMRT_"
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
+from commrt.errors import TimeoutError_
 from commrt.launch.detect import LaunchInfo
 from commrt.runtime import open_world
 
@@ -26,7 +27,8 @@ def run(
 
     The first error of any rank is raised, once all threads have ended; the others are
     woken up if they wait for it. Communicators are freed at the end, unless something
-    is in flight on them.
+    is in flight on them. Raises TimeoutError_ if a thread is still running 5 seconds
+    after ``timeout_s``.
     """
     world = ThreadWorld(size)
 
@@ -116,7 +118,7 @@ def _on_threads(
         raise errors[0]
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
-        raise TimeoutError(
+        raise TimeoutError_(
             f"{', '.join(stuck)} did not end within {timeout_s:g} s: look at what "
             f"these threads wait for, or pass a larger timeout_s"
         )

@@ -218,7 +218,7 @@ class _Job:
                 first = rank, code
                 self._end(living)
         for rank in self._ranks.values():
-            # Whoever else holds the pipe may keep it open.
+            # Another process that holds the pipe may keep it open.
             for copier in rank.copiers:
                 copier.join(self._grace_s)
         if first is None:
@@ -226,7 +226,7 @@ class _Job:
         return self._report(*first)
 
     def _report(self, rank: _Rank, code: int) -> int:
-        """Say who failed first and why; return the launcher's exit status."""
+        """Say which rank failed first and why; return the launcher's exit status."""
         if self._signal:
             how = f"ended after {signal.Signals(self._signal).name} was forwarded to it"
         elif code < 0:
@@ -272,7 +272,7 @@ def _signal_to(rank: _Rank, number: int) -> None:
 
 
 def _environment(size: int, rendezvous: str) -> dict[str, str]:
-    """Return what all ranks have in common."""
+    """Return the variables that all ranks have in common."""
     environ = child_environment(sys.executable)
     cores = len(os.sched_getaffinity(0))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
@@ -295,7 +295,10 @@ def _free_port() -> int:
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port
-    raise SystemExit("commrt.run: no port is free")
+    raise SystemExit(
+        "commrt.run: no port of this machine is free; expected one in "
+        f"{_PORTS.start}..{_PORTS.stop - 1}: end a program that holds one"
+    )
 
 
 def _shares(size: int) -> list[set[int]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["init", "join_world", "synchronize"]
 
 _GRACE_S = 5.0
-"""How long a process that ends waits for operations in flight."""
+"""Seconds that a process at its end waits for operations in flight."""
 
 
 class _Runtime:
@@ -38,10 +38,10 @@ class _Runtime:
         self.engine: Any = None
         self.pid = 0
         self.comm: Communicator | None = None
-        self.given: Any = None
+        self.mpi_comm: Any = None
         self.world: World | None = None
         self.relays: list[GlooRelay] = []
-        """Of this process's worlds; those that were closed stay closed."""
+        """Relays of this process's worlds; closed ones stay in the list."""
 
 
 _RUNTIME = _Runtime()
@@ -77,7 +77,7 @@ def init(
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
         if _RUNTIME.comm is not None and _RUNTIME.comm.closed is None:
-            if mpi_comm is not None and mpi_comm is not _RUNTIME.given:
+            if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
                 raise UsageError(
                     "commrt.init() was called before with other ranks; make further "
                     "groups with split() or create_group()"
@@ -92,7 +92,7 @@ def init(
         env.check_names()
         if _RUNTIME.world is None:
             _RUNTIME.world = _start(mpi_comm)
-            _RUNTIME.given = mpi_comm
+            _RUNTIME.mpi_comm = mpi_comm
         world = _RUNTIME.world
         if deterministic is None:
             deterministic = env.read_bool("COMMRT_DETERMINISTIC")

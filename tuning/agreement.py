@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far two tunings of one machine choose alike.
+"""Agreement between two tunings of one machine: the share of equal choices.
 
-At a size they agree if they choose the same candidate, or if each one's choice is tied
-with the best by the other's measurements. Sizes are spaced evenly in the logarithm over
-what both have measured.
+Two tunings agree at a size if they choose the same candidate. They also agree if each
+one's choice is tied with the best by the other's measurements. Sizes are spaced evenly
+in the logarithm over the range that both have measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Agreement:
 def agreements(
     first: Sequence[Decision], second: Sequence[Decision]
 ) -> list[Agreement]:
-    """Return how the operations and groups that both have agree."""
+    """Return the agreement of the operations and groups that both have."""
     others = {(one.group, one.op): one for one in second}
     return [
         _agreement(one, others[one.group, one.op])

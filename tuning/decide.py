@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From measurements to byte ranges: who wins where.
+"""Decisions: byte ranges and their winners, made of measurements.
 
-A candidate is *tied* at a size if its time is within the margin of the best, or within
-twice the margin and not told from the best by a rank test over launches. A range may
-use any tied candidate at no cost, another one at the cost of the time lost; every
-further range has its price, and so has what is less simple. A boundary lies where the
-two curves cross. So noise moves a choice only between equals, and seldom.
+A candidate is *tied* at a size if its time is within the margin of the best. It is also
+tied within twice the margin if a rank test over launches does not tell it from the
+best.
+
+A range may use any tied candidate at no cost. Another candidate costs the time that it
+loses; every further range has its price, and so has a less simple candidate. A boundary
+lies where the two curves cross. So noise moves a choice only between equals, and
+seldom.
 """
 
 from __future__ import annotations
@@ -36,17 +39,20 @@ ENOUGH_LAUNCHES = 3
 """Launches on which a choice should rest."""
 _PER_OCTAVE = 8
 _SWITCH = 0.03 * _PER_OCTAVE
-"""What a further range must save: three per cent over one octave, or less over more."""
+"""Saving that a further range must bring: three per cent over one octave, or less over
+more."""
 _SIGNIFICANT = 0.05
 _LESS_SIMPLE = 0.004
-"""What one place further down the list, simplest first, must save, relative."""
+"""Relative saving that a candidate must bring for each place further down the list,
+which begins with the simplest."""
 _MOST_PRICED = 5
 _GIVEN_UP = 1.1
-"""Time of what was given up at a size over that of the best, for all one knows."""
+"""Assumed ratio of a candidate's time, at a size where it was given up, to the time of
+the best."""
 _TWO_LEVELS = 0.1
-"""What two levels must save over the flat ones, relative. Between real nodes they save
-more than half or nothing; there are so many of them that, by a few launches, the
-luckiest would win."""
+"""Relative saving that two levels must bring over the flat ones. Between real nodes
+they save more than half or nothing. There are so many of them that, after a few
+launches, the luckiest would win."""
 _NARROWEST_NBYTES = 8
 """A range that holds no second size of the common element types is none."""
 
@@ -62,7 +68,8 @@ class Range:
     candidate: Candidate
     """The candidate to use."""
     crossover: str | None
-    """How the lower end was found; None for the first range."""
+    """Note on the lower end: where it lies, and by which times; None for the first
+    range."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Decision:
 
     @property
     def launches(self) -> int:
-        """How many launches have measured a size, typically."""
+        """Number of launches that have measured a size, typically."""
         sizes: dict[int, int] = {}
         for curve in self.curves.values():
             for nbytes, seen in curve.estimates.items():
@@ -98,7 +105,8 @@ class Decision:
 
 
 def decide(recording: Recording, margin: float) -> list[Decision]:
-    """Return what the launches that shape the table say, for every operation."""
+    """Return the decisions of the launches that shape the table, for every
+    operation."""
     decisions = []
     for group in recording.groups():
         for op in recording.orders:
@@ -259,7 +267,7 @@ def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...
             cut = math.ceil(math.sqrt(grid[first] * grid[first + 1]))
             why = f"{earlier} was not measured beyond; {later}"
         while len(starts) > 1 and cut < _least_end(starts[-1].lo):
-            # What lies between is too narrow to be a range: its neighbours meet there.
+            # The range between is too narrow: its neighbours meet there.
             low, high = sorted((starts.pop().lo, cut))
             earlier = starts[-1].candidate
             if earlier == later:
@@ -320,8 +328,8 @@ def _lost(
 ) -> dict[Candidate, float]:
     """Return the logarithm of each one's time over the best: 0 if tied, else more.
 
-    What is less simple must earn it: a noisy size here and there does not move the
-    choice between equals.
+    A less simple candidate must earn its place: a noisy size here and there does not
+    move the choice between equals.
     """
     present = _comparable(curves, nbytes)
     best_us = min(curve.us(nbytes) for curve in present.values())

@@ -24,7 +24,7 @@ __all__ = ["OPENMPI", "export_openmpi"]
 
 
 class _Collective(NamedTuple):
-    """How Open MPI knows an operation."""
+    """An operation as Open MPI knows it."""
 
     number: int
     """Place in its list of collectives."""

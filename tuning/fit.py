@@ -27,8 +27,8 @@ class Curve:
     estimates: Mapping[int, Estimate]
     """The measurements, by size: one or more, all sizes above 0."""
     floors: Mapping[int, float] = field(default_factory=dict)
-    """By sizes between these at which it was not measured, and others were: what it
-    takes there at least, µs, for all one knows."""
+    """Least times in µs, as far as one knows, at sizes between these where others were
+    measured and this candidate was not."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class Curve:
         return self._line.us(nbytes)
 
     def nearest(self, nbytes: float) -> Estimate:
-        """Return what was measured at the nearest size."""
+        """Return the measurement at the nearest size."""
         near = min(self.sizes, key=lambda size: abs(math.log(size / nbytes)))
         return self.estimates[near]
 

@@ -22,12 +22,14 @@ NOBODY = -1
 """Number of no item."""
 _STEP = 4
 _SHORT_STEP_AT = 32
-"""From here to 128 bytes payloads leave the lines of their messages: one more size."""
+"""First size with one more step: from here to 128 bytes payloads leave the lines of
+their messages."""
 _TYPICAL_NBYTES = 16384
 _SHORT_STEPS_FROM = 384 << 10
-"""From here on buffers outgrow one cache after the other, some candidates' sooner than
-others'. Three times a power of two: who wins at a power of two may lose at the sizes
-between, where most buffers lie (docs/performance.md, How well auto chooses)."""
+"""First size with short steps: from here on buffers outgrow one cache after the other,
+and some candidates' buffers do so sooner. It is three times a power of two. The winner
+at a power of two may lose at the sizes between, where most buffers lie
+(docs/performance.md, How well auto chooses)."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class Job:
     held_out: bool
     """True if the sizes lie off the grid, to judge the table."""
     seed: int
-    """Of the order; different in every launch."""
+    """Seed of the order; different in every launch."""
     budget_s: float
-    """How long the ranks may measure."""
+    """Seconds that the ranks may measure."""
     flags: str | None = None
     """File of shared flags for the barrier; None: the communicator's barrier."""
     turn: str | None = None
@@ -89,7 +91,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return what ``to_json`` wrote."""
+        """Return the job that ``to_json`` wrote."""
         plain: dict[str, Any] = json.loads(text)
         plain["ops"] = tuple(plain["ops"])
         for name in ("excluded", "refined"):
@@ -179,12 +181,12 @@ def middle(op: str, size: int, dtype: str, low: int, high: int) -> int:
 
 
 def _unit(op: str, size: int, dtype: str) -> int:
-    """Return what the rule's bytes must be a multiple of."""
+    """Return the number that the rule's bytes must be a multiple of."""
     spec = operation(op)
     scatters = spec.reduces and spec.out_count == "div_size"
     return dtype_by_name(dtype).itemsize * (size if scatters else 1)
 
 
 def _blocks(op: str, size: int) -> int:
-    """Return how many times the rule's bytes the whole vector has."""
+    """Return the length of the whole vector, in times of the rule's bytes."""
     return 1 if operation(op).rule_bytes == "whole" else size

@@ -30,12 +30,12 @@ Start = Callable[[Job, int, Callable[[Message], None]], "Ended"]
 _STARTUP_S = 60.0
 _END_S = 10.0
 _LOOKS = 10
-"""For signs of life, within the silence that is allowed."""
+"""Number of looks for signs of life within the longest silence allowed."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended."""
+    """End of a launch."""
 
     ok: bool
     """True if rank 0 said that it was done."""

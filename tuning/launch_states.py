@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which launches met the machine as it usually is.
+"""Launches that met the machine as it usually is.
 
-The class of the links tells near cores from far ones. It does not tell when two virtual
-cores take turns on one real core, or when other machines use the same memory: then
-everything takes many times as long, and what is best is something else.
+The class of the links tells near cores from far ones. It does not show that two virtual
+cores take turns on one real core, or that other machines use the same memory. Then
+everything takes many times as long, and another candidate is the best.
 """
 
 from __future__ import annotations

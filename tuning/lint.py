@@ -19,7 +19,7 @@ from commrt.select.table import Table
 __all__ = ["Finding", "lint"]
 
 _SLACK = 1.1
-"""Below this ratio a violation is noise."""
+"""Ratio below which a violation is noise."""
 
 _SUMS = (
     ("allreduce", ("reduce", "bcast")),
@@ -53,7 +53,7 @@ class Finding:
 
 
 def lint(table: Table) -> list[Finding]:
-    """Return what the table's evidence speaks against; empty if nothing."""
+    """Return the choices that the table's evidence speaks against; empty if none."""
     series = _series(table)
     findings = [*_not_monotone(series), *_guidelines(series)]
     findings += _extrapolated(table)

@@ -136,14 +136,15 @@ class Session:
             self._turn.set(index)
 
     def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
-        """Return what can run it here, simplest first; equal on all ranks."""
+        """Return the candidates that can run it here, simplest first; equal on all
+        ranks."""
         found = self._comm.candidates(
             op, nbytes, dtype=dtype, distinct=True, device=self._kind
         )
         return cast("Sequence[Candidate]", found)
 
     def model_us(self, op: str, nbytes: int, dtype: str, candidate: Candidate) -> float:
-        """Return what the model expects."""
+        """Return the model's prediction."""
         redop = "sum" if operation(op).reduces else None
         query = Query(op, nbytes, dtype, self._kind, op=redop)
         asked: Attached = self._comm.attached[candidate.backend]

@@ -74,7 +74,7 @@ class _Source:
 
     @property
     def launches(self) -> int:
-        """How many launches have measured a point, typically; 0 without evidence."""
+        """Number of launches that measured a point, typically; 0 without evidence."""
         seen = [
             point.launches
             for rule in self.rules
@@ -85,7 +85,7 @@ class _Source:
 
     @property
     def date(self) -> str:
-        """When the newest of its evidence was measured; empty: unknown."""
+        """Date of the newest of its evidence; empty: unknown."""
         dates = [rule.evidence.date or "" for rule in self.rules if rule.evidence]
         return max(map(_iso_date, dates), default="")
 
@@ -167,7 +167,7 @@ def merge(
     if not rules:
         raise TableError("nothing to merge: the inputs hold no rule and no sample")
     table = replace(decided, rules=tuple(rules), name="merged table")
-    # What was read was checked; what comes out is, too, before anybody relies on it.
+    # The inputs were checked; the output is checked, too, before anybody relies on it.
     load(dump(table), "merged table", known)
     said = [*more, *together.lines, *_versions(software)]
     return Merged(table, [*lines, *said, *chosen])
@@ -229,7 +229,7 @@ def _versions(software: Mapping[str, object]) -> Iterator[str]:
 
 
 def _method(tables: Sequence[Input]) -> dict[str, object]:
-    """Return what all tables say alike about how they were measured."""
+    """Return the facts that all tables say alike about their measurements."""
     methods = [one.table.method for one in tables if one.table is not None]
     first = methods[0] if methods else {}
     alike = {
@@ -263,7 +263,7 @@ def _choose(
     lines: list[str] = []
     for cell in sorted(offers, key=_place):
         sources = offers[cell]
-        # Of equals the one named last: max takes the first of equals.
+        # The last one named wins among equals: max takes the first of equals.
         winner = anew.get(cell) or max(reversed(sources), key=lambda one: one.worth)
         rules += winner.rules
         others = [one for one in sources if one is not winner]

@@ -48,7 +48,7 @@ class Progress:
         return max(0.0, self._budget_s - self.elapsed_s)
 
     def show(self, what: str) -> None:
-        """Say what is being measured; most calls write nothing."""
+        """Name the current measurement; most calls write nothing."""
         now_s = self._clock()
         every_s = _BAR_EVERY_S if self._tty else _LINE_EVERY_S
         if now_s - self._last_s < every_s:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good the choices are on launches that did not shape them.
+"""Quality of the choices, judged by launches that did not shape them.
 
-At a size, the choice is compared with every other candidate within each held-out launch
-that measured both; what counts is the median of these ratios over the launches, and
-the regret is the largest. Held-out sizes lie off the tuner's grid. Launches that met
+At each size, the choice is compared with every other candidate within each held-out
+launch that measured both. The median of these ratios over the launches counts, and the
+regret is the largest median. Held-out sizes lie off the tuner's grid. Launches that met
 another state of the machine neither shape nor judge (launch_states.py).
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Regret", "Verdict", "held_out_regret", "judge", "leave_one_out"]
 
 Choose = Callable[[Group, str, int], Candidate | None]
 _Row = Mapping[Candidate, Sequence[float]]
-"""Of one launch: the µs of each candidate's repetitions."""
+"""Times of each candidate's repetitions in one launch, in µs."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Regret:
     unmeasured: int
     """Cells without a rule, or whose choice was not measured."""
     by_launch: float | None = None
-    """As ``regret``, of single launches at sizes that several of them judged."""
+    """Regret of single launches, at sizes that several of them judged."""
     foresight: float | None = None
     """The same for what the other judging launches found best at that very size: no
     table can be expected to do better on a machine whose launches differ so much."""
 
     def for_table(self) -> dict[str, int | float]:
-        """Return what a table records."""
+        """Return the figures that a table records."""
         ratios = {"regret": self.regret, "worst": self.worst, "beyond_ci": self.beyond}
         rounded = {name: float(f"{value:.4g}") for name, value in ratios.items()}
         return {"cells": self.cells, **rounded}
@@ -60,12 +60,12 @@ class Regret:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a choice did at one size."""
+    """Judgement of a choice at one size."""
 
     choice: Candidate
     """The chosen candidate."""
     best: Candidate
-    """What was best; the choice itself where nothing was better."""
+    """The best candidate; the choice itself if none was better."""
     ratio: float
     """Time of the choice over that of the best: median over launches; at least 1."""
     beyond: float
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def judge(choice: Candidate | None, launches: Iterable[_Row]) -> Verdict | None:
-    """Return how ``choice`` did in these launches; None where none measured it."""
+    """Return the verdict on ``choice`` in these launches; None if none measured it."""
     if choice is None:
         return None
     rows = [row for row in launches if choice in row]
@@ -84,7 +84,7 @@ def judge(choice: Candidate | None, launches: Iterable[_Row]) -> Verdict | None:
     ratios: dict[Candidate, tuple[float, float]] = {choice: (1.0, 1.0)}
     for other in {one: None for row in rows for one in row}:
         both = [row for row in rows if other in row]
-        # What few of the launches measured has met fewer states of the machine.
+        # A candidate that few launches measured has met fewer states of the machine.
         if other != choice and 2 * len(both) >= len(rows):
             ratios[other] = _ratio(choice, other, both)
     best = max(ratios, key=lambda one: ratios[one][0])

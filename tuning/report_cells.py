@@ -59,21 +59,21 @@ class ReportCell:
     title: str
     """Ranks, nodes and links for people."""
     link_class: str
-    """How far apart the ranks are; ``any`` where rules do not say."""
+    """Distance of the ranks; ``any`` if rules do not say."""
     ranks: int
     """Ranks; 0 where rules do not say."""
     times: Mapping[Candidate, Mapping[int, Seen]]
-    """By candidate, simplest first, and size."""
+    """Times by candidate, simplest first, and by size."""
     rules: Sequence[Rule]
     """The choices, ascending."""
     tied: Mapping[int, frozenset[Candidate]]
-    """By measured size, what is as good as the best there."""
+    """Candidates that are as good as the best, by measured size."""
     judged: Sequence[Judged]
     """Held-out sizes, ascending."""
     unjudged: int
     """Held-out sizes whose choice was not measured."""
     note: str
-    """What else is to be said, for instance what stands in; empty: nothing."""
+    """Further remark, for instance on a rule that stands in; empty: none."""
 
     @property
     def sizes(self) -> list[int]:
@@ -90,7 +90,7 @@ class ReportCell:
 
 
 def cells_of(table: Table, recording: Recording | None) -> list[ReportCell]:
-    """Return what is known of every cell, by ranks, links and operation.
+    """Return every cell with its facts, by ranks, links and operation.
 
     With a recording its cells come first, and those that only the table has follow.
     """
@@ -113,7 +113,7 @@ _TABLE_ALONE = (
 
 
 def _tabled(cell: Cell, rules: Sequence[Rule], note: str) -> ReportCell:
-    """Return what the evidence of a table's rules tells."""
+    """Return a cell made of the evidence of a table's rules."""
     times: dict[Candidate, dict[int, Seen]] = {}
     native: dict[int, Seen] = {}
     ordered = sorted(rules, key=lambda rule: rule.match.lo)

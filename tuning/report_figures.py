@@ -20,9 +20,9 @@ _CEILING = 4.0
 
 
 def looks_of(cells: Sequence[ReportCell]) -> dict[Candidate, Look]:
-    """Return how each candidate is drawn: its own colour, while they last.
+    """Return the look of each candidate: its own colour, while they last.
 
-    What is picked most gets the first ones; beyond the last one they come again,
+    The candidates picked most get the first ones. Beyond the last one they come again,
     dashed and hollow.
     """
     ranges = Counter(rule.use for cell in cells for rule in cell.rules)

@@ -46,7 +46,7 @@ _BUSY_LOAD = 0.7
 """Runnable processes, averaged over a minute, before any rank was started."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SHARES = (0.75, 0.25)
-"""Of the budget: to shape the table, to judge it."""
+"""Shares of the budget: to shape the table, to judge it."""
 
 
 def launched(
@@ -127,7 +127,7 @@ def terminated_like_interrupted() -> Iterator[None]:
 def check_outputs(out: Path | None, raw: Path | None, device: str = "cpu") -> None:
     """Raise UsageError, before anything is measured, if a file cannot be written.
 
-    What a device of threads takes says nothing of a GPU, and is for no program to find.
+    Times of a device of threads say nothing of a GPU, and no program should find them.
     """
     if device == "thread" and out is None:
         raise UsageError(

@@ -47,7 +47,7 @@ class Launch:
 
     @property
     def group(self) -> Group:
-        """With which launches it may be compared."""
+        """Group of launches that it may be compared with."""
         facts = self.facts
         where = facts.nodes, facts.ppn, facts.link_class
         return Group(facts.size, *where, self.device)
@@ -58,7 +58,7 @@ class Sample:
     """The repetitions of one candidate at one size in one launch."""
 
     launch: int
-    """Which launch."""
+    """Number of the launch."""
     op: str
     """Operation."""
     nbytes: int
@@ -92,22 +92,23 @@ class Recording:
     """Everything that one tuning run measured."""
 
     launches: dict[int, Launch] = field(default_factory=dict)
-    """By index."""
+    """Launches by index."""
     samples: list[Sample] = field(default_factory=list)
-    """In the order of measurement."""
+    """Samples in the order of measurement."""
     failures: list[Failure] = field(default_factory=list)
-    """In the order of appearance."""
+    """Failures in the order of appearance."""
     orders: dict[str, list[Candidate]] = field(default_factory=dict)
-    """By operation: every candidate seen, simplest first."""
+    """Candidates seen, by operation; the simplest first."""
     software: dict[str, Any] = field(default_factory=dict)
     """Versions that the ranks reported."""
     machine: Machine | None = None
-    """Where it was measured; None: by a commrt that did not record it."""
+    """Machine that was measured; None if the commrt that measured did not record it."""
     date: str = ""
-    """When it was measured, ISO 8601; empty: by a commrt that did not record it."""
+    """Date of the measurement, ISO 8601; empty if the commrt that measured did not
+    record it."""
     unfinished: dict[tuple[int, str, int], str] = field(default_factory=dict)
-    """What a launch that shapes the table did not measure, by ranks, operation and
-    bytes: ``budget`` or ``links``. Not saved."""
+    """Reason why a launch that shapes the table left a size out, by ranks, operation
+    and bytes: ``budget`` or ``links``. Not saved."""
     notes: list[str] = field(default_factory=list)
     """Other remarks for the summary. Not saved."""
 
@@ -162,7 +163,7 @@ class Recording:
         ]
 
     def group_of(self, sample: Sample) -> Group:
-        """Return what a sample may be compared with."""
+        """Return the group of a sample, which it may be compared with."""
         group = self.launches[sample.launch].group
         return group._replace(link_class=sample.link_class or group.link_class)
 
@@ -216,7 +217,7 @@ class Recording:
 
     @classmethod
     def from_json(cls, text: str) -> Recording:
-        """Return what ``to_json`` wrote."""
+        """Return the recording that ``to_json`` wrote."""
         plain = json.loads(text)
         recording = cls(software=plain["software"])
         if plain.get("machine"):

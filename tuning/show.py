@@ -36,7 +36,7 @@ def show(table: Table) -> str:
 
 
 def explain(table: Table, query: Query, facts: CommFacts) -> str:
-    """Return what the table says about a call on a communicator like ``facts``."""
+    """Return the table's words on a call on a communicator like ``facts``."""
     hit = table.lookup(facts, query)
     if hit is None:
         covered = sorted({rule.op for rule in table.rules}, key=COLLECTIVES.index)

@@ -30,7 +30,7 @@ _FLAT = 8.0
 
 @dataclass(frozen=True)
 class Look:
-    """How a candidate is drawn, the same everywhere on the page."""
+    """Colour and shape of a candidate, the same everywhere on the page."""
 
     colour: int
     """Number of the colour's class."""
@@ -45,7 +45,7 @@ class Line:
     name: str
     """Candidate."""
     look: Look
-    """How it is drawn."""
+    """Its colour and shape."""
     points: Sequence[tuple[int, float, tuple[float, float] | None]]
     """Bytes, value, interval."""
 
@@ -61,12 +61,12 @@ class Span:
     name: str
     """Candidate."""
     look: Look
-    """How it is drawn."""
+    """Its colour and shape."""
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to pixels, logarithmic."""
+    """Logarithmic scale from values to pixels."""
 
     low: float
     high: float

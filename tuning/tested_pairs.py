@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines a table that is written anew may still call tested together.
+"""Pairs of engines that a newly written table may still call tested together.
 
-That two engines may be at work at the same time on a device somebody has tried, with
-the versions that a table names. No measurement tries it. So a pair stays where every
-table that goes into the new one says it, and all that was measured besides was measured
-with the versions of one of these tables. Else it goes, and a line says why: apart they
-are slower, together they may hang.
+Somebody has tried that two engines may be at work at the same time on a device, with
+the versions that a table names. No measurement tries it. So a pair stays only under two
+conditions. Every table that goes into the new one says it. All other measurements used
+the versions of one of these tables. Otherwise the pair goes, and a line says why: apart
+the engines are slower, together they may hang.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Kept:
     """The pairs of the tables that stay."""
 
     pairs: tuple[tuple[str, ...], ...] = ()
-    """For ``Table.tested_together``."""
+    """Pairs for ``Table.tested_together``."""
     software: Versions = field(default_factory=dict)
     """The versions that these were tested with, as far as the tables name them."""
     lines: tuple[str, ...] = ()
-    """Which pairs go, and why."""
+    """Lines that name the pairs that go, and the reasons."""
 
 
 def keep_pairs(
     tables: Sequence[tuple[str, Table]], measured: Sequence[tuple[str, Versions]]
 ) -> Kept:
-    """Return what stays of the tables' pairs beside what was measured.
+    """Return the pairs of the tables that stay beside the measurements.
 
     Args:
         tables: each with its name, for the lines.

@@ -23,7 +23,7 @@ __all__ = ["Options", "jobs_within", "losers", "run_launches"]
 
 _MAX_RESTARTS = 8
 _STARTUP_S = 1.5
-"""What starting and ending ranks takes of the budget, until it was seen."""
+"""Part of the budget for starting and ending ranks, until one launch has shown it."""
 _THOROUGH_S = 150.0
 """A budget from which every parameter of the transport is tried."""
 _SHAPING_PER_JUDGE = 3
@@ -47,9 +47,9 @@ class Options:
     launches: int = 3
     """Launches per rank count that shape the table, at least; more judge it."""
     most_launches: int = 50
-    """As many if the budget lasts; at least ``launches``."""
+    """Most launches, if the budget lasts; at least ``launches``."""
     budget_s: float = 60.0
-    """For everything together."""
+    """Seconds for everything together."""
     max_nbytes: int = 32 << 20
     """Largest whole vector."""
     dtype: str = "float32"
@@ -57,17 +57,17 @@ class Options:
     device: str = "cpu"
     """Memory of the arrays: cpu, cuda, or thread, a device of threads."""
     seed: int = 1
-    """Of the order of measurement."""
+    """Seed of the order of measurement."""
 
 
 def run_launches(options: Options, progress: Progress, start: Start) -> Recording:
-    """Return what all launches measured.
+    """Return the recording of all launches.
 
-    Rank counts alternate, so that a slow minute of the machine hits all of them. What
-    is left of the budget after the launches asked for goes into further ones: the
-    launch is the sample. The last ones of each rank count judge the table: one for
-    three that shape it. Where the budget is too short there are fewer launches, and
-    the notes say so.
+    Rank counts alternate, so that a slow minute of the machine hits all of them. The
+    rest of the budget, after the launches asked for, goes into further ones: the launch
+    is the sample. The last ones of each rank count judge the table: one for three that
+    shape it. Where the budget is too short there are fewer launches, and the notes say
+    so.
     """
     run = _Run(options, progress, start)
     run.announce()
@@ -95,7 +95,7 @@ def run_launches(options: Options, progress: Progress, start: Start) -> Recordin
 
 
 def _judges(shaping: int, link_classes: int) -> int:
-    """Return how many launches are to judge what ``shaping`` ones say."""
+    """Return the number of launches that judge the ``shaping`` ones."""
     wanted = min(_MOST_JUDGES, shaping // _SHAPING_PER_JUDGE)
     return max(1, min(shaping // 2, link_classes * wanted))
 
@@ -122,7 +122,7 @@ class _Run:
 
     @property
     def link_classes(self) -> int:
-        """How many classes of links the ranks of one count have met, at most."""
+        """Most classes of links that the ranks of one count have met."""
         met: dict[int, set[str]] = {}
         for group in self.recording.groups():
             met.setdefault(group.ranks, set()).add(group.link_class)
@@ -144,7 +144,7 @@ class _Run:
             )
 
     def fell_short(self, done: int) -> None:
-        """Note what was done instead, as the budget ended too soon."""
+        """Note the launches that were made instead, as the budget ended too soon."""
         options = self._options
         self.recording.notes.append(
             f"--budget {options.budget_s:g} allowed {done} launch"

@@ -145,7 +145,8 @@ def _ended(
 ) -> Outcome:
     """Return whether all met one state of the machine.
 
-    Who was left out early has met the beginning alone; one more turn shows it the end.
+    A candidate that was left out early has met only the beginning; one more turn shows
+    it the end.
     """
     drifts = []
     for runner in runners:

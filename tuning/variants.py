@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transport parameters a launch tries: those of whoever leads so far.
+"""Transport parameters that a launch tries: those of the candidates that lead so far.
 
-Every candidate with every parameter would take hours. So launches begin with the
-defaults; from the second one on, the leader of each size, and the next one where that
-is close, is tried with one parameter changed at a time; and what is not ahead of the
-leader in two launches is not tried again, unless it is ahead at the sizes on both
-sides: then these two have met an unusual state of the machine. All that holds for each
-class of the links by itself: what is tried may win in one of them.
+Every candidate with every parameter would take hours. So the first launches measure the
+defaults. From the second one on, the leader of each size is tried with one parameter
+changed at a time, and so is the next one if it is close.
+
+A variant that is not ahead of the leader in two launches is not tried again. There is
+one exception: if it is ahead at the sizes on both sides, then these two launches have
+met an unusual state of the machine. All of that holds for each class of the links by
+itself: a variant may win in one of them.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ _TRIED = 2
 """Launches after which a variant must be ahead."""
 _LEADERS = 2
 _NEXT_LEADER = 1.1
-"""So many are tried with other parameters, of those that take at most so many times
-what the first of them takes: a parameter may help one of them alone."""
+"""``_LEADERS`` candidates are tried with other parameters, if they take at most
+``_NEXT_LEADER`` times as long as the first: a parameter may help one of them alone."""
 
 Cell = tuple[str, int]
 """Operation, rule bytes."""
@@ -54,7 +56,7 @@ def variants_to_try(
     held_out: bool,
     thorough: bool = True,
 ) -> list[Item]:
-    """Return what the next launch is to measure beside the candidates it finds.
+    """Return the variants that the next launch measures beside the candidates it finds.
 
     A launch that judges the table measures, at its sizes off the grid, what would be
     chosen there and what was still in the running at the grid's sizes on both sides.

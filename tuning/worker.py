@@ -143,7 +143,7 @@ def _measure_cell(
 
 
 def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[Item]]:
-    """Return what to time: the candidates of each operation and size, in random order.
+    """Return the items to time: candidates of operations and sizes, in random order.
 
     The order is equal on all ranks. A budget that ends leaves no size half measured.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folding: how algorithms for a power of two serve every number of ranks.
 
-Of P ranks Q = 2^floor(log2 P) *participate*. The first 2(P-Q) ranks pair up, and the
+Among P ranks Q = 2^floor(log2 P) *participate*. The first 2(P-Q) ranks pair up, and the
 odd one of a pair is *folded*: the even one acts for both. Participant v < P-Q is rank
 2v, the others are rank v + P-Q; so the ranks that a participant acts for are
 neighbours, and so are their blocks.

@@ -16,10 +16,10 @@ from commrt.vocabulary.operations import operation
 __all__ = ["common_names", "cut", "run"]
 
 _EVEN = 64
-"""Up to so many blocks, all algorithms get blocks of equal length."""
+"""Most blocks for which all algorithms get blocks of equal length."""
 _FINE = 4
-"""Beyond, so many blocks for each of the most that one asks for: a fifth too long at
-most."""
+"""Factor for more blocks than ``_EVEN``: their number over the most that one algorithm
+asks for. A block is at most a fifth too long."""
 
 
 def run(
@@ -64,7 +64,7 @@ def _blocks(coll: str, name: str, size: int) -> int:
 
 
 def cut(parts: Iterable[tuple[str, str, int]]) -> int:
-    """Return how many blocks suit all of these (operation, algorithm, ranks)."""
+    """Return the number of blocks that suits all (operation, algorithm, ranks)."""
     wanted = [_blocks(*part) for part in parts]
     even = lcm(*wanted)
     return even if even <= _EVEN else max(_FINE * max(wanted), _EVEN)

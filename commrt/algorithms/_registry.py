@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithms exist, and the schedules they make.
+"""Registry of algorithms, and the schedules they make.
 
 Third parties register theirs with the same decorator as the built-in ones.
 """
@@ -67,7 +67,9 @@ class Algorithm:
     spans_nodes: bool = False
     """True if it must know which ranks share a node: without several, it is none."""
     offered: Callable[[int, Params], bool] | None = None
-    """Which values are candidates for any call; the others only where named."""
+    """Predicate on the number of ranks and the parameters: True if these values are
+    candidates for any call. Other values run only where a call names them. None: all
+    are candidates."""
     complexity: int | None = None
     """Its place among its operation's, the simplest first; None: after all of them."""
     own_places: bool = False
@@ -216,8 +218,8 @@ _FEW_RANKS = range(2, 9)
 def carries_counts(one: Algorithm) -> bool:
     """Return whether an algorithm works where the ranks' blocks differ in length.
 
-    Found out on a few numbers of ranks; a plan looks at its own again. What spans nodes
-    cuts its inner algorithms' blocks anew, and is left out.
+    The answer comes from a few numbers of ranks; a plan looks at its own again. An
+    algorithm that spans nodes cuts its inner algorithms' blocks anew, and is left out.
     """
     if one.spans_nodes or operation(one.coll).out_count == "none":
         return False

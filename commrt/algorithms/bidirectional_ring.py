@@ -24,7 +24,7 @@ from commrt.schedule.builder import Buffer, Builder
 
 
 def _reaches(b: Builder) -> tuple[int, int]:
-    """Return how far blocks go forward and back."""
+    """Return the distances that blocks go forward and back."""
     return b.size // 2, (b.size - 1) // 2
 
 

@@ -29,7 +29,7 @@ from commrt.schedule.builder import Buffer, Builder
 from commrt.schedule.ir import ParamValue, Slice
 
 _RADIX_TWO_ONLY = 4
-"""On so many ranks other radices are `direct`, or as slow."""
+"""Most ranks on which radix 2 stands alone: other radices are `direct`, or as slow."""
 _FEW_RADICES = 8
 
 

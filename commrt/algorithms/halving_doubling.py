@@ -34,12 +34,12 @@ from commrt.schedule.ir import Slice
 
 
 class Round(NamedTuple):
-    """One exchange of the halving: with whom, what was kept, what was given away."""
+    """One exchange of the halving: with whom, what the rank kept, what it sent."""
 
     bit: int
     peer: int
     kept: Slice
-    given: Slice
+    sent: Slice
 
 
 def halve(
@@ -63,12 +63,12 @@ def halve(
         peer = b.rank ^ (1 << bit)
         low, high = buf[at(lo, middle)], buf[at(middle, hi)]
         if b.rank >> bit & 1:
-            kept, given, lo = high, low, middle
+            kept, sent, lo = high, low, middle
         else:
-            kept, given, hi = low, high, middle
-        b.send(given, peer)
+            kept, sent, hi = low, high, middle
+        b.send(sent, peer)
         b.rred(kept, peer)
-        rounds.append(Round(bit, peer, kept, given))
+        rounds.append(Round(bit, peer, kept, sent))
     return rounds
 
 
@@ -76,7 +76,7 @@ def double(b: Builder, rounds: Iterable[Round]) -> None:
     """Undo the halving: exchange finished parts with the same partners, backwards."""
     for one in reversed(list(rounds)):
         b.send(one.kept, one.peer)
-        b.recv(one.given, one.peer)
+        b.recv(one.sent, one.peer)
 
 
 @algorithm("allreduce", "halving_doubling", complexity=90, bandwidth=True)
@@ -137,7 +137,7 @@ def reduce(b: Builder) -> None:
         if away >> one.bit & 1:
             group.send(one.kept, one.peer)
             return
-        group.recv(one.given, one.peer)
+        group.recv(one.sent, one.peer)
     if b.rank != b.root:
         b.send(sums[:], b.root)
 

@@ -20,7 +20,7 @@ from commrt.schedule.builder import Builder
 
 @algorithm("alltoall", "pairwise", complexity=50, bandwidth=True)
 def alltoall(b: Builder) -> None:
-    """In step t exchange with the ranks t further and t back."""
+    """Exchange, in step t, with the ranks t further and t back."""
     # Received blocks wait in scratch until the input's block has left: in place, two
     # ranks would otherwise wait for each other.
     arrived = b.tmp(b.size)
@@ -35,7 +35,7 @@ def alltoall(b: Builder) -> None:
 
 @algorithm("reduce_scatter", "pairwise", complexity=50, bandwidth=True)
 def reduce_scatter(b: Builder) -> None:
-    """In step t send the block of the rank t further, add what comes from t back."""
+    """Send, in step t, the block of the rank t further; add the one that comes."""
     received = b.copy(b.out[0], b.inp[b.rank])
     for t in range(1, b.size):
         b.after(received)

@@ -64,7 +64,8 @@ def allreduce(b: Builder) -> None:
         b.send(b.inp[:], b.rank - 1)
         b.recv(b.out[:], b.rank - 1)
         return
-    # What is sent must stay while the next sum is made: each sum has its own place.
+    # A value must stay while it is sent and the next sum is made: each sum has its own
+    # place.
     sums = b.tmp(fold.steps + 1)
     known = b.inp[:]
     if fold.folds:

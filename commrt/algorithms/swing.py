@@ -107,7 +107,7 @@ def _in_turn(shape: tuple[int, ...], first: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def swing(shape: tuple[int, ...], port: int) -> Swing:
-    """Return who exchanges with whom; kept, because all ranks ask."""
+    """Return the partners of each step; kept, because all ranks ask."""
     return Swing(shape, port)
 
 
@@ -198,7 +198,8 @@ def _halving(b: Builder, pattern: Swing, mine: Buffer) -> None:
 def _whole(b: Builder, pattern: Swing, buf: Buffer, port: int) -> Slice:
     """Exchange and add a whole part with partner after partner; return the sum."""
     known = buf[port]
-    # What is sent must stay while the next sum is made: each sum has its own place.
+    # A value must stay while it is sent and the next sum is made: each sum has its own
+    # place.
     for step in range(pattern.steps):
         peer, total = pattern.peer(b.rank, step), b.tmp(b.nblk)[port]
         b.send(known, peer)

@@ -2,9 +2,9 @@
 """Two-level: one algorithm inside the nodes and another one between them.
 
 The vector is cut into *stripes*, one per leader: each node has one *leader* for each
-stripe. What the ranks of a node contribute to a stripe comes together at its leader (on
-the node), the leaders of one stripe run the operation among themselves (between nodes),
-and each gives its node the result (on the node). ``leaders=1`` sends one message
+stripe. The ranks of a node give their contributions to a stripe to its leader (on the
+node). The leaders of one stripe run the operation among themselves (between nodes).
+Then each gives its node the result (on the node). ``leaders=1`` sends one message
 between nodes where a flat algorithm sends many; with ``leaders=all``, the multi-leader
 form, every rank of the fullest node leads a stripe, so that all cores of a node send at
 once. On a node with fewer ranks than stripes some ranks lead several. In an allgather a
@@ -77,13 +77,13 @@ class Levels:
         return self
 
     def leader(self, node: int, stripe: int) -> int:
-        """Return who leads a stripe on a node."""
+        """Return the leader of a stripe on a node."""
         ranks = self.nodes[node]
         at = self._first[node] + stripe * len(ranks) // self.stripes
         return ranks[at % len(ranks)]
 
     def leaders(self, stripe: int) -> list[int]:
-        """Return who leads a stripe, node by node."""
+        """Return the leaders of a stripe, node by node."""
         return [self.leader(node, stripe) for node in range(len(self.nodes))]
 
     def place(self, rank: int) -> int:
@@ -106,7 +106,7 @@ class Levels:
         ]
 
 
-# What may be named
+# Parameter values that a caller may name
 
 
 Offer = Callable[[int, Mapping[str, ParamValue]], bool]
@@ -302,7 +302,7 @@ def bcast(b: Builder) -> None:
     home = levels.node_of(b.root)
     if b.rank == b.root:
         b.copy(b.out[:], b.inp[:])
-        # What it leads itself need not wait for anyone.
+        # The root's own node need not wait for anyone.
         _bcast_among(b, levels, blocks, home)
     if levels.node == home:
         for stripe in range(levels.stripes):
@@ -337,7 +337,7 @@ class Run(NamedTuple):
     """Blocks of consecutive ranks that lie one behind the other in a stripe, too."""
 
     place: int
-    """Of the first, in the stripe."""
+    """Place of the first block, in the stripe."""
     first: int
     """The first rank."""
     stop: int
@@ -508,7 +508,7 @@ def alltoall(b: Builder) -> None:
 
 
 def _part(packed: Buffer, members: int, stripe: Stripe, node: int) -> Slice:
-    """Return what goes to a node: from each member a block per rank of the stripe."""
+    """Return the blocks to a node: from each member one per rank of the stripe."""
     start, width = members * stripe.starts[node], members * len(stripe.ranks[node])
     return Slice(packed.space, start, start + width)
 
@@ -549,7 +549,7 @@ def _consecutive(ranks: Sequence[int]) -> list[Run]:
 
 
 def _arriving(arrived: Buffer, levels: Levels, num: int) -> list[Slice]:
-    """Return where the blocks from each node arrive, for ``num`` ranks of a stripe."""
+    """Return the places of the blocks from each node, for ``num`` ranks of a stripe."""
     found: list[Slice] = []
     start = 0
     for ranks in levels.nodes:

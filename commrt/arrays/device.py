@@ -36,7 +36,7 @@ __all__ = [
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _DLPACK_CUDA, _DLPACK_MANAGED = 2, 13
 _LEGACY = 1
-"""What array interfaces call the stream that is 0 to the driver."""
+"""Number by which array interfaces call the driver's stream 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ class OnDevice:
     stream: int | None
     """The stream that the array says it is ordered by; None where it says nothing."""
     strides: tuple[int, ...] | None = None
-    """In bytes; None where it is C-contiguous."""
+    """Bytes between elements in each dimension; None where the array is
+    C-contiguous."""
     owner: Any = None
-    """What keeps the memory alive besides the array itself."""
+    """Object that keeps the memory alive, besides the array itself."""
 
 
 def is_on_device(array: Any) -> bool:
@@ -156,7 +157,10 @@ def _see_tensor(tensor: Any, what: str, any_strides: bool) -> OnDevice:
 def _see_interface(interface: Any, what: str, any_strides: bool) -> OnDevice:
     shape = tuple(interface["shape"])
     if interface.get("mask") is not None:
-        raise BufferError_(f"{what} is a masked array, whose mask would be lost")
+        raise BufferError_(
+            f"{what} is a masked array, whose mask would be lost: pass "
+            f"its data, with a value filled in"
+        )
     dtype = np.dtype(interface["typestr"])
     strides = interface.get("strides")
     if not any_strides:
@@ -165,10 +169,15 @@ def _see_interface(interface: Any, what: str, any_strides: bool) -> OnDevice:
     address = int(address or 0)
     exported = interface.get("stream")
     if exported == 0:
-        raise BufferError_(f"{what} says stream 0, which its interface does not allow")
+        raise BufferError_(
+            f"{what} says stream 0, which its interface does not allow: "
+            f"say 1 for the default stream, or None for no stream"
+        )
     known = _dtype(dtype, what)
     if address == 0 and prod(shape):
-        raise BufferError_(f"{what} has elements and no address")
+        raise BufferError_(
+            f"{what} has elements and no address: pass an array with memory"
+        )
     device, number = find_device(address, what) if address else (cuda_device(0), 0)
     return OnDevice(
         address,

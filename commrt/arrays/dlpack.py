@@ -67,7 +67,8 @@ class Exported:
     """Name of the element type."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    """In elements; None where the array is C-contiguous."""
+    """Elements between neighbours in each dimension; None where the array is
+    C-contiguous."""
     readonly: bool
 
 
@@ -113,7 +114,10 @@ def _read(capsule: Any, what: str) -> tuple[_Tensor, bool]:
         return held.tensor, bool(held.flags & _READ_ONLY)
     if _is_valid(capsule, b"dltensor"):
         return _Tensor.from_address(_pointer(capsule, b"dltensor")), False
-    raise BufferError_(f"{what} exports no DLPack capsule that was not used before")
+    raise BufferError_(
+        f"{what} exports no DLPack capsule that was not used before: "
+        f"its __dlpack__() must return a new one in every call"
+    )
 
 
 def _dtype(tensor: _Tensor, what: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of what users pass: address, length and element type, with or without copying.
+"""Views of users' arrays: address, length and element type, with or without copying.
 
-The native dispatcher recognises plain numpy arrays by itself; everything else comes
+The dispatcher in C++ recognises plain numpy arrays by itself; everything else comes
 here. Nothing is ever copied: an array that cannot be used in place is an error.
 """
 
@@ -65,7 +65,7 @@ class HostView:
     stream: int | None = None
     """Stream that orders its use, as an integer; None for host memory."""
     copied_from: int = 0
-    """Of a copy: the address of the first element of the user's array."""
+    """Address of the first element of the user's array, if this is a copy of it."""
     on: Any = None
     """The device that the memory is on; None for host memory."""
 
@@ -248,7 +248,9 @@ def _view_dlpack(array: Any, what: str) -> HostView:
 
 def _view_buffer(array: Any, buffer: memoryview, what: str) -> HostView:
     if not buffer.c_contiguous:
-        raise BufferError_(f"{what} is a buffer that is not C-contiguous")
+        raise BufferError_(
+            f"{what} is a buffer that is not C-contiguous: pass a contiguous copy of it"
+        )
     try:
         exported = np.asarray(buffer)
     except (TypeError, ValueError) as exc:
@@ -276,7 +278,8 @@ def empty_like_array(
 ) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from.
 
-    Of JAX's arrays in host memory an array of numpy: nothing can be put into theirs.
+    For a JAX array in host memory it is an array of numpy: nothing can be put into a
+    JAX array.
 
     Args:
         x: what it is for.

@@ -146,8 +146,8 @@ class Attached:
     """
 
     precedence: ClassVar[int] = 0
-    """Of two backends the one with the larger number runs a call that names none, if
-    it claims the query (``claims``)."""
+    """Rank among backends that claim the same query (``claims``). If a call names no
+    backend, the one with the largest number runs it."""
     rounds_at_each_step: ClassVar[bool] = False
     """True if its schedules round each sum of two operands to the element type."""
     starts_in_python: ClassVar[frozenset[str]] = frozenset()
@@ -155,7 +155,7 @@ class Attached:
     prepares: ClassVar[bool] = False
     """True if ``prepare`` is to be called before a plan runs on a device."""
     is_dispatched: ClassVar[bool] = False
-    """True if plan and runner are native ones, which later calls start without Python.
+    """True if plan and runner are C++ objects, which later calls start without Python.
     """
     ends_by_itself: ClassVar[bool] = False
     """True if a device ends its calls without progress of the host."""
@@ -172,7 +172,7 @@ class Attached:
     # -- what it runs ------------------------------------------------------------
 
     def candidates(self, query: Query) -> Sequence[Candidate]:
-        """Return what it can run for ``query``, simplest first."""
+        """Return the candidates that can run ``query``, simplest first."""
         return ()
 
     def refused(self, query: Query) -> Sequence[Rejected]:
@@ -202,13 +202,13 @@ class Attached:
         return self.modelled_us(query, candidate)
 
     def floor_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what ``predicted_us`` is at least, which is quicker to find."""
+        """Return a lower bound of ``predicted_us``, which is quicker to find."""
         return self.modelled_us(query, candidate, only_floor=True)
 
     def modelled_us(
         self, query: Query, candidate: Candidate, *, only_floor: bool = False
     ) -> float:
-        """Return what the model says of a candidate that can run, or its floor."""
+        """Return the model's time of a candidate that can run, or its lower bound."""
         model = prediction.floor_us if only_floor else prediction.predicted_us
         return model(self.group.facts, query, candidate)
 
@@ -250,7 +250,7 @@ class Attached:
 
     @property
     def why_no_devices(self) -> str:
-        """Why it serves no arrays on devices of these ranks; empty where it may."""
+        """Reason why these ranks' devices are not served; empty if they may be."""
         return ""
 
     @property
@@ -259,7 +259,7 @@ class Attached:
         return True
 
     def tells(self, device: Any) -> Any:
-        """Return what this rank tells the others about itself, for JSON.
+        """Return this rank's facts for the others, for JSON.
 
         None where nothing is asked: what holds is settled then, by facts that all ranks
         know, so none of them asks.

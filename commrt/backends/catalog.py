@@ -26,7 +26,7 @@ __all__ = [
 
 
 def catalog() -> Catalog:
-    """Return what a table may name here."""
+    """Return the names that a table may use here."""
     found = {
         name: frozenset().union(*(offered(name, coll) for coll in COLLECTIVES))
         for name in backends.all_backends()

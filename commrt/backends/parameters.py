@@ -39,7 +39,7 @@ def schedule_parameters(coll: str, algorithm: str, ranks: int | None) -> Paramet
 
 
 def checked_by(check: Callable[[Any], Any]) -> Callable[[ParamValue], str | None]:
-    """Return what says what is wrong with a value, by a check that raises it."""
+    """Return a function that says the fault of a value, by a check that raises it."""
 
     def wrong(value: ParamValue) -> str | None:
         try:
@@ -79,7 +79,7 @@ def _choices_on_many(one: algorithms.Algorithm) -> dict[str, tuple[ParamValue, .
 def _check_choice(
     name: str, values: tuple[ParamValue, ...], ends: bool, value: ParamValue
 ) -> str | None:
-    """Return what is wrong with the value of an algorithm's own parameter."""
+    """Return the fault of a value of an algorithm's own parameter."""
     if value in values:
         return None
     largest = max((one for one in values if isinstance(one, int)), default=0)
@@ -97,7 +97,7 @@ def _few(values: Iterable[ParamValue], most: int = 8) -> str:
 
 
 def _check_transport(name: str, value: ParamValue) -> str | None:
-    """Return what is wrong with the value of a parameter of the transport."""
+    """Return the fault of a value of a parameter of the transport."""
     default = getattr(TransportParams(), name)
     if name in ("depth", "store") and type(value) is not type(default):
         return f"{name}={value!r} must be like its default, {default!r}"

@@ -28,7 +28,7 @@ def schedule_candidates(
     where = group.size, group.facts.layout
     found = algorithms.names(query.coll, *where)
     for name in algorithms.simplest_first(query.coll, found):
-        # What nothing is offered of runs where it is named.
+        # An algorithm that offers no values here runs only where a call names it.
         for params in list(algorithms.offered_params(query.coll, name, *where)) or [{}]:
             yield Candidate(backend, name, params)
 

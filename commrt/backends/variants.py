@@ -23,10 +23,12 @@ _BY_FRAGMENT: tuple[dict[str, ParamValue], ...] = (
     {"reuse": 4},
 )
 _STREAMED_FROM_NBYTES = 384 << 10
-"""Below, caches keep what is written, and what ranks learn by themselves is right."""
+"""First size at which stores are tried. Below it, caches keep the written data, and the
+choice that ranks learn by themselves is right."""
 _SPINS = (0, 4)
 _YIELDS_SHOW_NBYTES = 1 << 19
-"""Beyond, the switch from one rank to the next is a small part of the time."""
+"""Size beyond which the switch from one rank to the next is a small part of the
+time."""
 
 
 def transport_variants(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks meet: exchange small blobs, over whatever the launcher provides.
+"""Meeting of ranks: they exchange small blobs over a channel of the launcher's.
 
 ``connect`` picks MPI, torchrun's store or a world of one. Nothing here is fast and
 nothing needs to be: it runs while communicators are created, never per operation.

@@ -34,7 +34,7 @@ TAG = 7
 """The one tag used on the private communicator."""
 
 _HEADER = struct.Struct("<BQI")
-"""What it says, of which attempt, and the length of the exchange's name."""
+"""Fields of a message: kind, number of the attempt, length of the exchange's name."""
 
 
 class Says(IntEnum):
@@ -42,7 +42,7 @@ class Says(IntEnum):
 
     BLOB = 0
     HEARD = 1
-    """It has everybody's blob, and waits for everybody to say so."""
+    """The sender has everybody's blob, and waits for everybody to say so."""
     WITHDRAWN = 2
 
 
@@ -51,11 +51,11 @@ class _Topic:
     """This rank's state of the exchanges of one name."""
 
     attempt: int = 0
-    """The one that it is in, or begins next."""
+    """Number of this rank's attempt, or of the next one if it has left the last."""
     said: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """By attempt and rank."""
+    """Blobs that came, by attempt and rank."""
     heard: set[tuple[int, int]] = field(default_factory=set)
-    """By attempt and rank: who has heard everybody."""
+    """Attempts and ranks: each of these ranks has everybody's blob in that attempt."""
     withdrawn: set[int] = field(default_factory=set)
 
     def skip_withdrawn(self) -> bool:
@@ -71,7 +71,7 @@ class _Topic:
         return self.attempt != before
 
     def came(self) -> set[int]:
-        """Return who is in this attempt or a later one."""
+        """Return the ranks in this attempt or a later one."""
         return {rank for _, rank in self.said}
 
 
@@ -87,7 +87,7 @@ class MpiBootstrap:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self.given = mpi_comm
+        self.mpi_comm = mpi_comm
         self.rank: int = mpi_comm.Get_rank()
         self.size: int = mpi_comm.Get_size()
         self.comm = self._duplicate(mpi_comm, timeout_s)
@@ -135,7 +135,7 @@ class MpiBootstrap:
         return comm
 
     def topic(self, name: str) -> _Topic:
-        """Return what is known under a name; hold ``lock``."""
+        """Return this rank's state of a name's exchanges; hold ``lock``."""
         return self._topics.setdefault(name, _Topic())
 
     def send(self, message: bytes, peer: int) -> Any:
@@ -193,13 +193,15 @@ class _Rendezvous:
         self._blob = blob
         self._sends: list[tuple[Any, bytes]] = []
         self._attempt: int | None = None
-        """Of which all others have been told, or will be."""
+        """Number of the attempt that this rank has announced to all others."""
         self._has_heard = False
-        """Everybody, in this attempt; all others have been told, or will be."""
+        """True if this rank has everybody's blob in this attempt, and has said so to
+        all."""
         self._done = False
         self._came: set[int] = set()
         self._silent: list[int] = []
-        """Who has come to this attempt and has not said that it has heard everybody."""
+        """Ranks that came to this attempt and have not said that they have everybody's
+        blob."""
         with bootstrap.lock:
             self._topic = bootstrap.topic(name)
 
@@ -225,7 +227,7 @@ class _Rendezvous:
             return self._done
 
     def result(self) -> dict[int, bytes]:
-        """Return what the others said."""
+        """Return the blobs of the others."""
         with self._bootstrap.lock:
             attempt = self._topic.attempt
             return {peer: self._topic.said[attempt, peer] for peer in self._others}
@@ -244,7 +246,7 @@ class _Rendezvous:
             topic.skip_withdrawn()
 
     def missing(self) -> list[int]:
-        """Return who did not come; those who came and gave up only if all came."""
+        """Return the ranks that did not come, or if all came, those that gave up."""
         never = [peer for peer in self._others if peer not in self._came]
         now = self._topic.came()
         gone = [peer for peer in self._others if peer not in now]

@@ -26,7 +26,7 @@ from commrt.launch import slurm
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
 _VERDICT_S = 10.0
-"""Within which the rank that counted first writes its verdict, unless it died."""
+"""Seconds in which the rank that counted first writes its verdict, unless it died."""
 
 
 class StoreBootstrap:
@@ -98,7 +98,7 @@ class _Attempt:
         self.is_over = False
         """True if this rank knows its verdict."""
         self.came: set[int] = set()
-        """Whose blobs were there."""
+        """Ranks whose blobs were in the store."""
 
     def run(
         self, blob: bytes, deadline: float, idle: Callable[[], object] | None

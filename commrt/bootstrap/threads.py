@@ -24,7 +24,7 @@ class _Waiting:
 
     blob: bytes
     said: list[bytes] | None = None
-    """By all members, once all of them are there."""
+    """Blobs of all members; None until all of them have come."""
     gave_up: set[int] = field(default_factory=set)
     """Ranks that came and left meanwhile."""
 

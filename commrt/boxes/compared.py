@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of calls that move boxes, kept where the caller has none at hand.
 
-Of arrays on the host, the ranks agree that all have a plan (``group/agreed_plans.py``).
+For arrays on the host, the ranks agree that all have a plan
+(``group/agreed_plans.py``).
 
 Calls on device arrays block no host. A rank's own arguments decide which boxes leave,
 which come and which kernels run. The arguments of others have to fit, and the ranks
@@ -32,8 +33,8 @@ from commrt.vocabulary.operations import operation
 __all__ = ["ComparedBoxes", "Facts", "Planner"]
 
 Facts = Mapping[str, Any]
-"""What ranks are to agree on, by its name; None is what a rank knows nothing of. Names
-and their order are equal on all ranks."""
+"""Facts that ranks must agree on, by name. A value is None if this rank does not know
+it. All ranks have the same names in the same order."""
 
 _MOST_PLANS = 1024
 

@@ -52,7 +52,7 @@ class _Chunk:
     arrays: tuple[int, ...]
     """The call's numbers of the launch's arrays."""
     boxes: tuple[Box, ...]
-    """Of the launch's arrays."""
+    """Boxes of the launch's arrays."""
     at: int
     """Its first byte in the buffer."""
 
@@ -63,7 +63,7 @@ class _Side:
 
     chunks: list[_Chunk]
     places: list[tuple[int, int]]
-    """For each box that was given, where it begins and ends in the buffer."""
+    """Begin and end in the buffer, for each box of the call."""
     nbytes: int
 
 
@@ -130,7 +130,8 @@ class DeviceBoxes:
         self._group, self._devices, self._device = group, devices, device
         self._layouts, self._reduction = layouts, reduction
         self._offsets: list[int] = []
-        """From the buffer for what is sent on, where each launch's part begins."""
+        """Offsets at which each launch's part begins, from the start of the send
+        buffer."""
         self._memory: list[int] = []
         devices.memory.add(self)
         if carrier is None:
@@ -165,9 +166,9 @@ class DeviceBoxes:
         placed = iter([(table, table_at + at) for table, at in tables])
         self.plan: Any
         self._staged: _native.StagedPlan | None = None
-        """The same, where it goes through pinned memory."""
+        """The plan, if the boxes go through pinned memory."""
         self._agreeing: _native.StagedPlan | None = None
-        """That, where the ranks compare on the way."""
+        """The same plan with a comparison of the ranks' calls on the way."""
         if carrier is not None:
             self.plan = carrier.boxes_plan(
                 what,
@@ -301,7 +302,7 @@ class DeviceBoxes:
         return address
 
     def _filled(self, tables: Sequence[tuple[BoxTable, int]], nbytes: int) -> int:
-        """Return where all tables lie on the device."""
+        """Return the address of all tables on the device."""
         device = self._device
         if not tables:
             return 0
@@ -361,7 +362,7 @@ class DeviceBoxes:
         keep = (self, *(each.owner for each in arrays))
         plan = self._agreeing if agrees and self._agreeing is not None else self.plan
         runner = devices.runner(device, plan)
-        started = devices.given(
+        started = devices.launch(
             lambda: runner.start_arrays(
                 plan, addresses, handle, not nonblocking, keep, timeout_s
             )
@@ -411,7 +412,7 @@ class BoundBoxes:
 
 
 def _pinned(sent: _Side) -> int:
-    """Return where what comes begins in pinned memory."""
+    """Return the place in pinned memory at which incoming boxes begin."""
     return -(-sent.nbytes // _ALIGNED) * _ALIGNED
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a program of boxes to a native plan of this rank."""
+"""Plans that the engine runs on the host, made of programs of boxes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from commrt.vocabulary.dtypes import DType, ReduceOp
 __all__ = ["MOST_DIMS", "ArrayLayout", "box_plan", "compile_for"]
 
 MOST_DIMS = 8
-"""Of an array; in a box, each may count as two."""
+"""Most dimensions of an array; in a box, each may count as two."""
 _SLOTS_NBYTES = 1 << 20
 """Payloads that may be unread at once: enough to pack ahead, and few enough to stay in
 the cache for the next exchange."""
 _FEWEST_SLOTS = 4
 _SLOT_OVERHEAD_NBYTES = 192
-"""What the engine rounds up by."""
+"""Most bytes by which the engine rounds a slot up."""
 _SLOT_STORES = 2
-"""Of the codes of store kinds, the part that is about slots."""
+"""Bit of a store kind's code that concerns slots."""
 _BY_LINK_CLASS = -1
 
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """How an array lies in memory."""
+    """Layout of an array in memory: element type and strides."""
 
     dtype: DType
     strides: tuple[int, ...]
-    """In bytes."""
+    """Bytes from element to element, in each dimension."""
 
 
 def compile_for(
@@ -72,7 +72,7 @@ def box_plan(
     label: str,
     reduction: ReduceOp | None = None,
 ) -> Any:
-    """Return the native plan; its buffer is a table of the arrays' addresses."""
+    """Return the engine's plan; its buffer is a table of the arrays' addresses."""
     transport = TransportParams()
     slots = _SLOTS_NBYTES // max(1, program.longest_nbytes)
     slots = max(slots, program.fewest_slots, _FEWEST_SLOTS)

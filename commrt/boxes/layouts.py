@@ -52,7 +52,7 @@ class Runs:
     length: int
     count: int = 1
     source_step: int = 1
-    """From run to run."""
+    """Elements from one run to the next."""
     target_step: int = 1
 
 
@@ -63,7 +63,7 @@ class _Place:
     low: int
     high: int
     block: int = 0
-    """Of a cyclic distribution, else 0."""
+    """Elements of a block, if the distribution is cyclic; else 0."""
     place: int = 0
     places: int = 1
 
@@ -97,7 +97,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How an array is distributed: over which grid, and how each of its dimensions.
+    """Distribution of an array over a grid of ranks, dimension by dimension.
 
         commrt.Layout((64, 100, 8), grid=(2, 3), dims=(commrt.Block(0),
                                                        commrt.Cyclic(1, 4), None))
@@ -112,7 +112,7 @@ class Layout:
     grid: tuple[int, ...]
     """Ranks in each dimension of the grid."""
     dims: tuple[Block | Cyclic | None, ...]
-    """For each dimension of the array."""
+    """Distribution of each dimension of the array."""
 
     def __post_init__(self) -> None:
         for name in ("shape", "grid"):
@@ -121,7 +121,10 @@ class Layout:
         try:
             object.__setattr__(self, "dims", tuple(self.dims))
         except TypeError:
-            raise UsageError(f"Layout: dims={self.dims!r} must be a sequence") from None
+            raise UsageError(
+                f"Layout: dims={self.dims!r} must be a sequence of one entry per "
+                f"dimension, such as (commrt.Block(0), None)"
+            ) from None
         if len(self.dims) != len(self.shape):
             raise UsageError(
                 f"Layout: dims has {len(self.dims)} entries and shape={self.shape} "
@@ -171,7 +174,7 @@ class Layout:
         return math.prod(self.grid)
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
-        """Return where ``rank`` lies in the grid."""
+        """Return the place of ``rank`` in the grid."""
         found = []
         for extent in reversed(self.grid):
             rank, place = divmod(rank, extent)
@@ -192,8 +195,9 @@ class Layout:
     def holder(self, rank: int, of: int) -> bool:
         """Return whether ``of`` is where ``rank`` takes what ``of`` has.
 
-        Of ranks with copies of the same, it is the one at the same place as ``rank`` in
-        the dimensions that make no difference: ``rank`` itself, if it has it.
+        If several ranks have copies, it is ``rank`` itself, if it has one. Otherwise it
+        is the rank at the same place as ``rank`` in the dimensions that make no
+        difference.
         """
         used = {kind.dim for kind in self.dims if kind is not None}
         pairs = zip(self.coords_of(rank), self.coords_of(of), strict=True)

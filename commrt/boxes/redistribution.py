@@ -58,7 +58,7 @@ def redistribution_moves(source: Layout, target: Layout, rank: int) -> list[Move
 def _boxes(
     source: Layout, holder: int, target: Layout, taker: int
 ) -> Iterator[tuple[Box, Box]]:
-    """Yield what one rank has that another shall have, as either of them sees it."""
+    """Yield the parts that one rank has and another wants, as either sees it."""
     for runs in itertools.product(*common_runs(source, holder, target, taker)):
         yield (
             _box(_X, runs, [(run.source, run.source_step) for run in runs]),
@@ -89,7 +89,7 @@ class Redistribution:
     sent: StridedArray
     taken: StridedArray
     out: Any
-    """As the caller knows it."""
+    """The output as the caller knows it."""
     on: Any
     """The device that the arrays are on; None for host memory."""
 
@@ -128,9 +128,9 @@ class Redistributions:
         """Move an array from one distribution to another; return this rank's part.
 
         As ``plan.redistribute``, with its arguments. A call whose arrays are laid out
-        like those of an earlier call uses its plan. Of host arrays the ranks see that
-        by a reduction of 8 bytes, and a nonblocking call waits for it, too. Of arrays
-        on devices they compare their arguments on the way.
+        like those of an earlier call uses its plan. With host arrays the ranks find
+        that out by a reduction of 8 bytes, and a nonblocking call waits for it, too.
+        With arrays on devices they compare their arguments on the way.
         """
         limit = self._group.limit(_NAME, timeout_s)
         moved = self._moved(x, source, target, out, nonblocking, stream)
@@ -166,7 +166,7 @@ class Redistributions:
 
     @property
     def binders(self) -> Binders:
-        """What binds the operation to its arrays."""
+        """Binders of the operation, by name."""
         return {_NAME: self._bound}
 
     def _bound(
@@ -237,7 +237,7 @@ class Redistributions:
 
 
 def common_facts(moved: Redistribution) -> dict[str, Any]:
-    """Return what has to be equal on all ranks."""
+    """Return the facts that must be equal on all ranks."""
     return {
         "source": str(moved.source),
         "target": str(moved.target),

@@ -29,7 +29,8 @@ __all__ = [
 
 _shares_memory: Any = np.shares_memory
 _MOST_WORK = 100_000
-"""What numpy may try to tell whether two arrays share elements; beyond, they do."""
+"""Work that numpy may spend on the question if two arrays overlap. Beyond it, commrt
+assumes that they do."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StridedArray:
     """The facts of an array, contiguous or not."""
 
     what: str
-    """How messages call it."""
+    """Name of the array in messages."""
     owner: Any
     """Keeping it alive keeps the memory alive, and where it is."""
     memory: npt.NDArray[Any]
@@ -47,7 +48,7 @@ class StridedArray:
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes."""
+    """Bytes from element to element, in each dimension."""
     writable: bool
     array: Any = None
     """The object that the user passed."""
@@ -60,12 +61,12 @@ class StridedArray:
 
     @property
     def layout(self) -> ArrayLayout:
-        """How it lies in memory."""
+        """Layout of the array in memory."""
         return ArrayLayout(self.dtype, self.strides)
 
 
 def strided(array: Any, what: str) -> StridedArray:
-    """Return what is known of ``array``; BufferError_ that names ``what`` if nothing.
+    """Return the facts of ``array``; BufferError_ that names ``what`` if it has none.
 
     numpy arrays and those on devices may have any strides; others must be C-contiguous
     (``arrays.view``).

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of one collective call, checked, before anything is sent.
 
-The native dispatcher hands a call over when it does not recognise something: this is
-where it is decided what the call means, or what exactly is wrong with it.
+The dispatcher in C++ hands a call over when it does not recognise something. Then this
+module decides what the call means, or says exactly what is wrong with it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "check_reduced",
     "check_root",
     "check_writable",
-    "given",
+    "output_object",
     "parse",
 ]
 
@@ -289,7 +289,7 @@ def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
 
 
 def _num_contributors(spec: OpSpec) -> str:
-    """Return how many ranks a rank's reduction combines, as a formula."""
+    """Return the number of ranks that a rank's reduction combines, as a formula."""
     first, end = spec.combines
     if first is None:
         return f"rank + {end}" if end else "rank"
@@ -378,7 +378,7 @@ def bind(call: Call, rank: int, size: int) -> Bound:
         x = copy_of(x)
     else:
         check_overlap(call, x, out)
-    return Bound(x, out, given(call, out), x.dtype, full)
+    return Bound(x, out, output_object(call, out), x.dtype, full)
 
 
 def check_reduced(call: Call, x: HostView) -> None:
@@ -431,7 +431,7 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
         target = call.view(_new(call, x), "out")
     if not (is_root and target is x):
         check_writable(call.spec, target)
-    result = given(call, target)
+    result = output_object(call, target)
     return Bound(x if is_root else None, target, result, x.dtype, x.count)
 
 
@@ -449,15 +449,15 @@ def _bind_scatter(call: Call, is_root: bool, size: int) -> Bound:
     _check_divisible(spec, x, size)
     out = _output(call, x, size)
     if not is_root:
-        return Bound(None, out, given(call, out), x.dtype, x.count)
+        return Bound(None, out, output_object(call, out), x.dtype, x.count)
     if _own_block(x, out, call.root, size):
         x = copy_of(x)
     else:
         check_overlap(call, x, out)
-    return Bound(x, out, given(call, out), x.dtype, x.count)
+    return Bound(x, out, output_object(call, out), x.dtype, x.count)
 
 
-def given(call: Call, out: HostView) -> Any:
+def output_object(call: Call, out: HostView) -> Any:
     """Return the object the caller knows the output by."""
     if call.out is not None:
         return call.out
@@ -487,7 +487,7 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
 
 
 def _new(call: Call, x: HostView) -> Any:
-    """Return what takes the result in the place of an ``x`` that never changes."""
+    """Return the array that takes the result of an ``x`` that never changes."""
     made = empty_like_array(x, x.shape)
     if call.spec.output_on == "all but rank 0":  # which has no result
         made[...] = np.asarray(call.x)

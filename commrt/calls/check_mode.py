@@ -63,7 +63,7 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
     return {
         **on_device,
         "operation": spec.name,
-        # Of an alltoallv a rank's own; its counts are compared pair by pair.
+        # An alltoallv's number differs by rank; its counts are compared pair by pair.
         "elements": None if spec.rule_bytes == "any" else bound.num_elements,
         "counts": _counts(call, bound),
         "dtype": bound.dtype.name,
@@ -77,7 +77,7 @@ def describe(call: Call, bound: Bound, table: str | None) -> dict[str, Any]:
 
 
 def _counts(call: Call, bound: Bound) -> str | None:
-    """Return what the ranks must agree on of the counts."""
+    """Return the facts of the counts that the ranks must agree on."""
     if call.spec.rule_bytes == "any":
         return "recv_counts exchanged" if call.counts[1] is None else "all given"
     if not bound.counts:
@@ -238,7 +238,7 @@ class Checker:
     def _said(
         self, fields: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
-        """Return what all ranks say; raise what one of them tells."""
+        """Return the answers of all ranks; raise the error that one of them tells."""
         fields["seq"] = self._comm.next_seq
         fields["site"] = call_site()
         # Letters of any script as they are: escaped, each would take six bytes.

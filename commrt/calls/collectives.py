@@ -64,7 +64,7 @@ class Collectives:
 
     @property
     def binders(self) -> Binders:
-        """What binds each collective to its arrays."""
+        """Binders of the collectives, by name."""
         return {name: partial(self._bound, name) for name in COLLECTIVES}
 
     def _bound(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

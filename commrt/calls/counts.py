@@ -51,7 +51,7 @@ class Exchanging(Exchange, Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def timeout_s(self) -> float:
@@ -115,7 +115,10 @@ def check_counts(
                 f"elements"
             )
     if sum(counts) > _LARGEST:
-        raise UsageError(f"{where}: {argument} add up to {sum(counts)}: too many")
+        raise UsageError(
+            f"{where}: {argument} add up to {sum(counts)}: too many, expected at most "
+            f"{_LARGEST} elements; check the numbers, or split the call"
+        )
     return counts
 
 
@@ -246,7 +249,7 @@ def _own_block(x: HostView, out: HostView, elements_before: int) -> bool:
 
 
 def _exchange(comm: Exchanging, call: Call, sent: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what each rank sends here; every rank calls it."""
+    """Return the number of elements that each rank sends here; every rank calls it."""
     counts = np.array(sent, np.int64)
     limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
     channel = comm if comm.checker is None else comm.checker.channel

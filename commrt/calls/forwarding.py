@@ -24,5 +24,5 @@ def forwarded(
     def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         return method(getattr(self, service), *args, **kwargs)
 
-    # What wraps() returns is typed as an object of its own, which binds no instance.
+    # The type that wraps() declares binds no instance: this cast corrects it.
     return cast(Callable[Concatenate[Any, P], R], wraps(method)(forward))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native callables that the operations are: method descriptors, one per row."""
+"""The operations as method descriptors in C++, one per row of the table."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def method_of(spec: OpSpec, *, only_cached: bool = False) -> Any:
 
 
 def if_cached(name: str) -> Any:
-    """Return an operation for who has more to say of calls than the dispatcher knows.
+    """Return an operation that runs only calls whose plan the dispatcher has.
 
-    ``if_cached("allreduce")(comm, x, op="max")`` runs what ``comm.allreduce`` would run
-    natively, and returns NotImplemented, without an error, where that would ask Python.
+    ``if_cached("allreduce")(comm, x, op="max")`` runs the call if ``comm.allreduce``
+    would run it in C++ alone. Otherwise it returns NotImplemented, without an error.
     """
     return method_of(operation(name), only_cached=True)

@@ -142,7 +142,7 @@ class Compression:
     # -- whether -----------------------------------------------------------------
 
     def _compression(self, call: Call, bound: Bound) -> WireFormat | None:
-        """Return what a call is compressed to, None where it is not.
+        """Return the wire format of a call, None if it is not compressed.
 
         Raises UsageError where the call asks for what cannot be; what a table's rule
         asks for, and cannot be, is left out.
@@ -172,7 +172,7 @@ class Compression:
         return wire_format(call.compress)
 
     def _asked_by_rule(self, call: Call, bound: Bound) -> str | None:
-        """Return what a table's rule, or what names a candidate, asks for."""
+        """Return the wire format that a table's rule or a named candidate asks for."""
         named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
         if self._channel.deterministic or not (named or self.is_open):
             return None
@@ -245,7 +245,7 @@ class Compression:
         return CompressedCall(self, call, bound, wire)
 
     def open(self, timeout_s: float) -> _Channels:
-        """Return what compressed operations use; the ranks make it together."""
+        """Return the state of compressed operations; the ranks make it together."""
         channels = self._channels
         if channels is None:
             one, make = self._channel, self._make_channel

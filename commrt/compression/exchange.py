@@ -11,7 +11,7 @@ twice, however many ranks there are:
    all.
 3. All ranks, the owner too, take what came: the same bits everywhere.
 
-Of an alltoall each block is compressed once, but for a rank's own, which is copied.
+An alltoall compresses each block once, but copies a rank's own.
 
 Outputs and residuals are written in the last step: where messages fail, both are as
 they were.
@@ -69,9 +69,9 @@ class Exchange:
     seq: int
     pool: Pool
     shares: Channel
-    """For first exchanges."""
+    """Channel of the first exchanges."""
     sums: Channel
-    """For second ones."""
+    """Channel of the second exchanges."""
     turn: Turn
     place: Place
 

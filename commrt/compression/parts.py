@@ -25,7 +25,7 @@ HEADER_NBYTES = 64
 """A line, so that what follows lies as the kernels like it."""
 _FIELDS = HEADER_NBYTES // 8
 _FIRST = 0x436F6D6D52743031
-"""Of every header: what memory happens to hold is none."""
+"""First word of every header: it tells a header from memory that nobody wrote."""
 
 
 def part_nbytes(wire: WireFormat, num_elements: int) -> int:
@@ -42,14 +42,14 @@ def take_aligned(pool: Pool, nbytes: int) -> Any:
 
 @dataclass(frozen=True)
 class Header:
-    """Which call a part belongs to; equal on all ranks, but for ``elements``."""
+    """Facts of a part's call; all but ``elements`` are equal on all ranks."""
 
     operation: int
     wire: int
     dtype: int
     op: int
     elements: int
-    """Of the whole vector; of alltoallv those of the pair."""
+    """Elements of the whole vector; for an alltoallv, elements of the pair's block."""
     seq: int
 
     def write(self, part: Any) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several operations in flight comes next with its second exchange.
+"""Turns of operations in flight: they start their second exchanges one by one.
 
-First exchanges start in the calls, so in the same order on all ranks. Second ones start
-when somebody tests or waits, and a rank may wait for a later operation first; but they
-are collectives, too, and have to start in one order. So each has its turn after that of
-the operation before it.
+All ranks must start exchanges in one order. First exchanges start in the calls, so
+their order is the same everywhere. A second exchange starts when somebody tests or
+waits, and a rank may wait for a later operation first. So each operation has its turn
+after the operation before it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class DeviceUser(Protocol):
     def close_on_devices(self) -> Sequence[DeferredWork]:
         """Give streams and memory back; return what is to be given back later.
 
-        What runs collectives is closed after this.
+        The caller closes the backends' runners after this.
         """
 
 
@@ -110,7 +110,8 @@ class DeviceCollectives:
         self.host_jobs = HostJobs(comm, self.options, make_host_channel)
         self._plans: dict[Any, DevicePlan] = {}
         self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
-        """By thread and device: between two calls another thread must not record it."""
+        """Events by thread and device: no other thread may record one between two
+        calls."""
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
         """Plans that hold memory of devices, which goes with the communicator."""
         self.slots = _SLOTS
@@ -118,7 +119,8 @@ class DeviceCollectives:
         self.most_nbytes = _MOST_NBYTES
         self.first_value = 0
         self.flags_without_progress = False
-        """For tests: streams wait for this process though nobody makes progress."""
+        """Switch for tests: streams wait for this process though nobody makes
+        progress."""
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts a call on device arrays, or one ordered by a stream."""
@@ -202,15 +204,15 @@ class DeviceCollectives:
         _native.cut_fusion(self.comm)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
-        """Return what starts a plan."""
+        """Return the runner that starts a plan."""
         return self.attached[plan.backend].runner(device)
 
     def ends_by_itself(self, plan: DevicePlan) -> bool:
         """Return whether the device ends a call without progress of the host."""
         return self.attached[plan.backend].ends_by_itself
 
-    def given(self, start: Callable[[], T]) -> T:
-        """Return what a start returns; its error says if the communicator failed."""
+    def launch(self, start: Callable[[], T]) -> T:
+        """Call ``start`` and return its result; an error says if the group failed."""
         try:
             return start()
         except DeviceError as error:
@@ -218,7 +220,7 @@ class DeviceCollectives:
             raise
 
     def _check_not_failed(self, error: Exception) -> None:
-        """Raise what is to be said where the communicator failed since a call began."""
+        """Raise the communicator's error if it failed since a call began."""
         if isinstance(error, DeviceError) and error.status == "not_ready":
             self.comm.check_usable()
 
@@ -270,7 +272,7 @@ class DeviceCollectives:
         self.order_exported(device, stream, arrays)
         timeout_s = comm.timeout_s if call.timeout_s is None else call.timeout_s
         runner = self.runner(device, plan)
-        started = self.given(
+        started = self.launch(
             lambda: runner.start(
                 plan,
                 0 if x is None else x.address,
@@ -321,7 +323,7 @@ class DeviceCollectives:
         return plan
 
     def _can_give(self, call: Call, bound: Bound, plan: DevicePlan) -> bool:
-        """Make what runs the plan; False where that failed, on all ranks alike.
+        """Prepare the device for the plan; False if that failed, on all ranks alike.
 
         Then the ranks choose among what is left.
         """
@@ -412,8 +414,7 @@ class DeviceCollectives:
         device.stream_wait_event(stream, event)
 
     def stager(self, device: Any) -> _native.Stager:
-        """Return what runs collectives on a device, made at the first; see
-        ``docs/internals/staging.md``.
+        """Return the runner of collectives on a device, made at the first one.
 
         It allocates pinned memory, streams and events, which may wait for the device.
         """
@@ -424,7 +425,7 @@ class DeviceCollectives:
         return found[1]
 
     def messages(self, device: Any) -> _native.MessageStager:
-        """Return what sends and receives there, made at the first message."""
+        """Return the carrier of messages there, made at the first message."""
         found = self._messages.get(id(device))
         if found is None:
             made = _native.MessageStager(self.comm, device, *self.options(device))
@@ -432,7 +433,7 @@ class DeviceCollectives:
         return found[1]
 
     def options(self, device: Any) -> tuple[int, int, int, int, bool]:
-        """Return how work on a device uses pinned memory: slots, bytes, flags."""
+        """Return the use of pinned memory by work on a device: slots, bytes, flags."""
         flags = self.lets_streams_wait(device)
         release_finished(self.comm.world)
         options = self.slots, self.first_nbytes, self.most_nbytes, self.first_value

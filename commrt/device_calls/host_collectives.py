@@ -164,7 +164,7 @@ def _reduced(comm: Channel, call: Call, bound: Bound) -> HostCall:
         made = steps(channel, copy_of)
         return SteppedRequest(made, what, spec.name, limit, lambda error: None)
 
-    # What the first rank's output holds is left as it is.
+    # The first rank's output keeps its content.
     untouched = spec.output_on == "all but rank 0" and comm.rank == 0
     reads, writes = (held, []) if untouched else ([x], held[1:])
     return HostCall(spec.name, None, reads, writes, start, limit, bound.result)

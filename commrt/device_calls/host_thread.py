@@ -85,7 +85,7 @@ class HostJob:
         self._deadline = 0.0
 
     def advance(self, *, blocks: bool) -> bool:
-        """Do what can be done by now; True if that was anything.
+        """Do all work that is possible by now; True if there was any.
 
         With ``blocks`` it waits for a slice of time, without the interpreter's lock.
         """
@@ -169,7 +169,7 @@ class HostJob:
         self._end()
 
     def _end(self) -> None:
-        # What it kept goes with the call, not with who holds its request.
+        # The call lets go of its arrays even if somebody still holds the request.
         request, self._begin, self._request = self._request, None, None
         try:
             if request is not None:
@@ -294,7 +294,7 @@ class HostJobs:
         return [each for _, each in self._works.values()]
 
     def work(self, device: Any) -> _native.HostWork:
-        """Return what copies there and back, made at the first such call."""
+        """Return the copier there and back, made at the first such call."""
         found = self._works.get(id(device))
         if found is None:
             made = _native.HostWork(self._comm, device, *self._options(device))
@@ -356,7 +356,7 @@ class HostJobs:
         self._finalizer = weakref.finalize(self, _close, feed, self._threads)
 
     def step(self) -> bool:
-        """Do what can be done of the first job by now; True if that was anything."""
+        """Do the possible work of the first job by now; True if there was any."""
         return self._feed.advance_first(blocks=False)
 
     def finish(self, job: HostJob, deadline: float) -> bool:

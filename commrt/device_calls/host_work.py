@@ -118,7 +118,7 @@ def start_host_call(
         jobs.work(device).refuse_capture(handle)
         begins.channel = jobs.channel(made.service, made.timeout_s)
         devices.order_exported(device, handle, views)
-        job = devices.given(
+        job = devices.launch(
             lambda: jobs.start(
                 device,
                 rows,
@@ -149,7 +149,7 @@ class _Begins:
     def __init__(self, made: HostCall, places: dict[int, int]) -> None:
         self.channel: HostChannel
         self._call, self._places = made.call, places
-        # What numpy has no type for is said in the call.
+        # Types that numpy lacks raise an error in the call.
         self._types = {
             id(each): numpy_type(each) for each in (*made.reads, *made.writes)
         }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of calls on arrays on devices, and what they say where something is wrong.
+"""Requests of calls on arrays on devices, and the errors that they raise.
 
-``DeviceRequest`` itself is native; it calls the functions here to have errors made.
+``DeviceRequest`` itself is written in C++; it calls the functions here to make errors.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
 class DeviceMessageRequest(DeviceRequest):
     """One started call of messages on arrays on a device.
 
-    Of what only leaves, ``wait()`` lets a stream wait for the copy to the host, from
-    when on the array may be changed; ``synchronize()`` waits until it has left. What
-    comes is given to the device by ``wait()``, ``test()`` and ``synchronize()``.
+    If messages only leave, ``wait()`` lets a stream wait for the copy to the host. From
+    then on the array may be changed. ``synchronize()`` waits until the messages have
+    left. ``wait()``, ``test()`` and ``synchronize()`` give incoming messages to the
+    device.
     """
 
     def __init__(self, *arguments: Any, peers: tuple[int, ...]) -> None:

@@ -44,9 +44,9 @@ class _Freeing(threading.local):
 
 _FREEING = _Freeing()
 _LEFT = "_left_memory"
-"""Where a device has what threads did not free of it. It is freed before more is
-allocated there, so a device never has more than it was given; and goes with the device,
-which nothing of commrt keeps for it."""
+"""Attribute of a device: memory that threads were not allowed to free. It is freed
+before more is allocated on that device, so the device never holds more than the program
+asked for. It goes with the device, as no table of commrt's keeps it."""
 
 
 @contextmanager
@@ -67,7 +67,8 @@ def freeing_nothing() -> Iterator[None]:
 def free_what_was_left(device: Device) -> None:
     """Free what other threads left of a device's memory, which waits for the device.
 
-    Of this device alone: another one may wait for what this thread does next.
+    It frees memory of this device alone: another one may wait for this thread's next
+    call.
     """
     left: deque[tuple[int, int]] | None = device.__dict__.get(_LEFT)
     while left and _FREEING.waits:
@@ -162,8 +163,8 @@ class DeviceArray:
     """An array in the memory of a device, C-contiguous.
 
     Its memory goes with it; ``free()`` gives it back at once. Both may wait for all
-    that the device was given, as may making one. What it is filled with before the
-    first ``put`` is up to the device.
+    that the device was given, as may making one. Its content before the first ``put``
+    is undefined.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class CudaDevice(_native.CudaDevice):
     """A GPU, through the CUDA driver."""
 
     why_no_kernels: str | None = "load_kernels() has not been called"
-    """Why launches will not find their kernels; None where they will."""
+    """Reason why launches will not find their kernels; None if they will."""
 
     def load_kernels(
         self, image: bytes | None = None, names: Sequence[str] = ()

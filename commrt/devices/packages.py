@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which packages for CUDA are installed, and whether they and the driver fit.
+"""Check of the installed packages for CUDA: do they fit each other and the driver?
 
-pip cannot say that two packages exclude each other. Those for CUDA 12 and for CUDA 13
-unpack into the same folders, so of two that are installed the later one has overwritten
-parts of the other, and what is loaded depends on the order.
+pip cannot say that two packages exclude each other. Packages for CUDA 12 and for CUDA
+13 unpack into the same folders. If both are installed, the later one has overwritten
+parts of the other, and the order of installation decides which library is loaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def torch_cuda() -> tuple[str, str | None] | None:
 
 
 def problems(driver: int | None = None) -> Iterator[str]:
-    """Yield what does not fit, with the cure.
+    """Yield the packages that do not fit, with the cure.
 
     ``driver`` is the CUDA version of the driver: 12040 is 12.4.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device an address belongs to.
+"""Look-up of the device that an address belongs to.
 
 CUDA devices are opened when the first array on one comes. Others, such as simulated
 ones, are known by their arrays (``DeviceArray.device``), by a current stream of the
@@ -19,7 +19,7 @@ from commrt.errors import BufferError_, DeviceMissingError
 __all__ = ["cuda_device", "find_device", "serve", "stop_serving"]
 
 _DEVICE, _MANAGED = 1, 3
-"""Of ``ptr_attributes()``."""
+"""Codes of memory types that ``ptr_attributes()`` returns."""
 _LOCK = threading.Lock()
 _SERVED: list[Device] = []
 _CUDA: dict[int, CudaDevice] = {}

@@ -33,7 +33,8 @@ class SimOptions:
     queues: int = 8
     """Hardware queues of a device, shared by its streams in turn; 0: one for each."""
     preempt: float | None = None
-    """How likely a call lets others go on first, again and again; None: by seed."""
+    """Probability that a call lets others go on first, asked again after each of them;
+    None: drawn from the seed."""
     check_order: bool = True
     """Find accesses to memory that nothing orders."""
     poison: bool = True
@@ -160,17 +161,17 @@ class SimWorld:
 
     @property
     def deadlock(self) -> str:
-        """Why nothing can go on; empty if something can."""
+        """Reason why nothing can go on; empty if something can."""
         return self._world.deadlock
 
     @property
     def commands(self) -> int:
-        """How many commands the devices were given."""
+        """Number of commands that the devices were given."""
         return self._world.commands
 
     @property
     def pending(self) -> int:
-        """How many of them have not run."""
+        """Number of commands that have not run."""
         return self._world.pending
 
     @property
@@ -180,7 +181,7 @@ class SimWorld:
 
     @property
     def live(self) -> dict[str, int]:
-        """How many of each thing was made and not given back, on all devices.
+        """Numbers of things that were made and not given back, on all devices, by kind.
 
         ``blocks`` of memory and their ``nbytes``, ``streams``, ``events``, ``graphs``,
         ``captures``, and ``flags`` in memory; besides what the simulation itself keeps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices of real threads, for native code under sanitizers and beside a real MPI."""
+"""Devices of real threads, for C++ code under sanitizers and beside a real MPI."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ from commrt.launch.detect import detect
 __all__ = ["arguments_of", "compare", "job", "mean_over_ranks", "report", "say"]
 
 TOLERANCE = 1e-4
-"""How far a loss may be from that of one process alone, as a part of it. Sums over
-ranks are the same numbers added in another order, which float32 rounds differently."""
+"""Largest relative difference of a loss from that of a single process. Sums over ranks
+add the same numbers in another order, which float32 rounds differently."""
 
 
 def arguments_of(
     name: str, doc: str | None, steps: int, argv: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the arguments of the command line."""
     about = (doc or "").partition("\n")[0]
     parser = argparse.ArgumentParser(f"python -m commrt.examples.{name}", None, about)
     parser.add_argument("--backend", default="commrt", help="commrt, or gloo")

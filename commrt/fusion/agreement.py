@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks agree where buckets with a time limit end.
+"""Agreement of ranks on the calls in a bucket, for buckets with a time limit.
 
-A rank whose buckets are full or old, or that waits for one of their requests, tells
-rank 0 how many calls it has made. Rank 0 sends what all ranks have called, and tells
-them. So no operation waits for calls that a rank has yet to make;
+A rank tells rank 0 how many calls it has made if its buckets are full or old, or if it
+waits for one of their requests. Rank 0 sends the calls that all ranks have made, and
+tells them. So no operation waits for calls that a rank has yet to make;
 docs/internals/fusion.md shows why that cannot deadlock.
 """
 
@@ -26,10 +26,11 @@ __all__ = ["Agreement", "Follower", "Leader"]
 _TAG = -2
 """Tag of the messages; users' tags are not negative."""
 _MORE, _LAST, _WRONG = range(3)
-"""What a message says beside a number of calls and a digest of them: that there will be
-another one, or not, or that a rank (in place of the number) made other calls."""
+"""Kinds of messages: another one will follow, this is the last one, or a rank made
+other calls. Each message also holds a number of calls and a digest of them; for
+``_WRONG`` the number is that of the rank."""
 _LOOK_S = 0.1
-"""How long a wait lasts before the rank looks at its own calls again."""
+"""Seconds of one wait, after which the rank looks at its own calls again."""
 
 
 class _Peer:
@@ -100,7 +101,7 @@ class Agreement(ABC):
         self._is_leaving = False
 
     def look(self) -> None:
-        """Say what is to be said, and send what may be sent.
+        """Say to the others all that is due, and send the calls that may be sent.
 
         Any error ends the agreement: what was said or heard may be lost with it.
         """
@@ -173,7 +174,7 @@ class Agreement(ABC):
 
     @property
     def _calls(self) -> tuple[int, int]:
-        """How many calls were made, and how many of them are sent."""
+        """Number of calls that were made, and number of those that were sent."""
         calls: tuple[int, int] = _native.fused_calls(self._comm)
         return calls
 

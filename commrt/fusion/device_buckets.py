@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of arrays on devices: what ``comm.fused()`` does with calls on them.
+"""Buckets of arrays on devices, for the calls within ``comm.fused()``.
 
-A call notes what its stream holds, and becomes a part of the bucket of its device,
-element type and reduction. Which calls are in a bucket, when it is sent and in which
-order the native side settles, for arrays of the host and of devices together, as it
-must be the same on all ranks (``calls/fusion.cpp``). What is sent is one allreduce:
+A call notes the work in its stream, and becomes a part of the bucket of its device,
+element type and reduction. The C++ part (``calls/fusion.cpp``) decides the calls in a
+bucket, the time when it is sent, and the order of buckets. It decides for arrays of the
+host and of devices together, as all ranks must do the same. A bucket is one allreduce:
 
     gathers:    wait for what the streams held at the calls; the arrays into a block
     collective: in place on the block, whatever runs it
@@ -66,8 +66,8 @@ class DeviceBuckets:
         """Make no bucket yet: a device has memory for them from its first call on."""
         self._group, self._devices, self._rules = group, devices, rules
         self.lanes: dict[int, _Lane] = {}
-        """By the ``id`` of the device."""
-        self._known: set[tuple[str, DType]] = set()
+        """Lane of each device, by its ``id``."""
+        self._checked: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
 
     def add(
@@ -77,18 +77,18 @@ class DeviceBuckets:
 
         That is what a stream is captured for: a graph has no bucket to go with.
         """
-        group, staging = self._group, self._devices
-        staging.check(call, bound)
+        group, devices = self._group, self._devices
+        devices.check(call, bound)
         device, x, out = bound.on, bound.x, bound.out
         assert x is not None
         assert out is not None
-        stream = staging.stream_of(call, device, x.array)
+        stream = devices.stream_of(call, device, x.array)
         if device.is_capturing(stream):
             return None
         self._rules.refuse_what_no_bucket_runs(call, bound, most_nbytes)
-        staging.order_exported(device, stream, (x, out))
+        devices.order_exported(device, stream, (x, out))
         if group.checker is None:
-            self._known.add((call.reduction.name.lower(), bound.dtype))
+            self._checked.add((call.reduction.name.lower(), bound.dtype))
         else:
             group.checker.check(call, bound)
         timeout_s = group.timeout_s if call.timeout_s is None else call.timeout_s
@@ -106,7 +106,7 @@ class DeviceBuckets:
         op = kwargs.get("op", "sum")
         if (
             name not in FUSED
-            or not self._known
+            or not self._checked
             or nbytes is None
             or len(args) != 1
             or not _PLAIN.issuperset(kwargs)
@@ -116,8 +116,8 @@ class DeviceBuckets:
             return None
         array = args[0]
         seen = see(array, name)
-        known = (op, seen.dtype) in self._known and seen.writable
-        if not known or seen.count * seen.dtype.itemsize >= nbytes:
+        is_checked = (op, seen.dtype) in self._checked and seen.writable
+        if not is_checked or seen.count * seen.dtype.itemsize >= nbytes:
             return None
         stream = current_stream_of(array, seen.device)
         if seen.device.is_capturing(stream):
@@ -174,7 +174,7 @@ class DeviceBuckets:
     def close(self) -> list[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later.
 
-        What runs the collectives is closed after this.
+        The caller closes the runners of the collectives after this.
         """
         found = [each.close() for each in self.lanes.values()]
         return [each for each in found if each is not None]
@@ -186,7 +186,7 @@ class DeviceBuckets:
 
 
 class _Lane:
-    """One device's buckets. The native side calls ``send`` and ``fail``."""
+    """One device's buckets. The C++ part calls ``send`` and ``fail``."""
 
     def __init__(
         self, group: Group, devices: DeviceCollectives, rules: Rules, device: Any
@@ -197,7 +197,7 @@ class _Lane:
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
         self._runners: dict[int, StagedWork] = {}
-        """What runs collectives whose end no stream may have been told to wait for."""
+        """Runners of collectives whose end no stream may have been told to wait for."""
         self._is_lost = False
         """True if the device has something of a bucket that was not sent."""
         self._is_known = True
@@ -260,7 +260,7 @@ class _Lane:
             bucket.put_back()
         except Exception:  # noqa: BLE001 - see above
             return None
-        except BaseException as error:  # noqa: BLE001 - raised by the native side
+        except BaseException as error:  # noqa: BLE001 - raised by the C++ part
             return error
         return None
 
@@ -295,7 +295,7 @@ class _Lane:
                 return
             if not first.has_ended():
                 return
-            # What ran the collective may still be at work on the block.
+            # The work of the collective may still use the block.
             self._is_lost = self._is_lost or first.failure is not None
             with suppress(ValueError):  # another thread has seen it, too
                 self._under_way.remove(first)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How arrays on a device come into one buffer, and the parts of it back to theirs.
+"""Copies of arrays on a device into one buffer, and of its parts back to the arrays.
 
-Where the device has kernels, a launch moves up to sixteen arrays, as in a halo exchange
+If the device has kernels, one launch moves up to sixteen arrays, as in a halo exchange
 (``kernels/boxes.py``); else each array is copied. Two streams do that: one gathers, in
-front of collectives, the other one puts back, behind them. So the next bucket is
+front of collectives, and the other one puts back, behind them. So the next bucket is
 gathered while the one before is on its way.
 """
 
@@ -31,17 +31,17 @@ _ALIGNED = 256
 _ROUND = 4
 """Buckets in a ring: what is gathered, combined and put back, and one to spare."""
 _MOST_AHEAD_NBYTES = 64 << 20
-"""Of a ring, but for longer buckets."""
+"""Most bytes of a ring, unless one bucket is longer."""
 _TABLES = 64
 _TABLE_NBYTES = 4096
-"""Of sixteen boxes, rounded up."""
+"""Bytes of a table of sixteen boxes, rounded up."""
 
 _Placed = tuple[BoxTable, int]
 """A table, and the address of its copy on the device."""
 
 
 def ring_nbytes(nbytes: int) -> int:
-    """Return how long the ring is to be for buckets of so many bytes."""
+    """Return the length of the ring for buckets of so many bytes."""
     most = max(nbytes, min(_ROUND * nbytes, _MOST_AHEAD_NBYTES))
     return -(-most // _ALIGNED) * _ALIGNED
 
@@ -100,11 +100,11 @@ class Part:
     out: HostView
     """The output of that part of the result."""
     reduction: ReduceOp
-    """That of all parts of a bucket."""
+    """Reduction, the same for all parts of a bucket."""
     stream: int
     """Stream of the caller."""
     ready: PooledEvent
-    """What that stream held when the call was made."""
+    """Event behind the work that this stream held when the call was made."""
 
 
 @dataclass(eq=False)
@@ -112,20 +112,22 @@ class Block:
     """Memory for a bucket."""
 
     address: int
-    """Of its first byte."""
+    """Address of the first byte."""
     nbytes: int
     """Its length."""
     after: list[PooledEvent]
-    """When the buckets that had the memory have no use of it any more."""
+    """Events after which earlier buckets no longer use this memory."""
     end: PooledEvent | None = None
-    """The same of this bucket, once the device has been given all of it."""
+    """Event after which this bucket no longer uses it; None until the device has been
+    given all of the bucket's work."""
 
 
 class BlockRing:
     """Memory of the device for buckets, in the order in which they are sent.
 
-    Who comes round to what another bucket has waits for its end, on the device. To make
-    memory may wait for all that the device was given, so that is done ahead.
+    A bucket that comes round to the memory of another one waits for its end, on the
+    device. An allocation may wait for all work of the device, so memory is allocated
+    ahead.
     """
 
     def __init__(self, device: Any) -> None:
@@ -134,7 +136,8 @@ class BlockRing:
         self._address, self._head = 0, 0
         self._uses: deque[Block] = deque()
         self.nbytes = 0
-        """Of the ring; what it was before stays for those that have parts of it."""
+        """Bytes of the ring. Memory of a shorter ring before stays while buckets use
+        it."""
 
     def reserve(self, nbytes: int) -> None:
         """Have so much."""
@@ -192,37 +195,37 @@ class _Tables:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._known: dict[tuple[int, ...], _Placed] = {}
+        self._placed: dict[tuple[int, ...], _Placed] = {}
         self._address = int(device.alloc(_TABLES * _TABLE_NBYTES))
         self._pinned = int(device.pinned_alloc(_TABLES * _TABLE_NBYTES))
 
     def make_room(self, stream: int) -> None:
         """Forget all if there is no room; no launch that uses them is under way."""
-        if len(self._known) < _TABLES:
+        if len(self._placed) < _TABLES:
             return
-        # Who saw the end of the launches may have been another thread.
+        # Another thread may have seen the end of the launches.
         self._device.stream_synchronize(stream)
-        self._known.clear()
+        self._placed.clear()
 
     def find(self, lengths: tuple[int, ...], stream: int) -> _Placed | None:
         """Return the table for arrays of so many bytes; ``stream`` copies a new one."""
-        found = self._known.get(lengths)
-        if found is not None or len(self._known) >= _TABLES:
+        found = self._placed.get(lengths)
+        if found is not None or len(self._placed) >= _TABLES:
             return found
         boxes = [Box(i, (0,), (nbytes,)) for i, nbytes in enumerate(lengths)]
         table = move_table(boxes, [(1,)] * len(boxes), [1] * len(boxes))
         assert len(table.content) <= _TABLE_NBYTES
-        at = len(self._known) * _TABLE_NBYTES
+        at = len(self._placed) * _TABLE_NBYTES
         self._device.write(self._pinned + at, table.content)
         self._device.memcpy_async(
             self._address + at, self._pinned + at, len(table.content), stream
         )
-        self._known[lengths] = table, self._address + at
-        return self._known[lengths]
+        self._placed[lengths] = table, self._address + at
+        return self._placed[lengths]
 
-    def known(self, lengths: tuple[int, ...]) -> _Placed | None:
+    def existing(self, lengths: tuple[int, ...]) -> _Placed | None:
         """Return the table if it is here."""
-        return self._known.get(lengths)
+        return self._placed.get(lengths)
 
     def close(self) -> None:
         """Free the memory; idempotent."""
@@ -254,7 +257,7 @@ class BucketCopies:
                 self.blocks.reserve(most)
 
     def note(self, stream: int) -> PooledEvent:
-        """Return what a stream holds by now."""
+        """Return an event behind the work that a stream holds by now."""
         noted = PooledEvent(self.events)
         self.device.event_record(noted.handle, stream)
         return noted
@@ -266,7 +269,7 @@ class BucketCopies:
 
     @contextlib.contextmanager
     def outside_captures(self) -> Iterator[None]:
-        """Let what this thread asks of the device end no capture of its streams."""
+        """Let this thread's calls to the device end no capture of its streams."""
         before = self.device.exchange_capture_mode(_RELAXED)
         try:
             yield
@@ -327,7 +330,7 @@ class BucketCopies:
             return None
         if kind is BoxKind.PACK:
             return self._tables.find(lengths, stream)
-        return self._tables.known(lengths)  # its gather has looked for it
+        return self._tables.existing(lengths)  # its gather has looked for it
 
     def _copy(
         self, kind: BoxKind, arrays: Sequence[HostView], at: int, stream: int

@@ -38,16 +38,16 @@ class SentBucket:
         block: Block,
     ) -> None:
         self.request = request
-        """Of the collective."""
+        """Request of the collective."""
         self._engine, self._copies, self._block = engine, copies, block
         self._arrays = [(each.x, each.out) for each in parts]
-        """Which somebody works on until the end."""
+        """Arrays of the bucket's calls, kept until its end: streams work on them."""
         self._end: PooledEvent | None = None
         self._claims = [None]
         self._is_over = False
 
     def put_back(self) -> None:
-        """Let what came go to where it belongs, behind the collective; idempotent.
+        """Copy the results to their arrays, behind the collective; idempotent.
 
         Where streams have no flags this blocks until the host has done its part. Raises
         the collective's error.
@@ -92,7 +92,7 @@ class SentBucket:
 
     @property
     def failure(self) -> CommError | None:
-        """By what the collective has failed, as far as the host has seen."""
+        """Error with which the collective has failed, as far as the host has seen."""
         if not self.request.done:
             return None
         try:
@@ -194,7 +194,7 @@ class FusedDeviceRequest(Request):
         self._error: BaseException | None = None
         self._observed = False
 
-    # Of its bucket, by what sends it.
+    # Methods for the bucket, called by whoever sends it.
 
     def went_with(self, bucket: SentBucket) -> None:
         """Say that the bucket was sent."""
@@ -229,7 +229,7 @@ class FusedDeviceRequest(Request):
         assert self._sent is not None
         return self._sent
 
-    # Of the caller.
+    # Methods for the caller.
 
     def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any:
         """Send the bucket, let a stream wait for its end, and return the output.
@@ -263,7 +263,7 @@ class FusedDeviceRequest(Request):
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
         """Send the bucket, and block the host until it is complete; return the output.
 
-        What it raises for is as of any request; see ``wait``.
+        It raises the same errors as any request; see ``wait``.
         """
         self._comm.check_process()
         limit_s = self._timeout_s

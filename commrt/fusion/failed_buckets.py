@@ -22,7 +22,7 @@ class FailedBuckets:
     """
 
     failed = True
-    """It is made for what has."""
+    """Constant True: this class stands for buckets that have failed."""
 
     def __init__(
         self,

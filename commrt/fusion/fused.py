@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fusion: ``with comm.fused():`` sends short allreduces together.
 
-The native side (``calls/fusion.cpp``) collects the calls in buckets. Where it cuts,
-that is, sends what it has, must be the same on all ranks. Without a time limit that
-follows from the calls. With one the ranks agree (``fusion/agreement.py``).
+The C++ part (``calls/fusion.cpp``) collects the calls in buckets. A cut sends the calls
+collected so far, and all ranks must cut at the same calls. Without a time limit the
+cuts follow from the calls. With one the ranks agree (``fusion/agreement.py``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusion"]
 
 DEFAULT_NBYTES = 4 * 1024 * 1024
-"""What buckets hold unless told otherwise. Two allreduces of half as many bytes take
-longer than one of these, one of twice as many hardly less (docs/performance.md)."""
+"""Bytes in a bucket unless the caller says otherwise. Two allreduces of half as many
+bytes take longer than one of these; one of twice as many saves hardly any time
+(docs/performance.md)."""
 _PATIENCE_S = 5.0
-"""How long a rank that leaves by an exception waits for the others to leave, too."""
+"""Seconds that a rank leaving by an exception waits for the others to leave, too."""
 
 
 class Fusion:
@@ -75,7 +76,7 @@ class Fusion:
         self.is_open = False
         """True while a context is open."""
         self.buckets = DeviceBuckets(group, devices, self)
-        """Those of arrays on devices."""
+        """Buckets of arrays on devices."""
         devices.users.append(self)
 
     def fused(
@@ -237,9 +238,9 @@ class Fusion:
             self.await_cut(call, seconds)
 
     def plan_bucket(self, count: int, dtype: int, reduction: int) -> Any:
-        """Return the plan of an ordinary allreduce; the native side calls this.
+        """Return the plan of an ordinary allreduce; the C++ part calls this.
 
-        Or the error, where nothing can run it: all ranks have the same, and send none.
+        Return the error if nothing can run it: all ranks have the same, and send none.
         """
         kind = DTYPES[dtype]
         array = HostView(None, None, 0, count, kind, (count,), True)
@@ -253,7 +254,7 @@ class Fusion:
                 return error
             raise
 
-    # With a time limit, the native side calls these.
+    # With a time limit, the C++ part calls these.
 
     def bucket_full(self) -> None:
         """Send the open buckets if the ranks agree that they may be."""
@@ -294,14 +295,15 @@ class Fused:
     """An open ``comm.fused()``."""
 
     agreement: Agreement | None = None
-    """With the other ranks, on where to cut; where there is a time limit."""
+    """Agreement with the other ranks on the place to cut; None without a time limit."""
 
     def __init__(self, fusion: Fusion, nbytes: int, time_limit_s: float | None) -> None:
         self._fusion = fusion
         self.nbytes = nbytes
         """Most bytes in all buckets together."""
         self.time_limit_s = time_limit_s
-        """How long a call may wait for others; None: until something else sends it."""
+        """Longest time that a call may wait for others, in seconds; None: no limit,
+        something else sends the bucket."""
         self._entered = False
 
     def takes(self, call: Call, bound: Bound) -> bool:
@@ -358,5 +360,8 @@ class Fused:
     def send(self) -> None:
         """Send the open buckets now; collective, after the same calls on all ranks."""
         if self._fusion.context is not self:
-            raise UsageError("fused: send() outside of the context; it is over")
+            raise UsageError(
+                f"fused: send() outside of the context on {self._fusion.group.name}, "
+                f"which has ended; call it within `with comm.fused():`"
+            )
         self._fusion.cut()

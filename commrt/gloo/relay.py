@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to ranks of other nodes by gloo, where there is no MPI.
 
-The engine hands messages to a native relay (native/engine/relay.hpp) and looks there
-for what has come. They go over a gloo group that is made from the store in which the
-ranks have met. Who calls or waits gives gloo what is to be sent
+The engine hands messages to a relay in C++ (native/engine/relay.hpp) and looks there
+for incoming ones. They go over a gloo group that is made from the store in which the
+ranks have met. A thread that calls or waits gives gloo the messages to send
 (native/engine/relay_carrier.hpp). Two threads for each rank of another node do the
-rest: one receives, and one waits until gloo needs the memory of what has been sent no
-more. They wait without the GIL, and nothing in the engine waits for them.
+rest: one receives, and one waits until gloo no longer needs the memory of sent
+messages. They wait without the GIL, and nothing in the engine waits for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AHEAD = 8
 _FOREVER = timedelta(days=365)
 _ANSWER_S = 1.0
 _GRACE_S = 5.0
-"""How long the end waits for what has been sent, and for peers' last frames."""
+"""Seconds that the end waits for sent messages to leave, and for peers' last frames."""
 
 
 class GlooRelay:
@@ -65,7 +65,7 @@ class GlooRelay:
             self._landing,
         )
         self.at_end: list[Callable[[], None]] = []
-        """What else ends once nothing comes from any peer any more."""
+        """Functions to call once nothing comes from any peer any more."""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._threads = [
@@ -79,7 +79,7 @@ class GlooRelay:
             thread.start()
 
     def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
-        """Return how many operations of a communicator each peer has started.
+        """Return the number of operations of a communicator that each peer has started.
 
         None where it has not answered within a second: its threads answer, whatever
         its program does. -1 where it knows no such communicator, or has ended.

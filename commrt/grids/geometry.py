@@ -36,7 +36,7 @@ class Grid:
         return math.prod(self.dims)
 
     def coords_of(self, rank: int) -> Coords:
-        """Return where ``rank`` lies."""
+        """Return the place of ``rank``."""
         number = as_integer(rank)
         if number is None or not 0 <= number < self.size:
             raise UsageError(
@@ -50,7 +50,7 @@ class Grid:
         return tuple(reversed(found))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return who lies at ``coords``; periodic dimensions wrap around."""
+        """Return the rank at ``coords``; periodic dimensions wrap around."""
         places = _integers("rank_at", "coords", coords)
         if len(places) != len(self.dims):
             raise UsageError(
@@ -66,12 +66,12 @@ class Grid:
         return rank
 
     def at_offset(self, rank: int, offset: Sequence[int]) -> int | None:
-        """Return who lies ``offset`` places from ``rank``; None beyond an open end."""
+        """Return the rank ``offset`` places from ``rank``; None beyond an open end."""
         here = self.coords_of(rank)
         return self._find([a + b for a, b in zip(here, offset, strict=True)])
 
     def shift(self, rank: int, dim: int, disp: int) -> tuple[int | None, int | None]:
-        """Return who lies ``disp`` places before ``rank`` in a dimension, and after."""
+        """Return the ranks ``disp`` places before and after ``rank`` in a dimension."""
         offset = [0] * len(self.dims)
         offset[dim] = disp
         before = self.at_offset(rank, [-places for places in offset])

@@ -30,7 +30,7 @@ class Places(Protocol):
         ...
 
     def at_offset(self, rank: int, offset: Sequence[int]) -> int | None:
-        """Return who lies there; None beyond an open end."""
+        """Return the rank there; None beyond an open end."""
         ...
 
 
@@ -51,7 +51,7 @@ class HaloShape:
 
 
 def directions(shape: HaloShape) -> list[tuple[int, ...]]:
-    """Return where cells move to, as offsets in the grid; the same on all ranks."""
+    """Return the ways of cells, as offsets in the grid; the same on all ranks."""
     ndim = len(shape.widths)
     if shape.corners and shape.direct:
         every = itertools.product((-1, 0, 1), repeat=ndim)

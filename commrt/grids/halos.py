@@ -76,9 +76,9 @@ class Halos:
         """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
 
         As ``plan.halo_exchange``, with its arguments. Calls whose arrays are laid out
-        like those of an earlier call use its plan. Of host arrays the ranks see that by
-        a reduction of 8 bytes, and a nonblocking call waits for it, too; of arrays on
-        devices they compare what they passed on the way.
+        like those of an earlier call use its plan. With host arrays the ranks find that
+        out by a reduction of 8 bytes, and a nonblocking call waits for it, too. With
+        arrays on devices they compare their arguments on the way.
         """
         how = nonblocking, timeout_s, stream
         return self._halo(EXCHANGE, None, fields, width, axes, corners, direct, *how)
@@ -106,7 +106,7 @@ class Halos:
 
     @property
     def binders(self) -> Binders:
-        """What binds each operation on halos to its fields."""
+        """Binders of the operations on halos, by name."""
         return {name: partial(self._bound, name) for name in HALO_CALLS}
 
     def _bound(
@@ -218,7 +218,7 @@ class Halos:
         )
 
     def _agreed_plan(self, halo: Halo) -> Any:
-        """Return the native plan of a call that fits those of all ranks; collective."""
+        """Return the engine's plan of a call that fits all ranks' calls; collective."""
         group = self._group
         shapes = [array.shape for array in halo.arrays]
         mine = {**equal_everywhere(halo), "shapes": shapes}

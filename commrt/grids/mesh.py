@@ -85,11 +85,11 @@ class Mesh(Generic[C]):
         return dict(zip(self._names, self._coords, strict=True))
 
     def size(self, axis: str) -> int:
-        """Return how many ranks lie along ``axis``."""
+        """Return the number of ranks along ``axis``."""
         return self._grid.dims[self._number(axis)]
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
-        """Return who lies at ``coords``, which names every axis; a rank of ``comm``."""
+        """Return the rank of ``comm`` at ``coords``, which names every axis."""
         for axis in coords:
             self._number(axis)
         missing = [name for name in self._names if name not in coords]

@@ -59,9 +59,10 @@ class Neighborhood:
     sources: tuple[int | None, ...]
     """Whom it receives from."""
     destinations: tuple[int | None, ...]
-    """Whom it sends to."""
+    """Ranks that it sends to."""
     source_numbers: tuple[int, ...]
-    """Which of the messages from that rank it is: both say the same."""
+    """Numbers of the messages, among those from the same rank; sender and receiver
+    count alike."""
     destination_numbers: tuple[int, ...]
 
 
@@ -101,9 +102,9 @@ class _Bound:
     out: HostView
     result: Any
     sends: _Ranges
-    """For each destination, where its block begins and ends in x."""
+    """Begin and end in x of each destination's block."""
     receives: _Ranges
-    """For each source, where its block begins and ends in out."""
+    """Begin and end in out of each source's block."""
     moves: list[Move]
     """The blocks of a call among neighbours, by this rank's counts."""
 
@@ -252,7 +253,7 @@ class NeighborCalls:
 
     @property
     def binders(self) -> Binders:
-        """What binds each exchange among neighbours to its arrays."""
+        """Binders of the exchanges among neighbours, by name."""
         return {
             name: partial(self._bound, name)
             for name in names_of("neighbors")
@@ -310,7 +311,7 @@ class NeighborCalls:
         return bound
 
     def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
-        """Return the native plan; the first one of device arrays is collective."""
+        """Return the engine's plan; the first one of device arrays is collective."""
         carrier: Attached | None = None
         if bound.on is not None:
             if stream is None:

@@ -60,7 +60,7 @@ class Call(Protocol):
 
     @property
     def sends(self) -> Sequence[tuple[int, int]]:
-        """For each destination, where its block begins and ends in x."""
+        """Begin and end in x of each destination's block."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class Call(Protocol):
 
     @property
     def receives(self) -> Sequence[tuple[int, int]]:
-        """For each source, where its block begins and ends in out."""
+        """Begin and end in out of each source's block."""
         ...
 
 
@@ -167,7 +167,7 @@ class BoundNeighbors:
         devices.order_exported(device, handle, [x, out])
         runner = devices.runner(device, self._plan)
         keep = x.owner, out.owner
-        started = devices.given(
+        started = devices.launch(
             lambda: runner.start_arrays(
                 self._plan,
                 [x.address, out.address],

@@ -105,8 +105,8 @@ class CartPlans(NeighborPlans):
         to the ranks that own these cells, which combine it with theirs by ``op``: sum,
         max, min, or another reduction but avg. Contributions are combined in the same
         order in every run; where the communicator is ``deterministic`` and the order
-        matters, in one order: as ``direct``, own cells first, then what comes
-        direction by direction. What the halo holds afterwards is not defined.
+        matters, in one order: as ``direct``, own cells first, then what comes direction
+        by direction. The content of the halo afterwards is undefined.
         """
         return self._bind(
             REDUCE, fields, width, op=op, axes=axes, corners=corners, direct=direct

@@ -51,7 +51,7 @@ class AgreedPlans:
         limit_s: float,
         make: Callable[[], Any],
     ) -> Any:
-        """Return the native plan of a call; collective.
+        """Return the engine's plan of a call; collective.
 
         Args:
             what: the operation.

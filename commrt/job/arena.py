@@ -209,7 +209,7 @@ def _cannot_map(
 
 
 def _look() -> str:
-    """Return what is equal for processes that may be able to share memory."""
+    """Return an identity that processes share if they may be able to share memory."""
     parts = [str(os.geteuid()), machine_identity()]
     with contextlib.suppress(OSError):  # a /proc that hides it: let the mapping decide
         parts.append(os.readlink("/proc/self/ns/net"))
@@ -217,7 +217,7 @@ def _look() -> str:
 
 
 def machine_identity() -> str:
-    """Return what is equal for processes on one machine, in containers or not."""
+    """Return an identity that processes on one machine share, in containers or not."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart on-node ranks are: measured per pair, agreed as the worst.
+"""Distance of on-node ranks: measured for each pair, agreed as that of the worst.
 
 The same machine shows different speeds in different launches, because its cores sit
-nearer or farther from each other. The class is a key of the selection table, so it must
-be equal on all ranks.
+nearer or farther from each other. The class of this distance is a key of the selection
+table, so it must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ SendRecv = Callable[..., Any]
 def measure_between_nodes(
     world: World, sendrecv: SendRecv, native: Any
 ) -> BetweenNodes:
-    """Return what messages of gloo cost, the slowest there are, which carries them.
+    """Return the cost of messages that gloo carries, the slowest there are.
 
     Collective over all ranks of the job. The first ranks of the nodes send in a ring,
     all at once: a few short messages and some of a mebibyte each; then all ranks run a
-    short collective of gloo's. That takes some milliseconds in all. Of short ones the
-    median of a rank counts, of long ones the best, and of ranks the worst.
+    short collective of gloo's. That takes some milliseconds in all. A rank counts the
+    median of its short messages and the best of its long ones; the worst rank counts
+    for all.
     """
     everybody = range(world.size)
     # A rank that is still on its way here would be measured, too.
@@ -122,7 +123,7 @@ def _ring_us(
 
 
 def _native_us(native: Any, size: int) -> float:
-    """Return what each message of gloo's allreduce takes; its start is one more.
+    """Return the time of each message of gloo's allreduce; its start is one more.
 
     ``native`` is torch's group of gloo, or None.
     """
@@ -170,7 +171,7 @@ class Measured(Protocol):
 
 
 def link_class_now(comm: Measured) -> LinkClass:
-    """Return how far apart the ranks are at this moment; collective.
+    """Return the distance of the ranks at this moment; collective.
 
     The communicator's own facts were measured when it was made and stay as they are,
     since selection goes by them; measurements go by this. Where links are not measured
@@ -212,7 +213,7 @@ def agree_link_class(world: World, ranks: Sequence[int], ppn: int) -> LinkClass:
 
 
 def spins_for(facts: CommFacts, is_relayed: bool = False) -> int:
-    """Return how often a wait polls before it yields its core to another rank.
+    """Return the number of polls of a wait before it yields its core to another rank.
 
     Where ranks outnumber cores, what a rank waits for is most likely still to be done
     by one that waits for this core. The few polls are for what a rank on another core

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process may use: the machine's, or its cgroup's limit.
+"""Limit of the memory that this process may use: the machine's, or its cgroup's.
 
-Shared memory beyond the limit is not refused when it is created: the process is killed
-later, when it is touched. So it is compared first.
+The kernel does not refuse shared memory beyond the limit when a process creates it: it
+kills the process later, when it touches the memory. So commrt compares sizes first.
 """
 
 from __future__ import annotations

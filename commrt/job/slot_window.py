@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a lane operations pass through, each behind the one before.
+"""Window of slots in a lane, which operations pass through one behind the other.
 
-One that has more fragments than the window holds goes round in it.
+An operation with more fragments than the window has slots goes round in it.
 
-A payload lies in a slot of shared memory. To use the same few slots again and again
-keeps them in the cores' own caches, which is best where a core takes lines over from
-another one as fast as it reads them. Where it does not, slots that have meanwhile left
-those caches are: a window beyond the size of a core's own cache. Both are measured,
-once (engine/slot_probe.cpp). Each rank decides for what it sends: messages say where
-they lie, so ranks need not agree. Between far cores, where payloads are written past
-the caches, a window makes no difference, or a small one for the better.
+A payload lies in a slot of shared memory. A small window keeps its slots in the cores'
+own caches. That is best if a core takes lines over from another core as fast as it
+reads them. If not, slots that have meanwhile left those caches are better: a window
+beyond the size of a core's own cache. The probe measures both once
+(engine/slot_probe.cpp).
+
+Each rank decides for the messages that it sends. A message says where it lies, so ranks
+need not agree. Between far cores payloads are written past the caches. There a window
+makes no difference, or a small one for the better.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["measure_slot_window", "partner_of", "window_nbytes"]
 
 _OWN_CACHES = 1.5
-"""The window in sizes of a core's own cache. Of Zen 4's, with 1 MiB: a line written and
+"""The window in sizes of a core's own cache. On Zen 4, with 1 MiB: a line written and
 read takes 9.8 ns in one slot, 5.4 through 1 MiB, 3.8 through 1.5 and 3.5 through 2."""
 _OWN_CACHE_NBYTES = 1 << 20
 """A core's own cache, where the kernel does not tell."""
 _MOVING_SAVES = 0.1
-"""By less the window is not worth its place in the cache that all cores share."""
+"""Least part of the time that a window must save to be worth its place in the cache
+that all cores share."""
 _BUDGET_S = 0.02
 
 

@@ -44,7 +44,7 @@ class Slot:
     """Counts slots since the heap was made; never used again."""
     segment: int
     offset: int
-    """In bytes, within each part."""
+    """Bytes from the start of each part."""
     nbytes: int
 
 
@@ -61,7 +61,8 @@ class Slots:
         self._segments = 0
         self._next = 0
         self.changes = 0
-        """How often the books changed: equal on all ranks, or they differ."""
+        """Number of changes to the books: a difference between ranks shows that books
+        differ."""
 
     def add_segment(self, nbytes: int) -> None:
         """Add a segment with ``nbytes`` for every rank."""

@@ -56,7 +56,7 @@ class World:
     nodes: list[list[int]]
     """Ranks of each node; equal on all ranks."""
     engine: Any
-    """The native engine of this rank."""
+    """The engine of this rank."""
     cores: int
     """Cores available on the poorest node."""
     table: Table | None
@@ -315,7 +315,7 @@ def connect_world(
         wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
         mpi=mpi,
-        mpi_comm=getattr(bootstrap, "given", None),
+        mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )
     bootstrap.idle = world.engine.step
@@ -348,7 +348,7 @@ def _relay(world: World) -> GlooRelay:
 
 
 def _agree_cores(world: World) -> int:
-    """Return how many cores the ranks of the poorest node have together.
+    """Return the number of cores that the ranks of the poorest node have together.
 
     Ranks may be bound to different cores: their affinities are united, and the
     container's quota (seen as fewer available cores than the affinity) still holds.

@@ -71,7 +71,7 @@ def images(
 
 
 def target_for(capability: int, nvrtc: Nvrtc) -> str:
-    """Return what to compile for: the card itself, or PTX where NVRTC is older than it.
+    """Return the target to compile for: the card, or PTX if NVRTC is older than it.
 
     PTX of an older card is compiled by the driver when it is loaded.
     """

@@ -83,7 +83,7 @@ class BoxLike(Protocol):
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """Behind the last one."""
+        """Index behind the last element, in each dimension."""
         ...
 
     @property
@@ -97,14 +97,14 @@ class BoxTable:
     """Arguments of a launch of boxes, besides the buffer and the arrays."""
 
     content: bytes
-    """To be copied to memory that the device reaches, at a multiple of 16."""
+    """Bytes to copy to memory that the device reaches, at a multiple of 16."""
     terms_at: int
-    """Where in it the terms begin, behind the boxes."""
+    """Offset of the terms in the content, behind the boxes."""
     num_boxes: int
     units: int
-    """What threads are given, one at a time."""
+    """Units of work, which threads take one at a time."""
     nbytes: int
-    """Of the buffer."""
+    """Bytes of the buffer."""
 
     def launch(
         self,
@@ -155,9 +155,9 @@ class _Placed:
 
     box: BoxLike
     strides: tuple[int, ...]
-    """In the array, in bytes."""
+    """Bytes from element to element in the array, in each dimension."""
     at: int
-    """In the buffer."""
+    """First byte in the buffer."""
     in_buffer: tuple[int, ...]
     """Strides there."""
 
@@ -172,7 +172,7 @@ class _Placed:
         )
 
     def term(self, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Return where the element of that place is in the buffer, and strides."""
+        """Return the offset in the buffer of that element, and the strides."""
         away = [a - b for a, b in zip(start, self.box.start, strict=True)]
         return self.at + _dot(away, self.in_buffer), self.in_buffer
 

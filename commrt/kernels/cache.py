@@ -23,7 +23,7 @@ _DIGEST_NBYTES = 32
 
 
 def folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return where compiled kernels are kept; None where the user has no home."""
+    """Return the folder of compiled kernels; None if the user has no home."""
     named = env.value("COMMRT_KERNEL_CACHE", environ)
     if named is not None:
         return Path(named)
@@ -41,7 +41,7 @@ def key(*parts: object) -> str:
 
 
 def load(where: Path | None, name: str) -> bytes | None:
-    """Return what was saved; None where nothing was, or it is broken."""
+    """Return the saved kernels; None if there are none, or the file is broken."""
     if where is None:
         return None
     try:

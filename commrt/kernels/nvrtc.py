@@ -23,7 +23,7 @@ from commrt.errors import KernelsMissingError
 __all__ = ["OLDEST", "Nvrtc", "find", "wheel_files"]
 
 OLDEST = (12, 0)
-"""As the driver; CUDA 11 does not know sm_90."""
+"""Oldest version, the same as the driver's; CUDA 11 does not know sm_90."""
 WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 """Newest first; the one without a number is that of CUDA 13 and later."""
 _MAJORS = (13, 12)
@@ -106,7 +106,10 @@ class Nvrtc:
         if result:
             text = self._library.nvrtcGetErrorString
             text.restype = ctypes.c_char_p
-            raise KernelsMissingError(f"{function}: {text(result).decode()}")
+            raise KernelsMissingError(
+                f"{function}: {text(result).decode()}, from {self.path}; expected no "
+                f"error: name another NVRTC with COMMRT_NVRTC_LIB"
+            )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _OF_BOOL = {
     ReduceOp.BOR: ReduceOp.LOR,
     ReduceOp.BXOR: ReduceOp.LXOR,
 }
-"""Which logical reduction each other one is on bool."""
+"""Logical reduction that stands for each other one on bool."""
 BYTES = "bytes"
 """The module that moves bytes."""
 _ARRAYS = "COMMRT_PARAMETER Arrays arrays"

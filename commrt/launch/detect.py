@@ -73,7 +73,7 @@ _WITHOUT_MPI = (
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Return who started this process; ``COMMRT_LAUNCH`` overrides the order.
+    """Return the launcher of this process; ``COMMRT_LAUNCH`` overrides the order.
 
     Raises UsageError if COMMRT_LAUNCH names a launcher whose variables are absent,
     or if a launcher's variables are not numbers or contradict each other.
@@ -96,8 +96,8 @@ def slurm_step(
 ) -> LaunchInfo | None:
     """Return these ranks as Slurm's variables have them, if srun itself started them.
 
-    What srun says to MPI libraries (``PMI_RANK``, of ``srun --mpi=pmi2``) is of the
-    same ranks. None where an mpiexec did it, be it within an allocation of Slurm's.
+    srun tells MPI libraries the same ranks (``PMI_RANK``, with ``srun --mpi=pmi2``).
+    The result is None if an mpiexec started them, even within an allocation of Slurm's.
     """
     if launch.kind == "slurm":
         return launch

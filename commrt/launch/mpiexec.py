@@ -87,7 +87,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Completed:
-    """How a launch ended."""
+    """End of a launch."""
 
     argv: tuple[str, ...]
     """The command, for messages and reports."""

@@ -12,7 +12,8 @@ from commrt.errors import UsageError
 __all__ = ["check_host", "hosts", "rendezvous", "tasks_on_node"]
 
 _FIRST_PORT, _PORTS = 20000, 12000
-"""Below the ports that Linux gives to whoever asks for any."""
+"""First port and number of ports, below those that Linux gives to whoever asks for
+any."""
 _PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -92,7 +93,7 @@ def check_host(host: str, port: int) -> None:
 
 
 def tasks_on_node(environ: Mapping[str, str]) -> str | None:
-    """Return how many tasks of the step share this node; None where it does not say.
+    """Return the number of the step's tasks on this node; None if Slurm does not say.
 
     ``SLURM_STEP_TASKS_PER_NODE`` is a list such as ``2(x3),1``, in order of the nodes.
     """

@@ -23,7 +23,7 @@ _STAGED = "staged/messages"
 
 
 def message_binders(messages: Messages) -> Binders:
-    """Return what binds each kind of message to its arrays."""
+    """Return the binders of the kinds of messages, by name."""
     return {
         "send": partial(_bind_send, messages),
         "recv": partial(_bind_recv, messages),

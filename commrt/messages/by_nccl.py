@@ -76,7 +76,7 @@ class NcclMessages:
         self._phase = self._own_phase()
 
     def _own_phase(self) -> _native.NcclPhase:
-        """Return what moves; what a rank sends itself is copied."""
+        """Return the messages that move; those to the rank itself are copied."""
         rank, own = self._group.rank, []
         messages = []
         for index, (array, peer, _) in enumerate((*self._sends, *self._recvs)):
@@ -130,7 +130,7 @@ class NcclMessages:
         addresses = [each.address for each in self._arrays]
         keep = tuple(each.owner for each in self._arrays)
         work = devices.runner(device, plan)
-        started = devices.given(
+        started = devices.launch(
             lambda: work.start_arrays(
                 plan, addresses, stream, not nonblocking, keep, limit
             )

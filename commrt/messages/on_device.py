@@ -52,7 +52,7 @@ class DeviceMessages:
         devices = self._devices
         devices.order_exported(device, stream, self._arrays)
         messages = devices.messages(device)
-        started = devices.given(
+        started = devices.launch(
             lambda: messages.start(
                 self._sends, self._recvs, stream, not nonblocking, self._keep, limit
             )

@@ -57,8 +57,8 @@ class Messages:
 
         A blocking send returns when ``x`` may be changed. For a message of up to 16 KiB
         that is before the receive has been called, unless ``dest`` holds 3 MiB or more
-        of such messages that it has not received; for a longer one it is after. Of an
-        array on a device it is for ``stream`` to wait, until the array is on the host.
+        of such messages that it has not received; for a longer one it is after. For an
+        array on a device ``stream`` waits instead, until the array is on the host.
         """
         self.group.check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """True if the MPI library takes CUDA memory, asked at run time.
 
-A library that does not reads a device's address as a host's, and crashes. What it was
-built from says little: a build with CUDA may run where its transports have none. So
-nothing is assumed, and only a library that says yes is given device memory.
+A library that does not reads a device's address as a host's, and crashes. Its build
+says little: a build with CUDA may run where its transports have none. So nothing is
+assumed, and only a library that says yes is given device memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mpi_takes_cuda() -> Awareness:
 
 
 def _weigh(library: Any, kinds: str | None) -> Awareness:
-    """Return what functions of the library and the info say together."""
+    """Return the answer of the library's functions and the info together."""
     said = []
     for name, ask in (
         ("MPIX_GPU_query_support", _gpu_query),

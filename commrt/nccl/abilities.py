@@ -2,8 +2,8 @@
 """The operations of NCCL: one table for the policy, ``explain`` and the docs.
 
 ``support(coll, dtype, reduction, version)`` says whether NCCL has the operation
-(native), whether commrt composes it of others (composed), or why it is refused. What
-only moves is bytes to NCCL, so types matter to reductions only.
+(native), whether commrt composes it of others (composed), or why it is refused. Data
+that only moves is bytes to NCCL, so types matter to reductions only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _FORMATS = {
     "complex64": "<f",
     "complex128": "<d",
 }
-"""How ``struct`` packs a factor of a type."""
+"""Formats with which ``struct`` packs a factor, by element type."""
 
 _COMPOSED = {
     "pairs": "grouped send and receive",
@@ -80,14 +80,14 @@ _COMPOSED = {
     "reductions": "grouped reductions, one per block",
     "allreduce": "an allreduce of one byte",
 }
-"""By a row's ``nccl``, what an operation is composed of."""
+"""Names of the parts of composed operations, by a row's ``nccl``."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 _FLOAT8_CAPABILITY = 90
 
 
 @dataclass(frozen=True)
 class Support:
-    """How NCCL does an operation, or why it does not."""
+    """Way in which NCCL does an operation, or the reason why it does not."""
 
     how: How
     """``native``, ``composed`` or ``refused``."""
@@ -106,7 +106,7 @@ def support(
     *,
     capability: int | None = None,
 ) -> Support:
-    """Return how NCCL ``version`` does ``coll``.
+    """Return the support of NCCL ``version`` for ``coll``.
 
     Args:
         coll: the operation.
@@ -167,7 +167,7 @@ def _is_float8(dtype: DType) -> bool:
 
 
 def nccl_count(dtype: DType, count: int) -> int:
-    """Return how many of NCCL's elements are ``count`` of ``dtype`` in a reduction."""
+    """Return NCCL's number of elements for ``count`` of ``dtype`` in a reduction."""
     return 2 * count if dtype.kind == "complex" else count
 
 
@@ -200,7 +200,7 @@ def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
 
 
 def reductions_table() -> str:
-    """Return what NCCL does with each reduction of each type, for the reference."""
+    """Return NCCL's support for each reduction of each type, for the reference."""
     rows = ["| `op` | type | NCCL |", "|---|---|---|"]
     for op in ReduceOp:
         verdicts: dict[str, list[str]] = {}
@@ -222,7 +222,7 @@ def reductions_table() -> str:
 
 
 def operations_table() -> str:
-    """Return what NCCL does with each operation, for docs/reference/nccl.md."""
+    """Return NCCL's support for each operation, for docs/reference/nccl.md."""
     since = feature("alltoall").since
     rows = [
         f"| operation | before {version_text(since)} | from {version_text(since)} on "

@@ -127,7 +127,7 @@ class NcclComm(NcclOperations):
         return made
 
     def hand_over(self) -> _native.NcclComm:
-        """Return the native one: who asks ends it, and this object no more."""
+        """Return NCCL's communicator: the caller must end it, not this object."""
         self._is_handed_over = True
         return self._native
 

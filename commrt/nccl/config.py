@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a communicator is made, and how messages are put into groups."""
+"""Configuration of an NCCL communicator, and the shape of its groups of messages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class NcclConfig:
     split_share: bool | None = None
     """True if communicators that are split off share resources with this one."""
     traffic_class: int | None = None
-    """Of the network; from 2.26 on."""
+    """Traffic class of the network; from 2.26 on."""
     cta_policy: int | None = None
     """0 default, 1 efficiency, 2 none (copy engines); from 2.27 on."""
     nvls_ctas: int | None = None
     """Thread blocks for NVLink SHARP; from 2.27 on."""
     max_p2p_peers: int | None = None
-    """How many peers messages go to at a time; from 2.30 on."""
+    """Number of peers that messages go to at a time; from 2.30 on."""
     net_name: str = ""
     """The network to use."""
     comm_name: str = ""
@@ -63,15 +63,16 @@ class NcclConfig:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """How many messages one group of NCCL calls may hold; equal on all ranks.
+    """Most messages in one group of NCCL calls; equal on all ranks.
 
-    NCCL's documentation allows 2048 calls per group. Less is safe: NCCL launches a
-    group as one kernel only while its batches fit into 4 KiB of kernel arguments, which
-    is 252 batches of 16 bytes. What does not fit goes into a second kernel, by each
-    rank's own order, and then ranks can wait for each other's second kernels. One
-    message to each of 8 peers takes up to one batch on each of the (at most 32)
-    channels of a peer, and the next message between the same two ranks takes others; so
-    6 times 8 messages each way fit, with room for the one more that NCCL wants.
+    NCCL's documentation allows 2048 calls per group, but fewer are safe. NCCL launches
+    a group as one kernel only while its batches fit into 4 KiB of kernel arguments,
+    which is 252 batches of 16 bytes. The rest goes into a second kernel, by each rank's
+    own order, and then ranks can wait for each other's second kernels.
+
+    One message to each of 8 peers takes up to one batch on each of the (at most 32)
+    channels of a peer. The next message between the same two ranks takes others. So 6
+    times 8 messages each way fit, with room for the one more that NCCL wants.
     """
 
     distances: int

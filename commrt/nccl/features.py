@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of NCCL has what: asked at run time, never at build time.
+"""Features of NCCL by version: asked at run time, never at build time.
 
-Versions are taken from nccl.h of each release. What a library lacks is an error that
-names the version found and the one needed.
+Versions are taken from nccl.h of each release. If a library lacks a feature, an error
+names the version found and the version needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 OLDEST = 21800
-"""Below it there is no split, and nothing here is tried."""
+"""Oldest version that commrt uses; older ones have no split."""
 NEWEST_KNOWN = 23203
 """The newest release that was looked at. Newer ones are used: the ABI only grows."""
 

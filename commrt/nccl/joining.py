@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks make an NCCL communicator together, or fail together.
+"""Creation of an NCCL communicator by all ranks together, or by none.
 
 1. The first member asks NCCL for an id; all members exchange it, their versions and
    their configurations.
-2. Each starts to join without blocking, and polls until it has, or until the deadline.
-3. All tell each other how that went. Where it went wrong for one, all give it up, so
-   nobody is left with a communicator that has no peers. This is also the barrier that
-   NCCL needs before the first collective.
+2. Each member starts to join without blocking, and polls until it has joined or the
+   deadline has come.
+3. All members exchange their results. If one failed, all give the communicator up, so
+   nobody has a communicator without peers. This is also the barrier that NCCL needs
+   before the first collective.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Joining:
         self._device = device
 
     def join(self) -> _native.NcclComm:
-        """Return the native communicator."""
+        """Return the communicator of NCCL."""
         unique_id, options = self._agree()
         rank = self._members.index(self._bootstrap.rank)
         if self._device is not None:  # NCCL takes the thread's current one

@@ -79,7 +79,7 @@ def library() -> Library:
 
 
 def taken() -> Library | None:
-    """Return what ``library`` has opened, without looking for it."""
+    """Return the NCCL that ``library`` has opened, without looking for it."""
     with _lock:
         return _found[0] if _found else None
 

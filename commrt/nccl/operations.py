@@ -3,8 +3,8 @@
 
 ``run`` takes any collective of the operations table; messages have ``send``, ``recv``
 and ``exchange``. Counts are NCCL's: of a rank's block for allgather, gather, scatter,
-alltoall and reduce_scatter, of the whole array otherwise. What NCCL lacks is composed
-of grouped messages in an order that is the same on all ranks.
+alltoall and reduce_scatter, of the whole array otherwise. Operations that NCCL lacks
+are composed of grouped messages, in an order that is the same on all ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn what a native call of NCCL came to into an exception."""
+"""Exceptions for the results of NCCL's calls."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule to the plan that the engine runs."""
+"""Plans that the engine runs, made of schedules."""

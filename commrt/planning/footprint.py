@@ -37,11 +37,11 @@ class Footprint:
     """Bounds of the messages of a schedule, over all of its ranks."""
 
     publishes: int
-    """At most so many different payloads of one rank are unread at once."""
+    """Most different payloads of one rank that are unread at once."""
     slices: tuple[tuple[int, int, tuple[int, int]], ...]
     """(blocks, blocks of the space, scale) of every message."""
     messages: int
-    """At most so many messages go from one rank to another in a fragment."""
+    """Most messages that go from one rank to another in a fragment."""
     exchanges: bool
     """True if any two ranks send each other equally many."""
 
@@ -52,7 +52,7 @@ class Footprint:
         return _EXCHANGED_NBYTES if self.exchanges else CHUNK_NBYTES
 
     def slot_reuse(self, wanted: int | str, combines: bool) -> int:
-        """Return what the engine is told: fragments, or 0 for what its window holds.
+        """Return the engine's argument: fragments, or 0 for what its window holds.
 
         Between near cores of Zen 4 the window saves a bcast 30 to 55 % of its time, and
         a reduce_scatter 2 to 15 %; blocks that two ranks only exchange took 0.94 to

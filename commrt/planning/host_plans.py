@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule and element counts to a native plan.
+"""Plans that the engine runs on the host, made of schedules and element counts.
 
 The number of fragments must be equal on all ranks, because messages are matched by
 their position in fragments. It is therefore computed from the *footprint* of the whole
@@ -62,14 +62,14 @@ __all__ = [
 ]
 
 INLINE_NBYTES = _native.inline_nbytes()
-"""What a message's line has room for, and what with the lines that belong to it."""
+"""Bytes that fit into a message's line, and bytes that fit into all of its lines."""
 _INLINE_COMBINED_NBYTES = 1072
 """A sum is copied once more on its way into lines and out of them: an allreduce of
 1 KiB took 0.90 (far) to 1.00 (near) of its time through a slot, one of 2 KiB 1.08; a
 bcast or an allgather of 1.5 to 2 KiB 0.80 to 0.94."""
 SYMMETRIC_NBYTES = 32768
-"""From this full vector on, buffers in the symmetric heap are used in place: below,
-what a copy saves costs more than it takes."""
+"""Full vector from which buffers in the symmetric heap are used in place. Below it, a
+copy costs less than the steps that avoid it."""
 _FRAGMENTS_PROVED = 3
 """As many as ``verify_lowered`` runs: later ones wait for the like of what these do."""
 _STORES = {"plain": 0, "stream": 1, "stream_slots": 2, "stream_both": 3}
@@ -88,7 +88,7 @@ _CACHE_NBYTES = 32 << 20
 _MOST_SPINS = 1 << 20
 """A look takes tens of nanoseconds: some 50 ms, as often as a wait checks signals."""
 _BY_LINK_CLASS = -1
-"""What the engine is told for ``spins=auto``."""
+"""Code that tells the engine ``spins=auto``."""
 _KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
@@ -104,7 +104,7 @@ def last_level_cache_nbytes() -> int:
 
 @dataclass(frozen=True)
 class TransportParams:
-    """How messages cross shared memory; the tuner chooses them per size and link."""
+    """Parameters of shared-memory messages; the tuner picks them by size and link."""
 
     chunk: int | str = "auto"
     """Wanted bytes per message of a fragment; ``auto``: 131072 where data flows one
@@ -112,11 +112,11 @@ class TransportParams:
     messages as they get; where gloo connects nodes 262144, of vectors beyond 1 MiB
     4 MiB, and of those that an allreduce adds up 1 MiB beyond 2 MiB."""
     store: str = "auto"
-    """Which writes are non-temporal: none (``plain``), results (``stream``), shared
+    """Writes that are non-temporal: none (``plain``), results (``stream``), shared
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots
-    where cores are near and streamed ones elsewhere, and with streamed results where
-    the node's buffers are beyond what the cache holds; it goes on with what proves
-    faster, rank by rank (native/engine/store_choice.hpp)."""
+    if cores are near, and with streamed slots elsewhere. It starts with streamed
+    results if the node's buffers are larger than the cache. Then it goes on with the
+    writes that prove faster, rank by rank (native/engine/store_choice.hpp)."""
     depth: int = 2
     """Fragments tried at once."""
     reuse: int | str = "auto"
@@ -128,9 +128,9 @@ class TransportParams:
     one, or one to several peers beyond a line's 48 bytes, lies in a slot, to which its
     line points. ``auto``: 1072 where values are combined, else 2096."""
     spins: int | str = "auto"
-    """How often a rank that waits looks for what it waits for before it lets another
-    rank have its core; ``auto``: 2 where ranks outnumber cores, else 20000. Of several
-    operations in flight, the least counts."""
+    """Looks of a waiting rank before it lets another rank have its core; ``auto``: 2
+    where ranks outnumber cores, else 20000. The least of several operations in flight
+    counts."""
 
     def __post_init__(self) -> None:
         known = ("auto", *_STORES)
@@ -172,7 +172,7 @@ class TransportParams:
             )
 
     def most_inline(self, reduces: bool) -> int:
-        """Return how many bytes of a message ride in lines at most."""
+        """Return the most bytes of a message that ride in lines."""
         if isinstance(self.inline, int):
             return self.inline
         return _INLINE_COMBINED_NBYTES if reduces else INLINE_NBYTES[1]
@@ -336,7 +336,7 @@ def distinct(
 
 
 _REACHED_RANKS = 64
-"""Beyond, finding out what peers may reach costs more than it saves."""
+"""Most ranks for which it pays to find out which memory peers may reach."""
 
 
 @lru_cache(maxsize=256)
@@ -357,9 +357,9 @@ BoundsOf = Callable[[int, Lowered], list[list[int]]]
 def _reach(
     comm: Ranks, spec: PlanSpec, own: Mapping[str, ParamValue], bounds_of: BoundsOf
 ) -> dict[str, Any]:
-    """Return what the engine is told about buffers in the symmetric heap."""
+    """Return the engine's arguments about buffers in the symmetric heap."""
     nothing = np.zeros(0, np.uint8)
-    # Of an alltoallv nobody knows the whole length: its buffers are ordinary ones.
+    # Nobody knows an alltoallv's whole length: its buffers are ordinary ones.
     long = spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES
     told = {
         "shows_result": long and spec.op.rule_bytes != "any",
@@ -404,7 +404,7 @@ def node_numbers(comm: Ranks) -> Nodes:
 
 
 def schedule_plan(comm: Ranks, spec: PlanSpec) -> Any:
-    """Return the native plan of this rank for a schedule algorithm."""
+    """Return the engine's plan of this rank for a schedule algorithm."""
     assert isinstance(comm, _native.Group), "the engine runs plans of its own groups"
     coll, name = spec.op.name, spec.candidate.algorithm
     check_params(coll, name, comm.size, spec.candidate.params)
@@ -558,7 +558,7 @@ def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
 
 
 def scaling(spec: PlanSpec, size: int) -> tuple[float, int, int]:
-    """Return what to multiply floats, and integers, by before sending; the divisor.
+    """Return the factors for floats and integers before sending, and the divisor.
 
     avg scales floats before sending and divides integers at the end.
     """

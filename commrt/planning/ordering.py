@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidates combine in the order that a reduction needs, and why not others."""
+"""Candidates whose order suits a reduction, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def floor_us(
     query: Query,
     candidate: Candidate,
 ) -> float:
-    """Return what ``predicted_us`` is at least: found from a few ranks' programs."""
+    """Return a lower bound of ``predicted_us``, found from a few ranks' programs."""
     if facts.size == 1:
         return 0.0
     return _predicted(facts, query, candidate, only_floor=True)
@@ -80,7 +80,7 @@ def schedule_us(
     shares: bool = False,
     nearby: OnNode | None = None,
 ) -> float:
-    """Return what a schedule takes where messages between nodes cost so much.
+    """Return the time of a schedule if messages between nodes cost so much.
 
     Args:
         facts: where it runs.
@@ -126,7 +126,7 @@ def schedule_us(
 
 
 def _on_node(facts: CommFacts, between: Constants) -> OnNode | None:
-    """Return what messages on a node cost, compared with those between nodes."""
+    """Return the cost of messages on a node, compared with those between nodes."""
     if facts.ppn == 1:
         return None
     crowd = max(1.0, facts.ppn / facts.cores)

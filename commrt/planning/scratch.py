@@ -8,7 +8,7 @@ from typing import NamedTuple
 __all__ = ["ALIGNMENT_NBYTES", "Area", "Scratch"]
 
 ALIGNMENT_NBYTES = 256
-"""As devices allocate memory."""
+"""Alignment of the memory that devices allocate."""
 
 
 class Area(NamedTuple):
@@ -25,7 +25,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """What all of it takes."""
+        """Bytes of all memory here."""
         self._kept = 0
         self._areas: list[Area] = []
 

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule's rounds and element counts to what a rank's stream runs.
+"""Programs that a rank's stream runs, made of a schedule's rounds and element counts.
 
-A list of commands, which is made once and given to a stream as often as wanted
-(``stream_program.hpp``). With ``nccl_program`` each round is one group of NCCL's
-sends and receives, then kernels; ``peer_programs`` has the other form of rounds.
-
-Blocks have the lengths that the host engine gives them. Long messages are cut into
-fragments where every slice is one block, laid over each other by a round: while a rank
-passes one on, it receives the next.
+A program is a list of commands, made once and given to a stream as often as wanted
+(``stream_program.hpp``). With ``nccl_program`` each round is one group of NCCL's sends
+and receives, then kernels; ``peer_programs`` has the other form of rounds.
 """
 
 from __future__ import annotations
@@ -95,7 +91,7 @@ class StreamPlan:
 
     program: _native.StreamProgram
     scratch_nbytes: int
-    """Of the base SCRATCH."""
+    """Bytes of the base SCRATCH."""
     published_nbytes: int
     """The most that any rank publishes in a part; equal on all ranks."""
     fragments: int
@@ -290,7 +286,7 @@ class ProgramCall:
                 base = SCRATCH
             if base == SCRATCH and starts:
                 if space.kind == "tmp":
-                    # What nothing touches takes no memory.
+                    # Untouched blocks take no memory.
                     lengths = [
                         (hi - lo) * (block in used[number])
                         for block, (lo, hi) in enumerate(pairwise(starts))
@@ -310,7 +306,7 @@ class ProgramCall:
         lo, _ = self.piece(self.rank, place, fragment, fragments)
         return base, starts[place.lo] + (lo - edges[place.lo]) * self.item
 
-    # What surrounds the rounds
+    # Commands before and after the rounds
 
     @property
     def is_scaled(self) -> bool:

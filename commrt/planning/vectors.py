@@ -57,7 +57,7 @@ class Lengths(ABC):
     """Lengths of blocks and numbers of fragments, on one rank."""
 
     fragments: int
-    """Of the plan."""
+    """Number of fragments of the plan."""
     longest_nbytes: int
     """No message of a fragment is longer."""
 

@@ -19,9 +19,9 @@ Such programs do not deadlock, though a rank may have few messages unread and tr
 steps at once. A step's *key* is its phase and the number of its message among those
 with the same peer; it is the same at both ends, and steps are in the order of keys. A
 rank tries all steps of its least key that is not done, and has slots for all that it
-sends under one key. Of all unfinished steps of all ranks take those with the least key.
-A send among them waits for values and slots of lesser keys only, which are done; so all
-sends run, then what receives from them, in order.
+sends under one key. Take those with the least key among all unfinished steps of all
+ranks. A send among them waits only for values and slots of lesser keys, which are done.
+So all sends run, then the steps that receive from them, in order.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Box:
     start: tuple[int, ...]
     stop: tuple[int, ...]
     axes: tuple[tuple[int, int], ...] | None = None
-    """For each dimension of the box, the array's dimension and how many elements there
-    one step goes; None: the box's dimensions are the array's."""
+    """Dimension of the array, and elements per step there, for each of the box's
+    dimensions. None: the box's dimensions are the array's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,11 +130,11 @@ class BoxProgram:
     deps: npt.NDArray[np.int32]
     dep_ptr: npt.NDArray[np.int32]
     peers: tuple[tuple[int, int, int], ...]
-    """Rank, messages to it, messages from it."""
+    """Tuples of a rank, the messages to it and the messages from it."""
     longest_nbytes: int
-    """Of any message."""
+    """Bytes of the longest message."""
     ahead: int
-    """How many steps are tried at once: those of two keys."""
+    """Number of steps that the engine tries at once: those of two keys."""
     fewest_slots: int
     """Most messages sent under one key."""
 
@@ -282,7 +282,7 @@ class _Piece:
 def _units(
     moves: list[Move], itemsizes: Sequence[int], limit: int
 ) -> list[list[_Piece]]:
-    """Return what goes into one message together, in order: a piece, or two twins.
+    """Return the content of each message, in order: a piece, or two twins.
 
     Opposite faces of a block across its fastest dimension share cache lines: the engine
     moves both in one pass (native/kernels/box_twins.cpp).
@@ -391,7 +391,7 @@ def _dependencies(
 
 
 class _Written:
-    """Which steps write where; boxes of up to as many dimensions as any has."""
+    """Writes of all steps, by box; each box counts with the most dimensions of any."""
 
     def __init__(self, messages: list[_Message]) -> None:
         boxes = [(i, box) for i, one in enumerate(messages) for box in one.targets]

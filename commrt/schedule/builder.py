@@ -51,13 +51,13 @@ class Buffer:
     space: int
     lo: int
     num: int
-    """How many blocks this buffer shows."""
+    """Number of blocks in this buffer."""
     group: int = 1
-    """How many blocks of the space make one of these."""
+    """Number of blocks of the space in one block of this buffer."""
     name: str = ""
     pieces: tuple[tuple[int, int], ...] | None = None
-    """Where unequal blocks begin and end, in blocks of the space; None: all are one
-    block of the space. A block may be empty: a step on it is none."""
+    """Begin and end of unequal blocks, in blocks of the space; None: each is one block
+    of the space. A block may be empty: then a step on it does nothing."""
 
     def __len__(self) -> int:
         return self.num

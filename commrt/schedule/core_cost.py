@@ -66,7 +66,7 @@ class CoreCounts:
     rounds: float
     """Time of the messages, were they empty, in times of one message."""
     loads: tuple[Load, ...]
-    """Of all ranks; equal ones once."""
+    """Loads of all ranks; equal ones stand once."""
     mean: Load
     """The work of all ranks, divided by their number."""
     fill: float
@@ -118,7 +118,7 @@ class _Read(NamedTuple):
 
 
 def _read(program: RankProgram) -> _Read:
-    """Return what one rank's core does for its messages, in program order."""
+    """Return the work of one rank's core for its messages, in program order."""
     width = widths(program)
     ends: list[_Message] = []
     sent = again = received = reduced = largest = 0.0
@@ -151,7 +151,7 @@ def _read(program: RankProgram) -> _Read:
 
 
 def _play(ends: Sequence[Sequence[_Message]]) -> tuple[float, float] | None:
-    """Return when all is done, of empty messages and of bytes that are all.
+    """Return the end of all messages: of empty ones, and of ones that are all bytes.
 
     Sends wait for nobody. None if ranks that wait for messages in program order would
     wait for each other, or if a message is never received.
@@ -233,7 +233,7 @@ def core_floor(
     shares: bool = True,
     crowd: float = 1.0,
 ) -> float:
-    """Return what ``core_cost`` is at least, from the programs of some ranks alone."""
+    """Return a lower bound of ``core_cost``, from the programs of some ranks alone."""
     read = [_read(schedule.program(rank)) for rank in ranks]
     rounds = max(max(_END * len(one.ends), min(len(one.ends), 1)) for one in read)
     prices = beta_us_per_byte, gamma_us_per_byte, shares

@@ -10,9 +10,9 @@ bytes lie on the path where nothing overlaps them, as on the way down a tree: *f
 Long vectors run in fragments that follow one another: of those bytes only one
 fragment's count.
 
-Ranks that share a node share its port. What they send each other takes a part of a
-round, and a part of beta on the core of either end; on a node all that follows one
-another: what the busiest core moves comes on top of what the port moves.
+Ranks that share a node share its port. A message between them takes a part of a round,
+and a part of beta on the core of either end. On a node all of that follows one another:
+the time of the busiest core comes on top of the port's.
 
 The counts do not depend on the message length and are kept per schedule. On one node
 there are no ports, and cores move the data: `core_cost`.
@@ -36,10 +36,10 @@ MESSAGE_SHARE = 0.25
 CHUNK_NBYTES = 131072
 """Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
 READER_SHARE = 0.25
-"""What a further reader of a value costs its writer, as part of the copy: the cache
+"""Cost of a further reader of a value to its writer, as a part of the copy: the cache
 that holds the value serves its readers one after the other."""
 ROUNDING = 1e-9
-"""What sums of parts differ by in floating point."""
+"""Largest relative difference of sums of parts in floating point."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _RankCounts(NamedTuple):
 
 
 def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
-    """Return what one rank does, from its program alone."""
+    """Return the work of one rank, from its program alone."""
     width = widths(program)
     nodes = on_node.nodes if on_node else range(program.rank + 1)
     own = nodes[program.rank]
@@ -142,7 +142,7 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
 
 
 def _moved(ranks: Iterable[_RankCounts]) -> float:
-    """Return what the busiest node moves, in times of bytes between nodes."""
+    """Return the traffic of the busiest node, in times of bytes between nodes."""
     nodes: dict[int, tuple[float, float, float]] = {}
     for one in ranks:
         sent, received, core = nodes.get(one.node, (0.0, 0.0, 0.0))
@@ -190,7 +190,7 @@ def floor(
     gamma_us_per_byte: float,
     on_node: OnNode | None = None,
 ) -> float:
-    """Return what ``cost`` is at least, from the programs of some ranks alone."""
+    """Return a lower bound of ``cost``, from the programs of some ranks alone."""
     found = [_rank_counts(schedule.program(rank), on_node) for rank in ranks]
     shortest = on_node.alpha if on_node else 1
     messages = max(one.messages for one in found)

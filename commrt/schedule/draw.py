@@ -24,7 +24,7 @@ _LEFT, _RIGHT = 74, 176
 _COLUMN, _PER_RECEIVE = 78, 12
 _GUTTER, _PER_MARK = 16, 24
 _NEAR = 17
-"""How far above or below its sender's lane a message has its label."""
+"""Distance of a message's label from its sender's lane, above or below."""
 _CHARACTER = 6.3
 _NAMED_COLOURS = (
     "#4e79a7",

@@ -28,7 +28,7 @@ __all__ = ["LINES", "EngineModel"]
 LINES = 64
 """Message lines per ordered pair of ranks."""
 _NAMED = 3
-"""How many reasons for a deadlock its message names."""
+"""Number of reasons that the message about a deadlock names."""
 
 Fact = tuple[str, int, int, int]
 """("done", rank, position, 0), ("sent" or "acked", from, to, message id)."""

@@ -33,7 +33,7 @@ __all__ = ["Reach", "Sharing", "reaches"]
 
 
 class Sharing(IntFlag):
-    """How a rank's ``in`` and ``out`` lie to each other; as in engine/layout.hpp."""
+    """Relation of a rank's ``in`` and ``out`` in memory; as in engine/layout.hpp."""
 
     APART = 1
     """They have nothing in common."""
@@ -48,14 +48,15 @@ class Reach:
     """The exposures of one rank's program, as sets of cases."""
 
     exposable: npt.NDArray[np.uint8]
-    """Per instruction: when peers may read what it sends out of its result here."""
+    """Cases, per instruction, in which peers may read here the part of its result that
+    it sends out."""
     operand_exposable: npt.NDArray[np.uint8]
     """The same for its only operand, where it sends that as it is."""
     deliverable: npt.NDArray[np.uint8]
-    """Per output: when a message may be written to the peer's ``out``; the case is that
-    of the peer's buffers."""
+    """Cases, per output, in which a message may be written to the peer's ``out``; a
+    case is that of the peer's buffers."""
     landings: tuple[tuple[int, Slice] | None, ...]
-    """Per output: the peer, and the slice of its spaces where the message goes."""
+    """Peer, per output, and the slice of its spaces where the message goes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _Touch:
 def reaches(
     programs: Sequence[Lowered], share_memory: Callable[[int, int], bool]
 ) -> list[Reach]:
-    """Return what each rank's program may do, given the programs of all ranks.
+    """Return the reach of each rank's program, given the programs of all ranks.
 
     ``share_memory(rank, peer)`` tells which ranks map each other's memory.
     """
@@ -154,7 +155,7 @@ class _Analysis:
         return bool(self.before[other[0]][other[1]] & self._bit(one))
 
     def _order(self) -> list[list[int]] | None:
-        """Return what comes before each instruction, as a set; None if cyclic."""
+        """Return the instructions before each instruction, as a set; None if cyclic."""
         waits: dict[Node, int] = {}
         follows: dict[Node, list[Node]] = {}
         for rank, program in enumerate(self.programs):
@@ -204,7 +205,7 @@ class _Analysis:
         return _slices(self.outputs[rank][index])[:1]
 
     def _sources(self, rank: int, index: int) -> list[Slice]:
-        """Return where what an instruction sends lies in a buffer as it is."""
+        """Return the places in buffers of the value that an instruction sends."""
         found = self._results(rank, index)
         if len(self.inputs[rank][index]) == 1:
             found = found + _slices(self.inputs[rank][index])
@@ -212,7 +213,7 @@ class _Analysis:
         return [part for part in found if spaces[part.space].kind != "tmp"]
 
     def _takers(self, rank: int, index: int) -> list[Node]:
-        """Return who takes the messages of an instruction on this node."""
+        """Return the receivers of an instruction's messages on this node."""
         return [
             (peer, self.receiver[rank, peer, k])
             for kind, peer, k, _ in self.outputs[rank][index]
@@ -331,9 +332,9 @@ class _Memory:
     """Places of a rank's slices, in units that all block boundaries fall on."""
 
     starts: tuple[int, ...]
-    """Per space, of its first block."""
+    """Unit at which the first block begins, per space."""
     units: tuple[int, ...]
-    """Per space, of one block."""
+    """Units of one block, per space."""
 
     @classmethod
     def of(cls, program: Lowered, sharing: Sharing, size: int) -> _Memory | None:

@@ -39,7 +39,7 @@ class Goal:
         return [(first + block, 1 << rank) for block in range(nblk)]
 
     def final(self, rank: int, nblk: int) -> list[Content]:
-        """Return what the ``nblk`` blocks of ``out`` on ``rank`` must hold."""
+        """Return the content that the ``nblk`` blocks of ``out`` on ``rank`` need."""
         spec = operation(self.coll)
         if spec.by_pair:
             share = nblk // self.size

@@ -362,7 +362,7 @@ class Schedule:
 
 
 def full_multiple(coll: str, size: int) -> int:
-    """Return what the full vector's length is always a multiple of: ``size`` or 1."""
+    """Return a divisor that the full vector's length always has: ``size`` or 1."""
     return size if operation(coll).is_blocked else 1
 
 

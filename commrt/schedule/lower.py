@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule's program to the engine's instructions.
+"""Lowering: from a schedule's program to the engine's instructions.
 
     value = inputs[0] ⊕ inputs[1] ⊕ …;  every output = value
 
@@ -48,7 +48,7 @@ class Lowered:
 
     rank: int
     spaces: tuple[Space, ...]
-    """As in the program; scratch that fusion made superfluous has length 0."""
+    """Spaces of the program; scratch that fusion made superfluous has length 0."""
     inputs: Table
     input_ptr: Table
     outputs: Table
@@ -208,7 +208,7 @@ class _Lowering:
     # Copies are noted, then resolved.
 
     def _resolve(self, where: Slice) -> Slice:
-        """Return where the data of ``where`` really is."""
+        """Return the real place of the data of ``where``."""
         space, lo, hi = where
         noted = [self._copies.get((space, block)) for block in range(lo, hi)]
         if not any(noted):
@@ -270,7 +270,7 @@ class _Lowering:
                 host = self._host(piece, target, position)
                 if host is not None:
                     self.instructions[host].outputs.append((LOCAL, *target))
-                    # What is added to one of them would be added to all.
+                    # A term added to one of its outputs would be added to all of them.
                     self.instructions[host].joins = False
                     self._note(self._writer, target, host)
                     break
@@ -284,7 +284,7 @@ class _Lowering:
             done = end
 
     def _value_ends(self, space: int, lo: int, limit: int) -> list[int]:
-        """Return where values starting at ``lo`` end, the longest first."""
+        """Return the ends of values starting at ``lo``, the longest first."""
         ends = set(self._sent_ends.get((space, lo), ()))
         writer = self._writer.get(self._first[space] + lo, -1)
         if writer >= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a schedule would end on ranks with one port each: what waits for what, and whom.
+"""End of a schedule on ranks with one port each, by the waits of its messages.
 
 A message starts when its send may start and the ports of both ranks are free, takes
 its *length*, and keeps both ports busy for its *occupancy*. A rank's sends leave in the
@@ -40,14 +40,14 @@ class OnNode(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """When the last message has arrived, with everyone starting at 0."""
+    """Times at which the last message has arrived, with everyone starting at 0."""
 
     steps: int
     """Messages on the longest chain."""
     rounds: float
-    """With empty messages."""
+    """End with empty messages."""
     data: float
-    """With messages that are nothing but bytes."""
+    """End with messages that are nothing but bytes."""
     complete: bool
     """True if all ranks arrived."""
 
@@ -59,7 +59,7 @@ def play(
     share: float,
     on_node: OnNode | None = None,
 ) -> Ends:
-    """Return when the steps of all ranks end.
+    """Return the ends of the steps of all ranks.
 
     Args:
         steps: of each rank.
@@ -71,15 +71,15 @@ def play(
     nodes = on_node.nodes if on_node else tuple(range(len(steps)))
     followers = [followers_of(own) for own in steps]
     waiting = [[len(step.deps) for step in own] for own in steps]
-    # What each step waits for is done then: messages before it, and the two clocks.
+    # Times at which a step may start: messages before it are done, on the two clocks.
     level = [[0] * len(own) for own in steps]
     ready = [[0.0] * len(own) for own in steps]
     byte_ready = [[0.0] * len(own) for own in steps]
     port_out, port_in = [0.0] * len(steps), [0.0] * len(steps)
-    # Of the ranks, for what stays on a node, and then of the nodes.
+    # First the ranks' ports, for bytes that stay on a node; then the nodes' ports.
     bytes_out, bytes_in = [0.0] * 2 * len(steps), [0.0] * 2 * len(steps)
     sends: list[list[tuple[float, int]]] = [[] for _ in steps]
-    # Who sends next: of a rank, only the entry with the time in `turn` is valid.
+    # Next senders: of a rank, only the entry with the time in `turn` is valid.
     queue: list[tuple[float, int, int]] = []
     turn = [math.inf] * len(steps)
     arrived: dict[Place, tuple[int, float, float]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a node: a fact equal on all ranks, and part of a schedule's key."""
+"""Nodes of the ranks: a fact equal on all ranks, and part of a schedule's key."""
 
 from __future__ import annotations
 

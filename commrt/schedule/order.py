@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a lowered schedule combines contributions: proved, not declared.
+"""Order in which a lowered schedule combines contributions: proved, not declared.
 
 Some reductions need more than that every contribution counts once:
 
@@ -10,8 +10,8 @@ element is the same to the last bit whatever ran, where every operation rounds;
 - ``once``: as ``left``, and by one instruction of the engine, which rounds once: what
 floats need that are combined in a wider type.
 
-Each one implies those before it. What is proved is what the engine runs: the lowered
-programs of all ranks, with the messages that they exchange.
+Each one implies those before it. The proof is about the programs that the engine runs:
+the lowered ones of all ranks, with the messages that they exchange.
 """
 
 from __future__ import annotations

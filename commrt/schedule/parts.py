@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of an operation's data each block holds: what gives it its own length.
+"""Parts of an operation's data in blocks: they give each block its own length.
 
-A schedule knows blocks, never lengths. Where blocks differ in length, as in allgatherv,
-a block of ``in`` or ``out`` has the length of the part that the operation puts there,
-and a block of scratch that of whatever passes through it. A schedule carries such parts
-if no block ever holds two of them: then sender and receiver always agree on a length.
+A schedule knows blocks, never lengths. In an allgatherv, for example, blocks differ in
+length. Then a block of ``in`` or ``out`` has the length of the part that the operation
+puts there. A block of scratch has the length of the part that passes through it. A
+schedule carries such parts if no block ever holds two of them: then sender and receiver
+always agree on a length.
 
 Parts are numbered as in ``goals``: part p belongs to *holder* p // share, which is a
 rank, or for an alltoall the pair (source, destination) as source * ranks + destination.
@@ -35,7 +36,7 @@ class Parts:
     share: int
     """Blocks that one holder's data is cut into."""
     held: tuple[tuple[tuple[int, ...], ...], ...]
-    """Per rank and space, the part that each block holds."""
+    """Parts that each block holds, per rank and space."""
 
     def holder(self, rank: int, where: Slice) -> int:
         """Return whose data the first block of a slice holds."""
@@ -44,7 +45,8 @@ class Parts:
     def stays_in_pairs(self, schedule: Schedule) -> bool:
         """Return whether nothing passes through a rank that does not know its length.
 
-        Of an alltoall a rank knows only what it sends and gets; elsewhere it knows all.
+        In an alltoall a rank knows only the parts that it sends and gets; elsewhere it
+        knows all.
         """
         if not operation(self.coll).by_pair:
             return True
@@ -120,7 +122,7 @@ def block_length(length: int, block: int, share: int) -> int:
 
 
 def parts_of(schedule: Schedule) -> Parts | None:
-    """Return what each block holds; None if some block would hold two parts."""
+    """Return the part that each block holds; None if some block would hold two."""
     try:
         return _Tracing(schedule).run()
     except _TwoPartsError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule to closed rounds of messages, with local work between them.
+"""Closed rounds of messages, made of a schedule, with local work between them.
 
 A stream of a device runs one thing after the other, and a group of NCCL's sends and
 receives ends only when all of its messages have moved. So what a stream can run is a
@@ -49,9 +49,9 @@ class Slot(NamedTuple):
     """Scratch memory of one fragment: what a message brings, or a partial result."""
 
     number: int
-    """Of the rank's program; each is written once by a message or a copy."""
+    """Number in the rank's program; a message or a copy writes each slot once."""
     like: Slice
-    """It is as long as this."""
+    """Slice of the same length."""
 
 
 Place = Slice | Slot
@@ -89,7 +89,7 @@ class RankRounds:
     rank: int
     spaces: tuple[Space, ...]
     sends: tuple[tuple[Message, ...], ...]
-    """By round."""
+    """Messages that the rank sends, by round."""
     recvs: tuple[tuple[Message, ...], ...]
     work: tuple[tuple[Work, ...], ...]
     """Work before the first round, and behind each."""
@@ -105,10 +105,10 @@ class Group:
     """Messages that move at the same time; each with its fragment."""
 
     round: int
-    """Of all fragments together; groups of all ranks with this number and ``part``
-    are one round."""
+    """Number of the round, counted over all fragments. Groups of all ranks with the
+    same number and ``part`` are one round."""
     part: int
-    """Of a round that was too large for one group."""
+    """Number of the part, if the round was too large for one group."""
     sends: tuple[tuple[int, Message], ...]
     recvs: tuple[tuple[int, Message], ...]
 
@@ -136,7 +136,7 @@ _BEFORE = -1
 
 
 class _Timing:
-    """In which round each instruction of each rank is done."""
+    """Rounds in which each instruction of each rank is done."""
 
     def __init__(self, lowered: Sequence[Lowered]) -> None:
         self.lowered = lowered
@@ -196,7 +196,7 @@ class _Timing:
         before = [done[other] for other in self._deps[rank][index]]
         sent = self._sent[rank][index]
         if sent is not None:
-            # What it sends was made in an earlier round, at the latest.
+            # The value that it sends was made in an earlier round, at the latest.
             done[index] = self.messages[sent] = 1 + max(before, default=_BEFORE)
             return
         taken = _taken_by(rank, self._inputs[rank][index])
@@ -243,7 +243,8 @@ class _RankLowering:
         self.rounds = [_Round() for _ in range(count + 1)]  # [-1]: before the first
         self._first = locations(one.spaces)
         self._num_slots = 0
-        # What the groups of a round read and write; straight receives must keep off.
+        # Memory that a round's groups read and write; straight receives must keep off
+        # it.
         self._touched: dict[int, list[range]] = {}
 
     def result(self) -> RankRounds:
@@ -280,7 +281,7 @@ class _RankLowering:
         outputs = [Slice(*entry[1:]) for entry in self.one.outputs_of(index)]
         straight = self._may_come_straight(index, outputs)
         if straight and not self._arrives(inputs[0], number) and len(inputs) > 1:
-            # Of the first two operands either may come first.
+            # The first two operands may stand in either order.
             inputs[:2] = inputs[1::-1]
         straight = straight and self._arrives(inputs[0], number)
         places: list[Place] = []
@@ -353,7 +354,7 @@ class _RankLowering:
             shared = [0]
         where: Place
         if not shared or (shared == [0] and self._blocks_of(places[0]) == target):
-            # Of in[i] and out[i] this is a copy of a thing to itself, in place.
+            # If in[i] and out[i] are the same, in place, this copies a block to itself.
             where = output
         elif isinstance(places[0], Slot):
             where = places[0]
@@ -365,7 +366,7 @@ class _RankLowering:
         return where
 
     def _lying_in(self, places: Sequence[Place], target: range) -> list[int]:
-        """Return which operands lie where the result goes."""
+        """Return the operands that lie at the place of the result."""
         return [
             i
             for i, place in enumerate(places)
@@ -389,7 +390,7 @@ def sequence(
     lag: int = 1,
     shape: GroupShape | None = None,
 ) -> list[Step]:
-    """Return what a rank runs, in order: groups, and fragments' work.
+    """Return a rank's program, in order: groups, and fragments' work.
 
     Fragment f is the whole program on a part of every block, ``f * lag`` rounds later:
     while one rank passes a fragment on, it receives the next one.

@@ -62,14 +62,14 @@ class Trace:
 
 
 def trace(schedule: Schedule) -> Trace:
-    """Return what happens, or raise ScheduleError if messages do not match or wait."""
+    """Return the events, or raise ScheduleError if messages do not match or wait."""
     programs = schedule.programs()
     memory = _Memory(schedule, programs)
     columns = [[0] * len(program.steps) for program in programs]
     messages, local_steps = [], []
 
     def ready(rank: int, index: int) -> int:
-        """Return how many messages must be through before a step can run."""
+        """Return the number of messages that must be through before a step can run."""
         deps = programs[rank].steps[index].deps
         return max((columns[rank][dep] for dep in deps), default=0)
 

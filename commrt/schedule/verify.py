@@ -190,7 +190,7 @@ def check_input_lasts(program: RankProgram) -> None:
 
 
 def _overlap(first: Sequence[int], step: Step) -> str | None:
-    """Say what is wrong with a step's source and destination together."""
+    """Say the fault of a step's source and destination together."""
     src, dst = step.src, step.dst
     if src is None or dst is None:
         return None
@@ -328,7 +328,7 @@ class SymbolicMemory:
             self.contents.append(held)
 
     def read(self, rank: int, where: Slice) -> list[Content]:
-        """Return what ``where`` holds, or raise ScheduleError if it holds nothing."""
+        """Return the content of ``where``; ScheduleError if it holds nothing."""
         found = self.contents[rank][where.space][where.lo : where.hi]
         if None in found:
             block = where.lo + found.index(None)

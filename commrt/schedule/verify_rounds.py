@@ -53,7 +53,7 @@ class RoundsReport:
     """Costs of rounds."""
 
     num_rounds: int
-    """Of one fragment."""
+    """Number of rounds of one fragment."""
     most_calls: int
     """Sends and receives of the largest group."""
     slots: int
@@ -306,7 +306,7 @@ def _run(symbolic: _Symbolic, steps: Sequence[Sequence[Step]]) -> None:
                     ) from exc
                 position[rank] += 1
         _move(symbolic, moving)
-    # What is left behind the last groups.
+    # Steps that remain behind the last groups.
     for rank, own in enumerate(steps):
         for step in own[position[rank] :]:
             if isinstance(step, Group):

@@ -54,7 +54,7 @@ class CommFacts:
     cores: int
     """Cores available to the ranks of the poorest node."""
     link_class: LinkClass
-    """How far apart the ranks are, agreed as the worst pair."""
+    """Distance of the ranks, agreed as that of the worst pair."""
     layout: tuple[int, ...] = ()
     """The number of the node of each rank; by itself, as many on each as there can be,
     one node after the other."""
@@ -82,7 +82,7 @@ class Query:
     root: int | None = None
     """Root, where the operation has one."""
     order: Order = "any"
-    """In which order the reduction's operands must meet (schedule/order.py)."""
+    """Order in which the reduction's operands must meet (schedule/order.py)."""
 
     def __str__(self) -> str:
         extra = "".join(
@@ -102,7 +102,7 @@ class Candidate:
     backend: str
     """Name of the backend."""
     algorithm: str
-    """Which schedule, or ``native``."""
+    """Name of the schedule, or ``native``."""
     params: Mapping[str, ParamValue] = field(default_factory=dict)
     """Parameters of the algorithm and of the transport, sorted by name, read-only."""
 
@@ -177,8 +177,8 @@ class Choice:
     candidate: Candidate
     """The candidate that runs."""
     source: Source
-    """Who decided: the call, the options of the group, COMMRT_ALGORITHM, the table, the
-    model, or no choice."""
+    """Source of the choice: the call, the options of the group, COMMRT_ALGORITHM, the
+    table, the model, or the fact that there was no choice."""
     reason: str
     """One sentence for people."""
     rule: int | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine is this: what decides whether a measured table applies here.
+"""Identity of the machine, which decides if a measured table applies here.
 
 Matched: CPU model, sockets, cores, GPU models and counts, NIC models and counts.
 Recorded but not matched: kernel, host name, link speeds, versions; they change without
@@ -26,7 +26,7 @@ class Cpu:
     """The processors of one machine."""
 
     model: str
-    """As the kernel prints it."""
+    """Model, as the kernel prints it."""
     sockets: int
     """Physical packages."""
     cores: int
@@ -38,9 +38,9 @@ class Gpu:
     """GPUs of one model."""
 
     model: str
-    """As the driver prints it."""
+    """Model, as the driver prints it."""
     count: int
-    """How many."""
+    """Number of them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Nic:
     model: str
     """Driver and, where the bus tells, vendor and device number."""
     count: int
-    """How many."""
+    """Number of them."""
     gbps: float | None = None
     """Link speed in Gbit/s; recorded, not matched."""
 

@@ -33,13 +33,13 @@ class LocatedTable:
     text: str | None
     """Its content, None without a table or where reading failed."""
     why: str
-    """How it was found, or why there is none."""
+    """Way in which it was found, or the reason why there is none."""
     fingerprint: str
     """Machine of rank 0."""
     any_machine: bool = False
     """True if a table of another machine is allowed."""
     error: str | None = None
-    """Why the file could not be read."""
+    """Reason why the file could not be read."""
 
     def encode(self) -> bytes:
         """Return the bytes that rank 0 sends."""
@@ -62,7 +62,7 @@ class LocatedTable:
 def locate(
     machine: Machine | None = None, environ: Mapping[str, str] | None = None
 ) -> LocatedTable:
-    """Return where the table of this machine is; for rank 0.
+    """Return the location of this machine's table; for rank 0.
 
     Args:
         machine: this machine; for tests.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rule applies: exact facts first, then any, then the nearest rank count.
+"""Match of rules with facts: exact ones first, then any, then the nearest rank count.
 
 The order is total, so every rank finds the same rule from the same facts.
 """
@@ -30,7 +30,7 @@ class Hit:
     rule: Rule
     """The rule."""
     extrapolated: str | None
-    """How the measured situation differs from this one; None: it does not."""
+    """Difference between the measured situation and this one; None if there is none."""
 
 
 def best_rule(rules: Sequence[Rule], facts: CommFacts, query: Query) -> Hit | None:
@@ -51,7 +51,7 @@ def _covers(match: Match, nbytes: int) -> bool:
 
 
 def _distance(match: Match, facts: CommFacts, query: Query) -> tuple[float, ...] | None:
-    """Return how far the rule's facts are from these, most important first.
+    """Return the distance of the rule's facts from these, most important first.
 
     In each place 0 is equal, 0.5 is any, more is a stand-in; None: not comparable.
     """

@@ -33,11 +33,11 @@ class Constants:
     """The model's constants."""
 
     alpha_us: float
-    """Per message; on one node multiplied by the ranks that share a core."""
+    """Time of a message; on one node multiplied by the ranks that share a core."""
     beta_us: float
-    """Per byte that a core copies, or that a port moves between nodes."""
+    """Time per byte that a core copies, or that a port moves between nodes."""
     gamma_us: float
-    """Per byte reduced."""
+    """Time per byte reduced."""
 
 
 GAMMA = 1e-5
@@ -63,12 +63,13 @@ class BetweenNodes:
     """Cost of messages by gloo, as ranks measure it when they meet."""
 
     alpha_us: float
-    """Of a short message, from the call that sends it to the one that receives it."""
+    """Time of a short message, from the call that sends it to the one that receives
+    it."""
     beta_us: float
-    """Per byte of a long one from memory to memory, where one comes back at the same
-    time."""
+    """Time per byte of a long message from memory to memory, while one comes back."""
     native_us: float
-    """Of a message within gloo's own collectives; their start counts as one more."""
+    """Time of a message within gloo's own collectives; their start counts as one
+    more."""
 
 
 def constants(link_class: LinkClass, carrier: Carrier) -> Constants:
@@ -81,7 +82,7 @@ def cheapest(
     cost: Callable[[One], float],
     floor: Callable[[One], float] | None = None,
 ) -> tuple[One, float]:
-    """Return what costs least, and its cost; of equals the earlier (simpler) one.
+    """Return the cheapest candidate, and its cost; of equals the earlier (simpler) one.
 
     Args:
         candidates: at least one.

@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """When a rule applies; None means any."""
+    """Facts that a rule needs to apply; None means any."""
 
     lo: int
     """First byte count of the half-open range [lo, hi)."""
@@ -58,7 +58,7 @@ class Match:
     ppn: int | None = None
     """Ranks on the fullest node."""
     link_class: str | None = None
-    """How far apart the ranks are."""
+    """Distance of the ranks."""
     device: str | None = None
     """Kind of memory."""
     dtype: str | None = None
@@ -82,7 +82,7 @@ class Point:
     launches: int
     """Launches."""
     native_us: float | None = None
-    """What ``mpi/native``, or ``nccl/native`` on devices, took at the same bytes, in
+    """Time of ``mpi/native``, or of ``nccl/native`` on devices, at the same bytes in
     the same launches."""
 
 
@@ -91,7 +91,7 @@ class RunnerUp:
     """The best candidate that was not chosen."""
 
     candidate: Candidate
-    """What it was."""
+    """The candidate."""
     nbytes: int
     """The place where the two were compared."""
     us: float
@@ -102,7 +102,7 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Why a rule says what it says."""
+    """Measurements that support a rule."""
 
     verdict: Verdict
     """win: clearly fastest; tie: the simpler of equals; only: nothing to compare."""
@@ -111,23 +111,23 @@ class Evidence:
     runner_up: RunnerUp | None = None
     """The runner-up."""
     crossover: str | None = None
-    """How the lower end of the range was found."""
+    """Note on the lower end of the range: where it lies, and by which times."""
     date: str | None = None
-    """When it was measured, ISO 8601."""
+    """Date of the measurement, ISO 8601."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """For these operations and bytes, use this."""
+    """One rule: for these operations and bytes, use this candidate."""
 
     op: str
     """Operation."""
     match: Match
-    """When the rule applies."""
+    """Facts that the rule needs to apply."""
     use: Candidate
     """The candidate to run."""
     evidence: Evidence | None = None
-    """Why; tables written by hand may have none."""
+    """Measurements behind the rule; tables written by hand may have none."""
     line: int = field(default=0, compare=False)
     """Line of the file, for messages."""
 

@@ -84,7 +84,7 @@ METHOD_KEYS = (
 
 
 Parameters = Mapping[str, Callable[[ParamValue], str | None]]
-"""By name, what says what is wrong with a value; None: nothing."""
+"""Checks of values, by name: each returns the fault of a value, or None."""
 
 
 @dataclass(frozen=True)
@@ -464,7 +464,7 @@ def _plain(node: Node, levels: int) -> object:
 
 
 def _kind(node: Node) -> str:
-    """Return what stands there, for messages; long values are cut."""
+    """Return the value there, for messages; long values are cut."""
     if isinstance(node.value, dict):
         return "a mapping"
     if isinstance(node.value, list):

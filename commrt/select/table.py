@@ -34,11 +34,11 @@ class Table:
     machine: Machine
     """The machine that was measured."""
     rules: tuple[Rule, ...]
-    """What was chosen; the byte ranges of each cell tile [0, ∞)."""
+    """The choices; the byte ranges of each cell tile [0, ∞)."""
     software: Mapping[str, object] = field(default_factory=dict)
     """Versions it was measured with; recorded."""
     method: Mapping[str, object] = field(default_factory=dict)
-    """How it was measured; recorded."""
+    """Method of the measurement; recorded only."""
     tie_margin: float = schema.DEFAULT_TIE_MARGIN
     """Relative difference below which the simpler candidate was kept."""
     name: str = field(default="", compare=False)

@@ -22,7 +22,10 @@ def read_text(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise TableError(f"cannot open selection table {path}: {error}") from error
+        raise TableError(
+            f"cannot open selection table {path}: {error}; expected a YAML file that "
+            f"commrt-tune wrote: check the path and its permissions"
+        ) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise TableError(
@@ -32,7 +35,10 @@ def read_text(path: Path) -> str:
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             raw = file.read(MAX_NBYTES + 1)
     except OSError as error:
-        raise TableError(f"cannot read selection table {path}: {error}") from error
+        raise TableError(
+            f"cannot read selection table {path}: {error}; expected a YAML file that "
+            f"commrt-tune wrote: copy it to a file system that works"
+        ) from error
     finally:
         os.close(descriptor)
     if len(raw) > MAX_NBYTES:

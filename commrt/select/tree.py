@@ -28,7 +28,7 @@ class Node:
     value: Scalar | dict[str, Node] | list[Node]
     """A scalar, or the nodes below."""
     path: str
-    """As in ``$.rules[3].match.bytes``."""
+    """Path of the value, as in ``$.rules[3].match.bytes``."""
     line: int
     """Counted from 1."""
     source: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wishes for calls to come: of COMMRT_ALGORITHM, or of a group.
 
-What is asked for one operation holds for it, or is an error where it cannot run. What
-is asked for all of them holds for those that have it; of the others the table decides.
+A wish for one operation holds for it, or is an error if it cannot run. A wish for all
+operations holds for those that have it; for the others the table decides.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Wish:
         backend: str | None = None,
         params: Mapping[str, ParamValue] = {},
     ) -> Wish:
-        """Return what ``text`` asks for: ``NAME`` or ``BACKEND/NAME``, with parameters.
+        """Return the wish in ``text``: ``NAME`` or ``BACKEND/NAME``, with parameters.
 
         Args:
             text: what is asked for.
@@ -90,9 +90,9 @@ class Wishes:
     who: str
     """The subject and verb for messages, such as ``COMMRT_ALGORITHM asks``."""
     named: Mapping[str, Wish] = field(default_factory=dict)
-    """By operation."""
+    """Wishes by operation."""
     others: Wish | None = None
-    """For all other operations, where they have it."""
+    """Wish for all other operations that have it."""
 
     def __iter__(self) -> Iterator[Wish]:
         """Yield all that is asked for."""
@@ -105,7 +105,7 @@ class Wishes:
 
 
 def parse_wishes(text: str | None, who: str = VARIABLE) -> Wishes:
-    """Return what COMMRT_ALGORITHM, or an argument of that form, asks for.
+    """Return the wishes of COMMRT_ALGORITHM, or of an argument of that form.
 
     Raises UsageError for an unknown operation and for what is said twice. Whether there
     is a candidate of that name is known only to the policy.

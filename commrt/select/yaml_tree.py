@@ -156,7 +156,7 @@ def _short(key: str) -> str:
 
 
 def _resolve(text: str, here: Node) -> Scalar:
-    """Return what a plain scalar means; numbers outside the bounds are refused."""
+    """Return the value of a plain scalar; numbers outside the bounds are refused."""
     if text in _WORDS:
         return _WORDS[text]
     if text == "<<":

@@ -25,7 +25,7 @@ from commrt.sparse.split import can_share, lay_out, shared_split, split
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
 
 _MOST_BESIDE = 1
-"""So many integers an operation says beside its header and one per rank."""
+"""Most integers that an operation sends beside its header and one per rank."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class SparseReport:
     candidates: tuple[str, ...] = ()
     """The algorithms it was chosen from: fewer with ``deterministic=True``."""
     estimated_fill: float = 0.0
-    """By which it was chosen."""
+    """Estimated fill, which decided the choice."""
     counts: tuple[int, ...] = ()
     """Entries of every rank."""
     output_nnz: int = -1
@@ -46,8 +46,8 @@ class SparseReport:
     shared: bool = False
     """True if ranks read each other's entries in shared memory, without messages."""
     phases: tuple[dict[str, int], ...] = ()
-    """Of each exchange: entries sent and received, bytes received, dense pieces
-    received: the first that is not 0 there is where sums became dense."""
+    """Numbers of each exchange: entries sent and received, bytes received, dense pieces
+    received. The first exchange with dense pieces is where sums became dense."""
 
 
 def agree(
@@ -74,7 +74,7 @@ def sparse_allreduce(
     talk: Talk, what: str, header: Header, output: Output, report: SparseReport
 ) -> Steps[Any]:
     """Return the output of one call."""
-    mine = talk.elements.whole(output.given)
+    mine = talk.elements.whole(output.argument)
     # Told here it is nearly free; later it would be a round of headers.
     bounds = even_bounds(0, output.length, talk.comm.size)
     offsets = talk.elements.offsets(mine, bounds)

@@ -20,7 +20,7 @@ __all__ = ["sparse_binders"]
 
 
 def sparse_binders(group: Group, sums: SparseSums) -> Binders:
-    """Return what binds each sparse sum to its arguments."""
+    """Return the binders of the sparse sums, by name."""
     return {
         "sparse_allreduce": partial(_bind_sparse, group, sums),
         "topk_allreduce": partial(_bind_topk, group, sums),

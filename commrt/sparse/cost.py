@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted times of sparse allreduces, and the rules that follow.
 
-What decides is how full the sum will be: 1-(1-d)^P for P ranks of density d whose
-entries lie anywhere. The model walks through an algorithm with the fill that so many
-contributions have, and counts messages, bytes and entries. Rules are made from it once
-per kind of call: each says which algorithm is the cheapest from one estimated fill to
-the next.
+The fill of the sum decides: 1-(1-d)^P for P ranks of density d whose entries lie
+anywhere. The model walks through an algorithm with the fill that so many contributions
+have, and counts messages, bytes and entries. Rules are made from it once per kind of
+call: each says which algorithm is the cheapest from one estimated fill to the next.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ class Prices:
     """The model's constants, in microseconds."""
 
     alpha_us: float
-    """Per message between cores that nobody else needs."""
+    """Time per message between cores that nobody else needs."""
     beta_us: float
-    """Per byte moved between two ranks of a node."""
+    """Time per byte moved between two ranks of a node."""
     far_beta_us: float
-    """Per byte moved between nodes."""
+    """Time per byte moved between nodes."""
     merge_us: float
-    """Per entry read by a merge."""
+    """Time per entry read by a merge."""
     add_us: float
-    """Per entry added to a dense range."""
+    """Time per entry added to a dense range."""
     touch_us: float
-    """Per byte of a dense range made, or passed over."""
+    """Time per byte of a dense range made, or passed over."""
     crowd: float
     """Ranks that share a core."""
 
@@ -76,14 +75,14 @@ class Question:
     index_nbytes: int
     item_nbytes: int
     format: str
-    """Of the output: auto, sparse or dense."""
+    """Form of the output: auto, sparse or dense."""
     prices: Prices
     even: bool = True
     """True if all nodes have equally many ranks."""
     shared: bool = False
     """True if ``split`` reads entries and sums where their ranks have written them."""
     algorithms: tuple[str, ...] = ALGORITHMS
-    """Those to choose among."""
+    """Algorithms to choose among."""
 
     @property
     def entry_nbytes(self) -> int:
@@ -93,7 +92,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Rule:
-    """From ``fill`` on, up to the next rule, this algorithm."""
+    """Algorithm for a fill from ``fill`` on, up to the next rule."""
 
     fill: float
     algorithm: str
@@ -140,7 +139,7 @@ def prices_of(facts: CommFacts) -> Prices:
 
 
 def _nbytes(q: Question, fill: float, length: float) -> float:
-    """Return what a range of that fill is as a message."""
+    """Return the bytes of a message with a range of that fill."""
     return length * min(fill * q.entry_nbytes, q.item_nbytes)
 
 

@@ -21,7 +21,8 @@ _HUGE_NBYTES = 1 << 22
 _MOST = 1 << 28
 """Unused bytes beyond this are given back."""
 _REFERENCES = 3
-"""To a free buffer while it is looked at: the list's, the loop's, the count's own."""
+"""References to a free buffer during the look: the list's, the loop's and the
+count's."""
 
 
 class Pool:

@@ -52,9 +52,10 @@ class Talk:
     room: Room | None = None
     """Memory that all ranks share, if they do."""
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
-    """Of the kinds of calls that there have been on the communicator."""
+    """Rules for each kind of call that the communicator has had."""
     phases: list[dict[str, int]] = field(default_factory=list)
-    """Per exchange: entries sent and received, bytes, dense pieces received."""
+    """Numbers of each exchange: entries sent and received, bytes, dense pieces
+    received."""
 
     def send(self, address: int, nbytes: int, dest: int, owner: Any) -> Request:
         """Start a message of raw bytes."""
@@ -129,7 +130,7 @@ def _header(pieces: Sequence[Piece]) -> Any:
 
 
 def _announced(header: Any) -> list[Piece]:
-    """Return what a header announces: pieces that have no memory yet."""
+    """Return the pieces that a header announces; they have no memory yet."""
     return [
         Piece(first, last, bool(dense), count, 0, 0, None)
         for first, last, dense, count in header.tolist()
@@ -245,7 +246,6 @@ def allgather(
 
 
 def _in_turn(ranks: Sequence[int], me: int) -> list[int]:
-    """Return the other ranks, beginning with the one before this: nobody comes
-    first."""
+    """Return the other ranks, from the one before this: nobody comes first."""
     at = list(ranks).index(me)
     return [ranks[(at - step) % len(ranks)] for step in range(1, len(ranks))]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sparse algorithms combine from the left, for ``deterministic=True``.
+"""Sparse algorithms that combine from the left, for ``deterministic=True``.
 
 ``split`` and ``split_dense`` have the entries of all ranks for a range in one place,
-and add them in the order of ranks; the others add sums to sums, grouped by who met
-whom. Where they add is not all: a vector that became dense on its way loses its zeros,
-and an algorithm decides by what it has in hand. So what no order can change, integers,
-keeps all algorithms only where the result is dense.
+and add them in the order of ranks. The others add sums to sums, in an order that
+depends on who met whom. The order is not the only difference: a vector that became
+dense on its way loses its zeros, and each algorithm decides that by the entries it has.
+So integers, whose sums no order can change, keep all algorithms only if the result is
+dense.
 """
 
 from __future__ import annotations

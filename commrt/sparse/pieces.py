@@ -27,7 +27,7 @@ __all__ = ["Elements", "Piece", "even_bounds"]
 
 _kernels = _native.sparse
 _MARK_ELEMENTS = 96
-"""With an entry in so many elements, marking beats merging.
+"""Elements per entry up to which marking beats merging.
 
 docs/internals/sparse-sums.md has the figures."""
 _SUMMED = frozenset(
@@ -86,15 +86,15 @@ class Elements:
 
     @classmethod
     def of(
-        cls, what: str, given: SparseArgument, pool: Pool, in_order: bool = False
+        cls, what: str, argument: SparseArgument, pool: Pool, in_order: bool = False
     ) -> Elements:
         """Return those of an argument; BufferError_ where the type has no sum here."""
-        if given.dtype.name not in _SUMMED:
+        if argument.dtype.name not in _SUMMED:
             raise BufferError_(
-                f"{what}: values have dtype {given.dtype.name}, which sparse vectors "
-                f"cannot have; supported: {', '.join(sorted(_SUMMED))}"
+                f"{what}: values have dtype {argument.dtype.name}, which sparse "
+                f"vectors cannot have; supported: {', '.join(sorted(_SUMMED))}"
             )
-        return cls(given.index_nbytes, given.dtype, pool, in_order)
+        return cls(argument.index_nbytes, argument.dtype, pool, in_order)
 
     @property
     def entry_nbytes(self) -> int:
@@ -143,11 +143,11 @@ class Elements:
 
     # -- what is done with pieces ----------------------------------------------------
 
-    def whole(self, given: SparseArgument) -> Piece:
+    def whole(self, argument: SparseArgument) -> Piece:
         """Return an argument as a piece."""
-        owner = given.indices.owner, given.values.owner
-        addresses = given.indices.address, given.values.address
-        return Piece(0, given.length, False, given.count, *addresses, owner)
+        owner = argument.indices.owner, argument.values.owner
+        addresses = argument.indices.address, argument.values.address
+        return Piece(0, argument.length, False, argument.count, *addresses, owner)
 
     def part(self, piece: Piece, low: int, high: int) -> Piece:
         """Return some of a piece's entries, by their numbers."""

@@ -26,7 +26,7 @@ FORMATS = ("auto", "sparse", "dense")
 class Output:
     """The output that the caller wants."""
 
-    given: SparseArgument
+    argument: SparseArgument
     elements: Elements
     format: str
     """One of ``FORMATS``."""
@@ -36,7 +36,7 @@ class Output:
     @property
     def length(self) -> int:
         """Elements of the whole vector."""
-        return self.given.length
+        return self.argument.length
 
     def is_dense(self, pieces: Sequence[Piece]) -> bool:
         """Return the format that all ranks take, from sizes that all of them know."""
@@ -54,7 +54,7 @@ class Output:
             self.elements.add_into(whole, piece)
             return self._dense(whole)
         found = self.elements.sparsified(piece)
-        if found.indices == self.given.indices.address:  # nothing was merged: a copy
+        if found.indices == self.argument.indices.address:  # nothing was merged: a copy
             found = self._copied(found)
         return self._sparse(found.owner, found.count)
 
@@ -127,23 +127,23 @@ class Output:
 
     def _copied(self, piece: Piece) -> Piece:
         room = self.elements.entries(piece.count)
-        room[0][:] = bytes_at(self.given.indices).view(room[0].dtype)
-        room[1][:] = bytes_at(self.given.values)
+        room[0][:] = bytes_at(self.argument.indices).view(room[0].dtype)
+        room[1][:] = bytes_at(self.argument.values)
         return self.elements.piece(0, self.length, room, piece.count)
 
     def _sparse(self, room: tuple[Any, Any], count: int) -> SparseVector:
         indices, values = room
         item = self.elements.dtype.itemsize
-        found = like(self.given.values, values[: count * item])
+        found = like(self.argument.values, values[: count * item])
         listed = indices[:count]
         if hasattr(found, "new_empty"):  # of torch, which is there then
             listed = sys.modules["torch"].from_numpy(listed)
-        return SparseVector(listed, found, self.given.shape)
+        return SparseVector(listed, found, self.argument.shape)
 
     def _dense(self, whole: Piece) -> Any:
         if self.out is not None:
             return self.out.array
-        return like(self.given.values, whole.owner).reshape(self.given.shape)
+        return like(self.argument.values, whole.owner).reshape(self.argument.shape)
 
 
 def bytes_at(memory: HostView) -> Any:
@@ -159,9 +159,9 @@ def bytes_from(address: int, nbytes: int) -> Any:
     return np.frombuffer(raw, np.uint8)
 
 
-def like(given: HostView, raw: Any) -> Any:
-    """Return bytes as an array of the library and type of what was given."""
-    array = given.array
+def like(model: HostView, raw: Any) -> Any:
+    """Return bytes as an array of the library and type of ``model``."""
+    array = model.array
     if isinstance(array, np.ndarray):
         return raw.view(array.dtype)
     if hasattr(array, "new_empty"):  # a torch tensor: its library is there
@@ -169,4 +169,4 @@ def like(given: HostView, raw: Any) -> Any:
         if raw.size == 0:  # torch's stride of it is 0, which no other type may have
             return torch.empty(0, dtype=array.dtype)
         return torch.from_numpy(raw).view(array.dtype)
-    return raw.view(given.dtype.name)
+    return raw.view(model.dtype.name)

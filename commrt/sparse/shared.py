@@ -33,7 +33,7 @@ __all__ = ["Desk", "Room", "make_room"]
 _HALVES, _SECTIONS = 2, 2
 _HAD, _SUMMED = 0, 1
 _SECTION_NBYTES = 16 << 20
-"""Of address space, at most; memory is used as far as it is written."""
+"""Most bytes of a section's address space; only written pages take memory."""
 _LEAST_SECTION_NBYTES = 1 << 16
 _PART_OF_LIMIT = 8
 """All sections of a node are at most this part of what its memory is."""
@@ -49,19 +49,19 @@ class Room:
         self.me = me
         self.section_nbytes = arena.region_nbytes // (_HALVES * _SECTIONS)
         self.ended = 0
-        """So many operations all ranks are known to have ended."""
+        """Number of operations that all ranks are known to have ended."""
 
     def all_ended(self, count: int) -> None:
         """Take note that all ranks have ended the first ``count`` operations."""
         self.ended = max(self.ended, count)
 
     def desk(self, seq: int) -> Desk | None:
-        """Return where operation ``seq`` may write, None where it may not yet."""
+        """Return the sections that operation ``seq`` may write; None: not yet."""
         free = seq < _HALVES or self.ended >= seq - _HALVES + 1
         return Desk(self, seq % _HALVES) if free else None
 
     def address(self, rank: int, half: int, section: int) -> int:
-        """Return where a section of a rank begins."""
+        """Return the address of a rank's section."""
         region = self._arena.address + rank * self._arena.region_nbytes
         return region + (_SECTIONS * half + section) * self.section_nbytes
 
@@ -72,7 +72,8 @@ class Room:
             self._arena.close()
 
     def __del__(self) -> None:
-        # Of a communicator that was dropped, or failed: requests refer to it, too.
+        # The communicator was dropped or has failed: requests refer to this memory,
+        # too.
         if not sys.is_finalizing():
             self.close()
 
@@ -85,7 +86,7 @@ class Desk:
     half: int
 
     def most(self, elements: Elements) -> int:
-        """Return how many entries a section holds."""
+        """Return the number of entries that a section holds."""
         return (self.room.section_nbytes - _LINE) // elements.entry_nbytes
 
     def lay_out(self, elements: Elements, mine: Piece, offsets: Sequence[int]) -> None:

@@ -166,9 +166,9 @@ class SparseSums:
 
         Lossy: each rank contributes the ``k`` largest of its ``x`` plus ``residual``,
         and of their sum the ``k`` largest are the result, a SparseVector, the same on
-        all ranks. What a rank had that is not in the result goes into its ``residual``,
-        so that it is sent later: the result and all residuals together are what all
-        ranks put in.
+        all ranks. Elements of a rank that are not in the result go into its
+        ``residual``, so that they are sent later. The result and all residuals together
+        are the sum of the ranks' inputs.
 
         Args:
             x: this rank's array; not changed.
@@ -247,7 +247,7 @@ class SparseSums:
                     raise UsageError(
                         f"{here}: algorithm={algorithm!r} must not run: {why}"
                     )
-            return self._header(what, output.given, output.format, algorithm), output
+            return self._header(what, output.argument, output.format, algorithm), output
 
         return self._comparison.together(
             what, check, timeout_s=limit, describe=_described
@@ -264,7 +264,7 @@ class SparseSums:
             check_flag(here, "nonblocking", nonblocking)
             pool, in_order = self._pool, self._group.deterministic
             mine = Largest.of(here, x, k, residual, pool, in_order)
-            header = self._header(what, mine.output.given, "sparse", None)
+            header = self._header(what, mine.output.argument, "sparse", None)
             return replace(header, k=mine.k), mine
 
         return self._comparison.together(
@@ -309,7 +309,7 @@ class SparseSums:
     # -- starting ----------------------------------------------------------------
 
     def open(self, timeout_s: float) -> _Sparse:
-        """Return what sparse operations use; the ranks make it together."""
+        """Return the state of sparse operations; the ranks make it together."""
         state = self._state
         if state is None:
             channel = self._make_channel("sparse", timeout_s)
@@ -360,18 +360,18 @@ class SparseSums:
         return request if nonblocking else request.wait()
 
     def _header(
-        self, what: str, given: SparseArgument, form: str, algorithm: str | None
+        self, what: str, argument: SparseArgument, form: str, algorithm: str | None
     ) -> Header:
         seq = 0 if self._state is None else self._state.seq
         return Header(
             what,
-            given.dtype.name,
-            given.index_nbytes,
+            argument.dtype.name,
+            argument.index_nbytes,
             form,
             algorithm,
             0,
-            given.shape,
-            given.count,
+            argument.shape,
+            argument.count,
             seq,
         )
 
@@ -419,20 +419,20 @@ def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:
 
 def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
     """Return a sparse_allreduce of device arrays, whose arguments are checked."""
-    given, out = output.given, output.out
+    argument, out = output.argument, output.out
     result: Any = None
     if out is not None:
         result = out.array
     elif output.format == "dense":
-        dtype = given.dtype.name
-        result = empty_like_array(given.values, given.shape, dtype)
+        dtype = argument.dtype.name
+        result = empty_like_array(argument.values, argument.shape, dtype)
         out = view_anywhere(result, "sparse_allreduce: out")
 
     def start(
         channel: HostChannel, copy_of: Callable[[HostView], Any]
     ) -> SteppedRequest:
         found: SteppedRequest = channel.sparse_allreduce(
-            (copy_of(given.indices), copy_of(given.values), given.shape),
+            (copy_of(argument.indices), copy_of(argument.values), argument.shape),
             result=output.format,
             out=None if out is None else copy_of(out),
             algorithm=algorithm,
@@ -441,14 +441,14 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
         )
         return found
 
-    what, reads = "sparse_allreduce", [given.indices, given.values]
+    what, reads = "sparse_allreduce", [argument.indices, argument.values]
     if out is None:
         return HostCall(what, "sparse", reads, [], start, limit, rebuild=_on_device)
     return HostCall(what, "sparse", reads, [out], start, limit, result)
 
 
 def _described(found: tuple[Header, Any]) -> dict[str, Any]:
-    """Return what check mode compares of a call, before its first header is sent."""
+    """Return the facts of a call that check mode compares, before its first header."""
     header = found[0]
     k = header.k if other_call(header.operation).takes_number else None
     return _facts(header.dtype, header.format, header.algorithm, k)
@@ -463,33 +463,33 @@ def _facts(
 def _output(
     what: str, x: Any, result: Any, out: Any, pool: Pool, in_order: bool
 ) -> Output:
-    given = parse(what, x)
-    elements = Elements.of(what, given, pool, in_order)
+    argument = parse(what, x)
+    elements = Elements.of(what, argument, pool, in_order)
     if not isinstance(result, str) or result not in FORMATS:
         raise UsageError(f"{what}: unknown result={result!r}{suggest(result, FORMATS)}")
     if out is None:
-        return Output(given, elements, result, None)
+        return Output(argument, elements, result, None)
     if result == "sparse":
         raise UsageError(
             f"{what}: out is for a dense result; leave out result='sparse'"
         )
-    return Output(given, elements, "dense", _dense_out(what, given, out))
+    return Output(argument, elements, "dense", _dense_out(what, argument, out))
 
 
-def _dense_out(what: str, given: SparseArgument, out: Any) -> HostView:
+def _dense_out(what: str, argument: SparseArgument, out: Any) -> HostView:
     target = view_anywhere(out, f"{what}: out")
     if not target.writable:
         raise BufferError_(f"{what}: out is read-only: pass a writable array")
-    if target.dtype is not given.dtype:
+    if target.dtype is not argument.dtype:
         raise BufferError_(
             f"{what}: out has dtype {target.dtype.name}, the values have "
-            f"{given.dtype.name}; they must be equal"
+            f"{argument.dtype.name}; they must be equal"
         )
-    if target.count != given.length:
+    if target.count != argument.length:
         raise UsageError(
             f"{what}: out has {target.count} elements (shape {target.shape}), expected "
-            f"{given.length} for shape={given.shape}"
+            f"{argument.length} for shape={argument.shape}"
         )
-    if overlap(target, given.indices) or overlap(target, given.values):
+    if overlap(target, argument.indices) or overlap(target, argument.values):
         raise UsageError(f"{what}: out overlaps indices or values; pass a separate one")
     return target

@@ -52,7 +52,7 @@ class Largest:
 
     k: int
     output: Output
-    """Of the entries that it contributes."""
+    """Form and memory of the sum."""
     had: Any
     """All elements with the residual added, as bytes."""
     residual: HostView | None
@@ -75,9 +75,9 @@ class Largest:
             had[:] = bytes_at(owed)
             code, to = array.dtype.code, had.ctypes.data
             _kernels.add_dense(code, array.address, to, array.count)
-        given = _entries(array, had, number)
-        elements = Elements.of(what, given, pool, in_order)
-        return cls(number, Output(given, elements, "sparse", None), had, owed)
+        argument = _entries(array, had, number)
+        elements = Elements.of(what, argument, pool, in_order)
+        return cls(number, Output(argument, elements, "sparse", None), had, owed)
 
 
 def check_largest(
@@ -125,8 +125,8 @@ def topk_allreduce(
     """Return the largest elements of the sum; update the residual."""
     elements, output = talk.elements, mine.output
     size = talk.comm.size
-    whole = elements.whole(output.given)
-    own = np.asarray(output.given.indices.array).astype(np.int64)
+    whole = elements.whole(output.argument)
+    own = np.asarray(output.argument.indices.array).astype(np.int64)
     cuts = [len(own) * part // size for part in range(1, size)]
     wanted = own[cuts].tolist() if len(own) else [0] * len(cuts)
     counts, said = yield from agree(talk, what, header, wanted)

@@ -46,9 +46,9 @@ class SparseVector:
     indices: Any
     """int32 or int64, ascending."""
     values: Any
-    """As many elements; what is not listed is zero."""
+    """Values of the entries, one for each index; all other elements are zero."""
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
 
     @property
     def nnz(self) -> int:
@@ -108,7 +108,7 @@ def parse(what: str, x: Any) -> SparseArgument:
     where = f"{what}: indices"
     of_indices = view_anywhere(indices, where)
     of_values = view_anywhere(values, f"{what}: values")
-    given = SparseArgument(of_indices, of_values, check_shape(what, shape))
+    argument = SparseArgument(of_indices, of_values, check_shape(what, shape))
     if of_indices.dtype.name not in ("int32", "int64"):
         raise BufferError_(
             f"{where} has dtype {of_indices.dtype.name}; expected int32 or int64"
@@ -121,35 +121,35 @@ def parse(what: str, x: Any) -> SparseArgument:
             f"{what}: {of_indices.count} indices, but {of_values.count} values; there "
             f"must be a value for each index"
         )
-    check_width(what, given)
+    check_width(what, argument)
     if of_indices.on is None:  # on a device the host does not see them yet
-        check_indices(what, given)
-    return given
+        check_indices(what, argument)
+    return argument
 
 
-def check_width(what: str, given: SparseArgument) -> None:
+def check_width(what: str, argument: SparseArgument) -> None:
     """Raise UsageError where the indices' type cannot name all elements."""
-    if given.index_nbytes == 4 and given.length > 2**31:
+    if argument.index_nbytes == 4 and argument.length > 2**31:
         raise UsageError(
-            f"{what}: shape={given.shape} has {given.length} elements, more than int32 "
-            f"indices can name; pass int64 indices"
+            f"{what}: shape={argument.shape} has {argument.length} elements, more than "
+            f"int32 indices can name; pass int64 indices"
         )
 
 
-def check_indices(what: str, given: SparseArgument) -> None:
+def check_indices(what: str, argument: SparseArgument) -> None:
     """Raise UsageError unless the indices ascend and lie in the shape."""
     at = _native.sparse.first_wrong(
-        given.index_nbytes, given.indices.address, given.count, given.length
+        argument.index_nbytes, argument.indices.address, argument.count, argument.length
     )
-    if at == given.count:
+    if at == argument.count:
         return
-    index = _index_at(given, at)
-    if not 0 <= index < given.length:
+    index = _index_at(argument, at)
+    if not 0 <= index < argument.length:
         raise UsageError(
-            f"{what}: indices[{at}] is {index}, out of range for shape={given.shape}; "
-            f"expected 0..{given.length - 1}"
+            f"{what}: indices[{at}] is {index}, out of range for "
+            f"shape={argument.shape}; expected 0..{argument.length - 1}"
         )
-    before = _index_at(given, at - 1)
+    before = _index_at(argument, at - 1)
     if index == before:
         raise UsageError(
             f"{what}: indices[{at - 1}] and indices[{at}] are both {index}; each index "
@@ -161,8 +161,8 @@ def check_indices(what: str, given: SparseArgument) -> None:
     )
 
 
-def _index_at(given: SparseArgument, at: int) -> int:
-    indices: Any = given.indices.array
+def _index_at(argument: SparseArgument, at: int) -> int:
+    indices: Any = argument.indices.array
     return int(np.asarray(indices).reshape(-1)[at])
 
 

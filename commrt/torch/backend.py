@@ -45,8 +45,8 @@ def can_be_made() -> bool:
 
 
 _WRAPPED: set[CommrtBackend] = set()
-"""Those around which torch puts its wrapper for DETAIL: that keeps the half of them
-which is C++, and calls need the other half, too."""
+"""Backends around which torch puts its wrapper for DETAIL. The wrapper keeps only their
+C++ half, and calls need the other half, too."""
 
 
 def backend_of(joined: JoinedGroup) -> CommrtBackend:
@@ -103,7 +103,8 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
             store=PrefixStore(f"{name}/", given.store),
             rank=left.index(given.rank),
             size=len(left),
-            # Of a default group it is the next one: a world of its own.
+            # The group after a default group is a default group, too: a world of its
+            # own.
             ranks=[] if given.is_default else [of_all[rank] for rank in left],
             name=name,
             timeout_s=self._comm.timeout_s,
@@ -124,7 +125,7 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
         return self.member.name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for, as far as torch says it to a backend."""
+        """Return the purpose of the group, as far as torch tells it to a backend."""
         return "default_pg" if self.member.is_default else "undefined"
 
     def __repr__(self) -> str:
@@ -136,4 +137,4 @@ class CheckedBackend(CheckedCalls, CommrtBackend):
 
 
 DEVICES = (torch.device("cpu"), torch.device("cuda"))
-"""Those that one backend serves."""
+"""Devices that one backend serves."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a tensor to a call of commrt, and from there to what torch is given.
+"""Calls of commrt made of torch's tensors, and their results as torch wants them.
 
-A call that torch waits for (``asyncOp`` is False) runs to its end on the caller's
-thread and returns None: no Work, no thread in between. Every other one returns a Work.
-While torch coalesces calls, all are started at once and join the one Work at the end.
+If torch waits for a call (``asyncOp`` is False), it runs to its end on the caller's
+thread and returns None: no Work, no thread in between. Every other call returns a Work.
+While torch coalesces calls, all start at once and join the one Work at the end.
 
-Most calls are plain: of one dense tensor, waited for, without wishes, and like one
-before. commrt's dispatcher knows these at a glance, and they are tried first.
+Most calls are plain: they take one dense tensor, the caller waits, nothing is asked
+for, and an equal call came before. commrt's dispatcher knows these at a glance, and
+they are tried first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Calls:
         self.batch: list[CommrtWork] | None = None
         """Works of calls that torch coalesces; None where it does not."""
         self.sparse_algorithm = sparse_algorithm
-        """What the group's sparse sums run, None for what their fill says."""
+        """Algorithm of the group's sparse sums; None: their fill decides."""
 
     def waits(self, opts: Any) -> bool:
         """Return whether the caller waits for the call, so that it needs no Work."""
@@ -86,8 +87,9 @@ class Calls:
     def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
         """Run a plain allreduce to its end; False where it is not known so far.
 
-        What the one above does, without arguments in between: programs call nothing
-        as often, and at 8 bytes these steps take longer than the operation.
+        It does the same as the method above, without arguments in between. Programs
+        call nothing as often, and at 8 bytes these steps take longer than the
+        operation.
         """
         if not (
             self.batch is None
@@ -150,7 +152,7 @@ class Calls:
         outputs: Sequence[torch.Tensor],
         back: CopyBack | None,
     ) -> CommrtWork | None:
-        """Return what torch gets: None for what was waited for, else a Work."""
+        """Return torch's result: None for a call that was waited for, else a Work."""
         if waited:
             if back is not None:
                 back()
@@ -192,7 +194,7 @@ class Calls:
         return self.end(request, waits, outputs, back)
 
     def join(self, works: Sequence[CommrtWork], opts: Any) -> CommrtWork | None:
-        """Return what torch gets for several operations that have been started."""
+        """Return torch's result for several operations that have been started."""
         work = JoinedWork(works, self.completer)
         if self.waits(opts):
             work.wait()

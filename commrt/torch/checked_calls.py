@@ -188,7 +188,7 @@ def _header(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _likeness(x: torch.Tensor) -> str:
-    """Return what must be the same at both ends: type, and elements, not shape."""
+    """Return the facts that both ends must share: type and elements, not shape."""
     return f"{x.dtype} {x.numel()}"
 
 

@@ -4,9 +4,9 @@
 Shapes are compared as torch's own wrapper for ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does
 it, so that (2, 3) broadcast into (6,) is an error, although NCCL would take it. Where a
 list has tensors of different shapes, one for each rank, all ranks must have the same
-list. What an all-to-all sends to whom is each pair's own affair, so there only types
-are compared here, and lengths by pairs later. Roots and reductions, which that wrapper
-leaves out, are compared, too.
+list. Lengths of an all-to-all concern pairs of ranks only. So here only its types are
+compared, and lengths by pairs later. Roots and reductions, which that wrapper leaves
+out, are compared, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from commrt.torch.options import given, one
+from commrt.torch.options import one, tensor_list
 from commrt.torch.reductions import reduction_of
 
 __all__ = ["DESCRIBED", "Described", "tensor_in_words"]
@@ -42,7 +42,7 @@ class Described:
     """True if shapes may differ."""
 
     def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, as texts of any length."""
+        """Return the facts that must be equal on all ranks, as texts of any length."""
         found: dict[str, Any] = {"operation": self.operation, **self.fields}
         if not self.only_types:
             found["shapes"] = ", ".join(_shape(x) for x in self.alike)
@@ -145,7 +145,7 @@ def _broadcast(arguments: Arguments) -> Described:
 
 
 def _allgather(arguments: Arguments) -> Described:
-    into, x = given(arguments["outputs"]), one("all_gather", arguments["inputs"])
+    into, x = tensor_list(arguments["outputs"]), one("all_gather", arguments["inputs"])
     alike = [x] if _are_alike(into) else into
     words = [*_words("tensor_list", into), *_words("tensor", x)]
     return Described("all_gather", alike, words)
@@ -174,7 +174,10 @@ def _all_gather_single_coalesced(arguments: Arguments) -> Described:
 
 
 def _reduce_scatter(arguments: Arguments) -> Described:
-    out, parts = one("reduce_scatter", arguments["outputs"]), given(arguments["inputs"])
+    out, parts = (
+        one("reduce_scatter", arguments["outputs"]),
+        tensor_list(arguments["inputs"]),
+    )
     alike = [out] if _are_alike(parts) else parts
     words = [*_words("output", out), *_words("input_list", parts)]
     return Described("reduce_scatter", alike, words, {"op": _op(arguments)})
@@ -197,7 +200,10 @@ def _reduce_scatter_single_coalesced(arguments: Arguments) -> Described:
 
 def _gather(arguments: Arguments) -> Described:
     x = one("gather", arguments["inputs"])
-    words = [*_words("tensor", x), *_words("gather_list", given(arguments["outputs"]))]
+    words = [
+        *_words("tensor", x),
+        *_words("gather_list", tensor_list(arguments["outputs"])),
+    ]
     return Described("gather", [x], words, {"root": _root(arguments)})
 
 
@@ -209,7 +215,7 @@ def _gather_single(arguments: Arguments) -> Described:
 
 def _scatter(arguments: Arguments) -> Described:
     out = one("scatter", arguments["outputs"])
-    parts = given(arguments["inputs"])
+    parts = tensor_list(arguments["inputs"])
     words = [*_words("tensor", out), *_words("scatter_list", parts)]
     return Described("scatter", [out], words, {"root": _root(arguments)})
 
@@ -262,4 +268,4 @@ DESCRIBED: dict[str, Callable[[Arguments], Described]] = {
     "alltoall": _alltoall,
     "barrier": _barrier,
 }
-"""By the names of a group's methods."""
+"""Functions that describe a call, by the names of a group's methods."""

@@ -48,7 +48,8 @@ __all__ = ["Completer", "future_of"]
 
 _BACKWARD = graph._engine_run_backward.__code__
 _typed = torch._C.fork
-"""What ``torch.jit.fork`` calls: runs a function, and returns its value in a future."""
+"""The function behind ``torch.jit.fork``: it runs a function, and returns its value in
+a future."""
 
 
 def future_of(work: CommrtWork, completer: Completer | None = None) -> Any:
@@ -85,7 +86,7 @@ def future_of(work: CommrtWork, completer: Completer | None = None) -> Any:
 
 
 def _deferred(completer: Completer | None) -> Callable[[CommrtWork, Any], None] | None:
-    """Return what completes a future later; None where it has to be complete now."""
+    """Return the function that completes a future later; None: complete it now."""
     if completer is not None and completer.has_thread:
         return completer.complete
     if torch._C._current_autograd_node() is None:
@@ -106,7 +107,7 @@ def _waited_for(work: CommrtWork) -> list[torch.Tensor]:
 def _is_compressed(outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether the work may be that of a hook in C++: only those send float16.
 
-    What else does so waits where it need not.
+    Other works with float16 wait, too, where they need not.
     """
     return any(each.dtype is torch.float16 for each in outputs)
 

@@ -26,7 +26,7 @@ from commrt.torch.operands import (
     target,
     together,
 )
-from commrt.torch.options import given, one, options
+from commrt.torch.options import one, options, tensor_list
 from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import PLAIN, reduction_of
 from commrt.torch.sparse_sums import sparse_allreduce
@@ -125,7 +125,7 @@ class Collectives:
     ) -> Answer:
         """Reduce a list of tensors, one per rank, and give each rank its own."""
         opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None, timeout=timeout)
-        out, parts = one("reduce_scatter", outputs), given(inputs)
+        out, parts = one("reduce_scatter", outputs), tensor_list(inputs)
         self._check_list("reduce_scatter", "inputs", parts)
         counts = [part.numel() for part in parts]
         if len({*counts}) == 1:
@@ -203,7 +203,7 @@ class Collectives:
     ) -> Answer:
         """Give every rank a list of all ranks' tensors, which may differ in length."""
         opts = options(c10d.AllgatherOptions, opts, timeout=timeout)
-        into, x = given(outputs), movable(one("allgather", inputs))
+        into, x = tensor_list(outputs), movable(one("allgather", inputs))
         self._check_list("allgather", "outputs", into)
         out, back = split_back(into)
         counts = _counts(into, out)
@@ -263,7 +263,7 @@ class Collectives:
         x = movable(one("gather", inputs))
         if self.calls.comm.rank != opts.rootRank:
             return self.calls.call("gather", [x], opts, [], root=opts.rootRank)
-        into = given(outputs)
+        into = tensor_list(outputs)
         self._check_list("gather", "outputs", into)
         out, back = split_back(into)
         return self.calls.call(
@@ -294,7 +294,7 @@ class Collectives:
         out, back = target(output)
         x = None
         if self.calls.comm.rank == opts.rootRank:
-            parts = given(inputs)
+            parts = tensor_list(inputs)
             self._check_list("scatter", "inputs", parts)
             x = apart(together(parts), out)
         return self.calls.call(

@@ -27,7 +27,7 @@ class Options:
     """Options of one process group; equal on all of its ranks.
 
     It comes before COMMRT_ALGORITHM and the job's table, and after
-    ``commrt.torch.using``. What is None is as the environment says.
+    ``commrt.torch.using``. For a field that is None the environment decides.
     """
 
     algorithm: str | Mapping[str, str] | None = None
@@ -83,7 +83,7 @@ class Options:
         return name
 
     def wishes(self, who: str) -> Wishes:
-        """Return what the group asks for; UsageError for what nothing has."""
+        """Return the wishes of the group; UsageError for names that nothing has."""
         named: dict[str, Wish] = {}
         if isinstance(self.algorithm, Mapping):
             for name, text in self.algorithm.items():

@@ -46,11 +46,11 @@ class Member:
     """This process's place in a group of torch."""
 
     store: Any
-    """Of this group alone."""
+    """Store of this group alone."""
     rank: int
-    """In the group."""
+    """Rank in the group."""
     size: int
-    """Of the group."""
+    """Number of ranks in the group."""
     ranks: Sequence[int]
     """Its ranks in the default group, in order; empty for the default group itself."""
     name: str
@@ -130,7 +130,7 @@ def _bootstrap(member: Member) -> Bootstrap:
 def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communicator:
     limit, options = member.timeout_s, member.options
     name = f"torch group {member.name}"
-    # What is wrong with options is looked for once all are known to have the same.
+    # Options are checked only once all ranks are known to have the same.
     same = f"pg_options={options!r}"
     if _torch_asks_for_checks(member):
         same = f"{same}, {_DETAIL}"
@@ -154,7 +154,7 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communi
 def _settings(
     world: World, ranks: Sequence[int], member: Member, name: str, identity: int
 ) -> Settings:
-    """Return what the options say, checked; alike on all ranks."""
+    """Return the settings in the options, checked; alike on all ranks."""
     options = member.options
     _ = options.timeout_s, options.sparse_algorithm  # wrong ones are errors
     wishes = options.wishes(f"{name} (pg_options)")

@@ -103,7 +103,7 @@ class Joins:
         return self._joined.comm
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """Return what init_process_group called it."""
+        """Return the backend's name, as init_process_group has it."""
         return BACKEND
 
     name = _get_backend_name = getBackendName

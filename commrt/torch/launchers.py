@@ -62,7 +62,7 @@ class _Rendezvous:
     def __init__(self, own: Handler) -> None:
         self._own = own
         self._count = 0
-        """Of rendezvous so far; the same on all ranks."""
+        """Number of rendezvous so far; the same on all ranks."""
         self._told: dict[str, str] = {}
         """Variables that were set here."""
 
@@ -80,7 +80,7 @@ class _Rendezvous:
         return self._meet(launch, limit)
 
     def _launched(self, url: str) -> LaunchInfo | None:
-        """Return who started the ranks, if it was one of those that are served here."""
+        """Return the launcher of the ranks, if it is one that is served here."""
         said = {name for name, _ in parse_qsl(urlparse(url).query)}
         if said & {"rank", "world_size"}:
             return None
@@ -174,6 +174,6 @@ def take_mpi(rank: int, size: int) -> Any:
 
 
 def _own_address() -> tuple[str, int]:
-    """Return where rank 0 hosts the store: MASTER_ADDR and MASTER_PORT, if set."""
+    """Return the address of rank 0's store: MASTER_ADDR and MASTER_PORT, if set."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     return host, int(os.environ.get("MASTER_PORT") or 0)

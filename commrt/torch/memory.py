@@ -4,8 +4,8 @@
 FSDP2 asks for its buffers anew in every layer of every step. Symmetric memory is made
 by all ranks together, which takes milliseconds; so a group makes one large piece when
 it is first asked, and each rank gives out parts of it on its own: where a rank's
-tensors lie is its own affair. What does not fit is ordinary memory. Pages count when
-they are touched.
+tensors lie is its own affair. Tensors that do not fit get ordinary memory. Pages count
+when they are touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ __all__ = ["SharedMemory"]
 
 _MOST_NBYTES = 1 << 30
 _SHARE = 8
-"""Of what the machine may use, the part that the pieces of all ranks may take."""
+"""Divisor of the machine's limit: the pieces of all ranks together may take an
+eighth."""
 _ALIGN_NBYTES = 4096
 
 
@@ -81,7 +82,7 @@ class SharedMemory:
         return torch.from_numpy(loan.array())
 
     def _take(self, nbytes: int) -> int | None:
-        """Return where the smallest gap begins that ``nbytes`` fit into."""
+        """Return the begin of the smallest gap that ``nbytes`` fit into."""
         fitting = [gap for gap in self._free if gap[1] - gap[0] >= nbytes]
         if not fitting:
             return None

@@ -118,7 +118,7 @@ class FromAnyone:
             comm = self._comm
             comm.check_usable()
             comm.world.engine.step()
-            # From the next rank on: nobody's messages come first every time.
+            # Start at the next rank, so that no rank's messages always come first.
             source = comm.waiting_source(self._tag, (comm.rank + 1) % comm.size)
             if source < 0:
                 return False

@@ -4,7 +4,7 @@
 Every rank tells rank 0 that it has come, and waits for rank 0's verdict. Rank 0 waits
 for so long as it was asked to, then tells all ranks who is missing: those that came
 raise an error that names them at once, and a rank that comes later finds the verdict
-waiting. What is said begins with gloo's words, which programs look for.
+waiting. The error begins with gloo's words, which programs look for.
 
 Calls are counted, as messages of a call that some ranks gave up may still be there. A
 rank that has left calls out goes on with the count of rank 0, and rank 0 with the
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["MonitoredBarrier", "limit_of"]
 
 _TAG = -3
-"""Of the messages; users' tags are not negative, and -2 is that of ``fused``."""
+"""Tag of the messages; users' tags are not negative, and ``fused`` has -2."""
 _LEFT, _HERE = range(2)
-"""What a rank says of a call: that it waits no more, or has come."""
+"""Codes by which a rank tells its state in a call: it waits no more, or has come."""
 _SPINS = 2000
 _NAP_S = 5e-5
 """Between looks, once so many of them found nothing: some rank is far behind."""

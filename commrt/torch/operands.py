@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors as commrt takes them: contiguous memory, and copies where they are not.
 
-NCCL's users pass views, aliases, parameters and tensors of any strides. What is
-contiguous is used where it lies. Of what is not, the operation works on a copy, and
-results are copied back once it has ended.
+NCCL's users pass views, aliases, parameters and tensors of any strides. Contiguous
+tensors are used where they lie. For others the operation works on a copy, and results
+are copied back once it has ended.
 """
 
 from __future__ import annotations

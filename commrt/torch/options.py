@@ -15,7 +15,7 @@ import torch
 
 from commrt.torch.errors import wrong_call
 
-__all__ = ["given", "one", "options"]
+__all__ = ["one", "options", "tensor_list"]
 
 
 def options(kind: type[Any], opts: Any, **said: Any) -> Any:
@@ -56,7 +56,7 @@ def one(what: str, tensors: Any) -> torch.Tensor:
     return found
 
 
-def given(lists: Any) -> Sequence[torch.Tensor]:
+def tensor_list(lists: Any) -> Sequence[torch.Tensor]:
     """Return the list of tensors of a list of one list, or the list itself."""
     if lists and not isinstance(lists[0], torch.Tensor):
         inner: Sequence[torch.Tensor] = lists[0]

@@ -28,8 +28,8 @@ def using(
     """Let the collectives of commrt's groups that are called inside run so.
 
     It holds for this thread, for all groups, and comes before what groups, environment
-    and table say. What cannot run so is an error on all ranks, and sends nothing. Of
-    several contexts, one in another, the inner one holds alone. Sums of sparse tensors
+    and table say. A call that cannot run so is an error on all ranks, and sends
+    nothing. If contexts are nested, only the inner one holds. Sums of sparse tensors
     have algorithms of their own, and neither backends nor parameters. Between two ranks
     there is one way for messages, whatever stands here.
 

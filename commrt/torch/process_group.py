@@ -114,11 +114,11 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for."""
+        """Return the purpose of the group."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Take what the group is for."""
+        """Take the purpose of the group."""
         self._group_desc = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -164,9 +164,9 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
     ) -> CommrtProcessGroup | None:
         """Return a group of some of these ranks, None on the others; all call it.
 
-        ``torch.distributed.split_group`` does not come here: it wants a device that
-        the default group is bound to, and torch binds none to a group of Python's.
-        What is returned is not known to torch.distributed's functions with a root.
+        ``torch.distributed.split_group`` does not come here: it wants a device that the
+        default group is bound to, and torch binds none to a group of Python's.
+        torch.distributed's functions with a root do not know the returned group.
         """
         given = self.member
         self._splits += 1

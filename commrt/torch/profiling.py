@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group's calls in ``torch.profiler``, named as those of torch's own backends are.
 
-``commrt:all_reduce`` stands beside what the program computes, as ``gloo:all_reduce``
-and ``nccl:all_reduce`` do. Of a call that is not waited for it lasts while the call is
-started; ``commrt:wait`` is what the program waits for it later. Where nobody profiles a
-call asks torch one flag.
+``commrt:all_reduce`` stands beside the program's computation, as ``gloo:all_reduce``
+and ``nccl:all_reduce`` do. For a call that is not waited for it lasts while the call is
+started; ``commrt:wait`` is the later wait. If nobody profiles, a call asks torch one
+flag.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Return what the profiler sees within it; ``name`` is commrt's of an operation."""
+    """Return a range for the profiler; ``name`` is commrt's of an operation."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
     found: AbstractContextManager[Any] = torch.profiler.record_function(

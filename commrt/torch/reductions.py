@@ -48,8 +48,8 @@ class Reduction:
 _PLAIN = {
     hash(kind): Reduction(name) for kind, name in _NAMES.items() if name != "premul_sum"
 }
-"""By their numbers, which are torch's hashes: to compare kinds takes several times as
-long."""
+"""Reductions by their numbers, which are torch's hashes: to compare kinds takes several
+times as long."""
 PLAIN = {number: reduction.name for number, reduction in _PLAIN.items()}
 """commrt's names of reductions without a factor, by torch's numbers."""
 

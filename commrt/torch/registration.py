@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How torch learns of the backend: called at the end of ``import torch``.
+"""Registration of the backend with torch, called at the end of ``import torch``.
 
 An error in here would make ``import torch`` fail for every program of an environment
-that has commrt, so whatever is wrong is a warning, and all that takes time waits for
-the first process group.
+that has commrt. So every problem becomes a warning, and slow steps wait for the first
+process group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that exist already, moved into memory that the ranks of a node share.
 
-What makes DDP's buckets is C++ that asks nobody of Python for memory. But a storage can
-be moved with all that looks at it: torch does so itself, in ``share_memory_``, and the
+C++ makes DDP's buckets, and asks nobody in Python for memory. But a storage can be
+moved together with all views of it. torch does so itself, in ``share_memory_``, and the
 buckets' views of single gradients go with them. Here torch maps a file of its own for
 the storage; pages of the communicator's symmetric memory are then mapped in its place,
 at the same addresses, and torch's pages go. Torch unmaps them when the storage ends.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["share_storage"]
 
 _FILES = "/dev/shm"
-"""Where torch's files lie, which a container may keep small."""
+"""Folder of torch's files, which a container may keep small."""
 
 
 def share_storage(

@@ -72,7 +72,7 @@ def sparse_allreduce(
 def _complex_of(x: torch.Tensor) -> torch.Tensor | None:
     """Return the complex tensor that torch's all_reduce has passed as pairs.
 
-    What is copied into such a view of a sparse tensor stays the view's alone.
+    A copy into such a view of a sparse tensor changes only the view.
     """
     base = x._base if x._is_view() else None
     return base if base is not None and base.is_sparse and base.is_complex() else None

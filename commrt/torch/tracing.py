@@ -33,7 +33,7 @@ Key = tuple[str, int, Any, int, int, int, int | None]
 """Operation, bytes, element type, bytes that come, root or peer, tag, stream."""
 Read = Callable[[tuple[Any, ...], dict[str, Any]], Key]
 _MESH = "mesh_"
-"""What DeviceMesh puts before a dimension's name."""
+"""Prefix that DeviceMesh puts before a dimension's name."""
 _DIMENSIONS = {"default_pg": "world", "undefined": ""}
 
 
@@ -136,7 +136,7 @@ class TracedWork(CommrtWork):
     """Numbers of its records."""
 
     def is_completed(self) -> bool:
-        """Return what the Work's method returns."""
+        """Return the result of the Work's method."""
         done = super().is_completed()
         if done:
             ring = recorder().ring
@@ -351,5 +351,5 @@ _CALLS: dict[str, tuple[str, Callable[[str, int], Read], str]] = {
     "recv": ("recv", _message, "aii"),
     "recv_anysource": ("recv", _from_anyone, "ai"),
 }
-"""torch's methods: the operation in the log, what reads a call of them, and how it is
-read natively (native/calls/recorded_method.hpp)."""
+"""torch's methods: the operation in the log, the reader of a call, and the code for how
+C++ reads its arguments (native/calls/recorded_method.hpp)."""

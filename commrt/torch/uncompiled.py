@@ -2,11 +2,11 @@
 """A group's methods are run by compiled programs, and are not compiled themselves.
 
 Where ``torch.compile`` has to cut a program, it compiles the functions that are called
-in between, too. Of torch's own backends these are in C++. Of commrt's they are Python:
-``DDP`` asks for a broadcast there when it cuts its buckets anew, ``send`` and ``recv``
-always end there. Dynamo may know ProcessGroup as a class whose attributes it must not
-read, and then fails; else it would compile every one of them. So they are marked to be
-left alone, with all that they call.
+in between, too. For torch's own backends these are in C++. For commrt's they are
+Python. ``DDP`` asks for a broadcast there when it cuts its buckets anew, and ``send``
+and ``recv`` always end there. Dynamo may know ProcessGroup as a class whose attributes
+it must not read, and then fails; else it would compile every one of them. So they are
+marked to be left alone, with all that they call.
 """
 
 from __future__ import annotations

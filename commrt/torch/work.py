@@ -100,7 +100,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
             raise as_torch_error(error) from error.__cause__
         except CommError as error:
             self._error = as_torch_error(error)
-        # What is on a device has not ended yet: its stream goes on.
+        # Work on a device has not ended yet: its stream goes on.
         self._settle(request)
 
     def _settle(self, request: Any) -> None:
@@ -212,5 +212,5 @@ class _Joined:
 
 
 def _rounded(seconds_left: float) -> float:
-    """Return what is left of a limit, in whole milliseconds, as messages show it."""
+    """Return the rest of a limit, in whole milliseconds, as messages show it."""
     return max(1e-3, round(seconds_left, 3))

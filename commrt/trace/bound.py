@@ -2,8 +2,8 @@
 """Calls that ``comm.plan`` has bound, while somebody records: each run is in the log.
 
 The engine's own kinds hold a method that records them; others get a class that does,
-and their own one back at the end. What runs them is known, and need not be asked of the
-policy: their label says it.
+and their own one back at the end. Their label says what runs them, so nobody asks the
+policy.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ NOWHERE: Final = Site(None, -1)
 
 
 def call_sites() -> _native.CallSites:
-    """Return what finds the places that calls have come from, and remembers them."""
+    """Return a finder of the places that calls come from; it remembers them."""
     return _native.CallSites(_classified, _beyond, CORE, NOWHERE)
 
 
 def _classified(frame: FrameType) -> Site | None:
-    """Return what a frame is that was not met before; None: it is passed over."""
+    """Return the place of a new frame; None if it is passed over."""
     kind = _kind(str(frame.f_globals.get("__name__", "")))
     if kind is _Kind.PASSED:
         return None

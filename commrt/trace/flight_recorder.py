@@ -28,7 +28,7 @@ __all__ = ["VERSION", "entries_of", "write_flight"]
 VERSION = "2.10"
 """Version of the format that torch 2.13 writes."""
 MOST_ENTRIES = 2000
-"""As many as torch keeps."""
+"""Most entries, the same number that torch keeps."""
 _PREFIX = "rank_"
 _NAMES = {row.name: row.flight for row in ROWS if row.flight}
 """The analyser's names; it stops at a name that it does not know."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logs of a job's ranks joined: who waited for whom, on one clock.
 
-What the logs of all ranks together tell, and one rank cannot know:
+The logs of all ranks together tell two things that one rank cannot know:
 
 - *Waiting.* From an operation's call on this rank until the last of the ranks that it
-  needs has called it, at most until its end. All ranks are needed by operations whose
-  result depends on all of them; of a rooted one the root is, by the others, or they by
-  the root; by a receive its sender, by a send its receiver. What is left of the
-  duration is transfer. Of what is not waited for at once, the duration reaches to
-  where its end was seen, computation between included, and so does what is left.
+  needs has called it, at most until its end. An operation whose result depends on all
+  ranks needs all of them. In a rooted one the others need the root, or the root needs
+  them. A receive needs its sender, and a send its receiver. The rest of the duration is
+  transfer. If the program does not wait at once, the duration lasts until the end was
+  seen, with the computation in between. So does the rest.
 - *Clocks.* Ranks of one machine share the monotonic clock. Those of two machines are
   set against each other by the operations that both have called: nobody leaves one of
   them before all have come, so each gives a bound for the offset of the clocks, in one
@@ -49,7 +49,7 @@ class Event:
     start_ns: int
     """Its call, on the job's clock."""
     end_ns: int | None
-    """Where its end was seen, likewise."""
+    """Time at which its end was seen, on the same clock."""
     peers: list[Event] = field(default_factory=list)
     """The same operation on the other ranks, or a message's other end."""
     waiting_ns: int | None = None
@@ -57,7 +57,7 @@ class Event:
 
     @property
     def duration_ns(self) -> int:
-        """From the call to where its end was seen; 0 where it was not."""
+        """Time from the call until its end was seen; 0 if it was not seen."""
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
 
 
@@ -66,13 +66,13 @@ class Job:
     """The logs of a job's ranks."""
 
     logs: list[Log]
-    """By rank."""
+    """Logs in the order of ranks."""
     events: list[Event]
     """All operations, by rank and in their order."""
     notes: list[str]
     """Problems: what is missing or does not fit."""
     clock_error_ns: dict[str, int]
-    """By host: how far its clock may be off; only hosts that needed to be set."""
+    """Possible error of a host's clock, by host; only hosts that needed to be set."""
 
     @property
     def size(self) -> int:

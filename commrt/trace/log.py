@@ -102,9 +102,9 @@ class Operation:
     algorithm: str
     """The backend's algorithm."""
     peer: int
-    """Of a message: the other rank of the group; -1: any, or no message."""
+    """The other rank of a message, as a rank of the group; -1: any, or no message."""
     tag: int
-    """Of a message."""
+    """Tag of a message."""
     root: int
     """Rank of the group; -1: there is none."""
     stream: int | None
@@ -112,9 +112,9 @@ class Operation:
     seq: int
     """Collectives of a group count together, messages by direction, peer and tag."""
     start_ns: int
-    """When it was called, by the host's monotonic clock."""
+    """Time of the call, by the host's monotonic clock."""
     end_ns: int | None
-    """When its end was seen; None: it was not."""
+    """Time at which its end was seen; None if it was not seen."""
     failed: bool
     """True if the call raised an error, at its end."""
     site: Place
@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def duration_ns(self) -> int:
-        """From the call to where its end was seen; 0 where it was not."""
+        """Time from the call until its end was seen; 0 if it was not seen."""
         return 0 if self.end_ns is None else self.end_ns - self.start_ns
 
     @property
@@ -162,14 +162,15 @@ def _human(nbytes: int) -> str:
 
 
 def stream_name(stream: int | None) -> str:
-    """Return what a stream's handle is called; "" where there is none."""
+    """Return the name of a stream's handle; "" if there is none."""
     if stream is None:
         return ""
     return _STREAMS.get(stream, f"stream {stream:#x}")
 
 
 _STREAMS = {0: "default stream", 2: "default stream of its thread"}
-"""As CUDA has them; 1, the default one by another name, is told as 0."""
+"""Names that CUDA gives to streams; 1, the default one by another name, is told as
+0."""
 KEYS: dict[str, Callable[[Operation], str]] = {
     "op": lambda one: one.op,
     "dimension": lambda one: one.group.dimension,
@@ -190,27 +191,28 @@ class Log:
     """The log of one rank."""
 
     job: str
-    """The same on all ranks of a job, and of no other."""
+    """Name of the job: the same on all of its ranks, and different from any other
+    job's."""
     rank: int
-    """In the job."""
+    """Rank in the job."""
     size: int
     """Ranks of the job."""
     host: str
     """Name of the machine."""
     boot: str
-    """Names the running kernel: ranks that share it share a clock."""
+    """Identity of the running kernel: ranks with the same one share a clock."""
     pid: int
-    """Of the process."""
+    """Number of the process."""
     wall_offset_ns: int
-    """What makes times of the monotonic clock times since 1970."""
+    """Offset from the monotonic clock to the time since 1970."""
     num_dropped: int = 0
     """Older operations that did not fit into the ring."""
     is_complete: bool = True
     """True if the file has its end."""
     error: str = ""
-    """What a call had failed with as this was written."""
+    """Error with which a call had failed when this was written."""
     operations: list[Operation] = field(default_factory=list)
-    """In the order of their calls."""
+    """Operations in the order of their calls."""
 
     @property
     def groups(self) -> list[LoggedGroup]:
@@ -233,7 +235,7 @@ def count(
     """Return calls and bytes of operations, but receives, by some of ``KEYS``."""
     wrong = [name for name in by if name not in KEYS]
     if wrong:
-        raise UsageError(f"by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
+        raise UsageError(f"volume: unknown by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
     keys = [KEYS[name] for name in by]
     found: dict[tuple[str, ...], Volume] = {}
     for one in operations:
@@ -248,14 +250,15 @@ def count(
 
 @dataclass
 class Span:
-    """Which of this process's records are a recording's."""
+    """Part of this process's records that belongs to one recording."""
 
     since_ns: int = 0
-    """When it began."""
+    """Time of its begin."""
     num_before: int = 0
-    """Records that had been made by then: what is lost of them, is none of its own."""
+    """Number of records made before. Lost ones of these are not lost from the
+    recording."""
     until_ns: int | None = None
-    """When it ended; None: it has not."""
+    """Time of its end; None while it runs."""
     num_until: int | None = None
     """Records that had been made by then."""
 
@@ -265,14 +268,14 @@ class Span:
         return start_ns >= self.since_ns and not is_late
 
     def num_lost(self, num_dropped: int) -> int:
-        """Return how many of the records that the ring has lost are its own."""
+        """Return the number of its own records that the ring has lost."""
         if self.num_until is not None:
             num_dropped = min(num_dropped, self.num_until)
         return max(0, num_dropped - self.num_before)
 
 
 def logs_of(recorder: Recorder, span: Span | None = None) -> list[Log]:
-    """Return the logs of this process's ranks; mostly one. Of all calls, or a span."""
+    """Return logs of this process's ranks, mostly one: of all calls, or of a span."""
     span = span or Span()
     ring = recorder.ring
     records = [record for record in ring.snapshot() if span.has(record[START])]
@@ -387,14 +390,17 @@ _KIND_FIELDS = (
 
 
 def read_log(path: Path) -> Log:
-    """Return what a file has; one that ends early is not ``is_complete``.
+    """Return the log in a file; one that ends early is not ``is_complete``.
 
     Raises UsageError where it is no log.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
+        raise UsageError(
+            f"cannot read the log {path}: {error.strerror or error}; expected a .jsonl "
+            f"file that COMMRT_TRACE=FOLDER makes: check the path"
+        ) from error
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path} is no log of {FORMAT}: it is no text; logs are the .jsonl files "
@@ -411,7 +417,10 @@ def read_log(path: Path) -> Log:
         log = Log(**head, is_complete=False)
         _read_lines(log, lines[1:])
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise UsageError(f"{path}: not as {FORMAT} has it: {error!r}") from error
+        raise UsageError(
+            f"{path} is no log of {FORMAT}: its lines are damaged ({error!r}); "
+            f"expected the lines that this version writes: record the run again"
+        ) from error
     return log
 
 

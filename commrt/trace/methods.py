@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communicator's methods while somebody records.
 
-What a call is, is read off its arrays and its arguments natively; here is what is
-asked for the first call of a kind. Calls that commrt makes for itself within one of the
-user's are passed on as they are.
+C++ reads the facts of a call from its arrays and arguments. It asks this module at the
+first call of a kind. Calls that commrt makes for itself, within one of the user's, are
+passed on as they are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def follow_communicator(comm: Traced) -> None:
 
 
 def group_of_communicator(comm: Traced) -> Group:
-    """Return what stands for a communicator in the log."""
+    """Return the log's entry for a communicator."""
     name = comm.name
 
     def names() -> tuple[str, str, str]:
@@ -110,7 +110,7 @@ def _record_method(
 def _key_of(
     name: str, args: Arguments, more: dict[str, Any], counts: tuple[str, ...]
 ) -> Hashable:
-    """Return what tells a call from others; None where that cannot be said."""
+    """Return a key that tells a call from others; None if there is no such key."""
     x: Any = args[0] if args else more.get("x")
     like: Any = more.get("out") if x is None else x
     said = [more.get(each) for each in _SAID]
@@ -354,8 +354,8 @@ def _looks_at(row: OpSpec | CallSpec) -> Looks:
 
 
 _METHODS = {row.name: (row.reads, _looks_at(row)) for row in ROWS}
-"""A communicator's methods: how their arguments are read natively
-(native/calls/recorded_method.hpp), and what looks at the first call of a kind."""
+"""A communicator's methods: the code for how C++ reads their arguments
+(native/calls/recorded_method.hpp), and the look at the first call of a kind."""
 
 
 # -- arrays ----------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Ranges:
     def run(
         self, label: str, nbytes: int, call: Callable[..., Any], *args: Any, **more: Any
     ) -> Any:
-        """Return what a call returns, with a range around it."""
+        """Make a call with a range around it, and return its result."""
         said = _Attributes(
             version=2,
             size=ctypes.sizeof(_Attributes),
@@ -100,7 +100,7 @@ class Ranges:
     def label(
         self, comm: Traced, name: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> tuple[str, int]:
-        """Return what a range says of a call, and the bytes of its arrays here."""
+        """Return the text of a call's range, and the bytes of its arrays here."""
         x = args[0] if args else more.get("x", more.get("fields"))
         out = more.get("out")
         array = x if x is not None else out
@@ -114,7 +114,7 @@ class Ranges:
     def _algorithm(
         self, comm: Traced, name: str, x: Any, out: Any, more: dict[str, Any]
     ) -> str:
-        """Return what would run a call; what was found is kept where it holds."""
+        """Return the candidate that would run a call; it is kept while it holds."""
         asked = more.get("algorithm") or more.get("backend")
         if asked is not None:
             return str(asked)
@@ -225,8 +225,7 @@ def _named(ranges: Ranges, this: weakref.ref[Traced], name: str) -> Callable[...
 
 
 def _nbytes(array: Any) -> int:
-    """Return an array's bytes, whoever made it, or those of several; 0 where none
-    says."""
+    """Return the bytes of an array of any library, or of several; 0 if unknown."""
     if isinstance(array, list | tuple):
         return sum(map(_nbytes, array))
     found = getattr(array, "nbytes", None)

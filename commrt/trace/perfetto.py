@@ -60,8 +60,7 @@ def _tracks(
     """Return each event's track, and the tracks' names."""
     found: dict[int, int] = {}
     names: dict[tuple[int, int], str] = {}
-    # Of each group and stream on a rank: its tracks, and when the last slice on each
-    # ends.
+    # Tracks of each group and stream on a rank, with the end of the last slice on each.
     lanes: dict[tuple[int, str, int | None], list[tuple[int, int]]] = {}
     count: dict[int, int] = {}
     for event in sorted(events, key=lambda one: (one.rank, one.start_ns)):

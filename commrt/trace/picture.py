@@ -78,7 +78,7 @@ def picture(job: Job) -> str:
 
 
 def _low(row: Row) -> int:
-    """Return where the bin of a row begins among all bins."""
+    """Return the place of a row's bin among all bins."""
     order = [size_bin(0), *(size_bin(1 << power) for power in range(0, 62, 2))]
     return order.index(row.key[0])
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder: what this process's ranks have called, in a ring in memory.
+"""The recorder: the calls of this process's ranks, in a ring in memory.
 
-While nobody records, communicators and process groups are what they always are.
-Recording gives each of them methods of its own (``methods.py``, and torch's in
-``commrt/torch/tracing.py``), native ones, which make a record per call: forty bytes
-that are in the ring before the call, so that a call that never ends is in the log as
-well. What calls have in common (operation, bytes, element type, peer, algorithm) is a
-``Kind``, found again by what can be read off a call at once; the place in the program
-likewise. Python looks at the first call of a kind, and at what fails.
+While nobody records, communicators and process groups are unchanged. Recording gives
+each of them methods of its own (``methods.py``, and torch's in
+``commrt/torch/tracing.py``), written in C++. Each makes a record of forty bytes per
+call. It puts the record into the ring before the call, so that the log has a call that
+never ends, too.
+
+A ``Kind`` holds the facts that calls share: operation, bytes, element type, peer,
+algorithm. The recorder finds it again by facts that it can read from a call at once,
+and finds the place in the program the same way. Python looks only at the first call of
+a kind, and at calls that fail.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ __all__ = [
 ]
 
 KIND, SITE, SEQ, START, END = range(5)
-"""What a record holds: its end is 0 while it is not seen, negative where it failed."""
+"""Places of a record's fields. The end is 0 until it is seen, and negative if the call
+failed."""
 Record: TypeAlias = tuple["Kind", Any, int, int, int]
 DEFAULT_RECORDS = 100_000
 _MOST_KINDS = 1 << 15
@@ -162,7 +166,7 @@ class Group:
         return name, desc, self.label or dimension or name
 
     def counter_of(self, op: str, peer: int, tag: int) -> _native.RecordCounter:
-        """Return what counts calls: collectives of a group, messages of a pair."""
+        """Return the counter of calls: collectives of a group, messages of a pair."""
         key = (op, peer, tag) if op in MESSAGES else None
         return self._counters.setdefault(key, _native.RecordCounter())
 
@@ -193,11 +197,11 @@ class Recorder:
         self.groups: weakref.WeakValueDictionary[str, Group] = (
             weakref.WeakValueDictionary()
         )
-        """By key and rank: ranks may be threads of one process."""
+        """Groups by key and rank: ranks may be threads of one process."""
         self.users = 0
-        """How many record at the moment."""
+        """Number of users that record at the moment."""
         self.failures: list[Callable[[str], None]] = []
-        """To be called with what a call has failed with."""
+        """Functions to call with the error of a failed call."""
         self._lock = threading.RLock()
         self._followed: weakref.WeakKeyDictionary[Any, Attach] = (
             weakref.WeakKeyDictionary()
@@ -346,7 +350,7 @@ class Recorder:
         return self.ring.num_dropped + len(self.ring)
 
     def tell(self, error: BaseException) -> None:
-        """Tell who wants to know that something went wrong."""
+        """Tell all listeners that something went wrong."""
         said = f"{type(error).__name__}: {error}"
         for each in list(self.failures):
             each(said)
@@ -356,7 +360,7 @@ _RECORDER = Recorder()
 
 
 def _forget() -> None:
-    """In a forked process: nothing is its own."""
+    """Forget, in a forked process, the parent's records and wrapped objects."""
     _RECORDER._lock = threading.RLock()  # a thread of the parent's may have held it
     for target in list(_RECORDER._wrapped):
         _RECORDER._detach(target)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of recorded calls that are not the engine's own: they see the end where the
-program sees it, as the engine's do natively."""
+"""Requests of recorded calls that the engine did not make; they record their ends."""
 
 from __future__ import annotations
 

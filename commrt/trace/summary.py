@@ -37,13 +37,13 @@ class Row:
     key: tuple[str, ...]
     """The fields that these calls share."""
     calls: float
-    """How many."""
+    """Number of calls."""
     nbytes: float
     """Bytes, as ``volumes.MEANING`` says; of messages those of the sends."""
     wire_nbytes: float
     """The least that a rank sends for them."""
     seconds: float
-    """From the calls to where their ends were seen."""
+    """Time from the calls until their ends were seen."""
     waiting_s: float
     """The part that was waiting for other ranks, where that is known."""
     unknown: float
@@ -86,7 +86,7 @@ class SmallMessages:
     messages: int
     """Messages that were sent."""
     small: int
-    """Those below SMALL_NBYTES."""
+    """Messages below SMALL_NBYTES."""
     median_nbytes: int
     """Half of the messages are no longer."""
     share_of_operations: float
@@ -96,7 +96,7 @@ class SmallMessages:
 
 
 def small_messages(job: Job) -> SmallMessages:
-    """Return what part messages, and small ones, have in a job."""
+    """Return the share of messages, and of small ones, in a job."""
     called = [event.call for event in job.events if not event.call.is_received]
     sizes = [call.nbytes for call in called if call.op in MESSAGES]
     total = sum(call.nbytes for call in called)

@@ -17,7 +17,7 @@ from commrt.vocabulary.operations import OTHERS, ROWS
 __all__ = ["MEANING", "MESSAGES", "Volume", "wire_nbytes"]
 
 MEANING = {row.name: row.logged_bytes for row in ROWS if row.logged_bytes}
-"""What an operation's bytes are those of."""
+"""Arrays whose bytes count as an operation's, by operation."""
 
 MESSAGES = tuple(row.name for row in OTHERS if row.ends == "one")
 _SHARES = {row.name: row.wire_share for row in ROWS}
@@ -28,7 +28,7 @@ class Volume:
     """The bytes that calls of one kind have moved."""
 
     calls: int = 0
-    """How many there were."""
+    """Number of calls."""
     nbytes: int = 0
     """Their bytes, as MEANING says."""
     wire_nbytes: float = 0.0

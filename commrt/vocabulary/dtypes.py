@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element types and reductions, with the codes the native engine uses for them.
+"""Element types and reductions, with the codes that the engine uses for them.
 
 The codes are shared with ``native/types.hpp``; a unit test holds the two together.
 """
@@ -38,7 +38,7 @@ class DType:
     itemsize: int
     """Bytes per element."""
     kind: Kind
-    """Which reductions are defined."""
+    """Kind of the type, which decides the reductions it has."""
 
     @property
     def is_short_float(self) -> bool:

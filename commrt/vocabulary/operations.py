@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of operations: a row for each method that moves data.
 
-``OPERATIONS`` are the collectives. The public methods, the native dispatcher, the
+``OPERATIONS`` are the collectives. The public methods, the dispatcher in C++, the
 tuner, the benchmarks, the tests, the traces and the reference page are driven from
 them. ``OTHERS`` are the calls beside them: messages, sparse sums, redistribution and
 calls among neighbours. ``ROWS`` are both.
@@ -63,15 +63,15 @@ class OpSpec:
     in_place: bool
     """True if a call without ``out`` works in place and returns ``x``."""
     output_on: Literal["all", "root", "all but rank 0", "none"]
-    """Which ranks have an output."""
+    """Ranks that have an output."""
     rule_bytes: RuleBytes
-    """Which bytes select a rule: the whole buffer, a per-rank block, or one pair's;
-    ``any`` where no rank knows all lengths: one rule serves all."""
+    """Bytes that select a rule: those of the whole buffer, of a rank's block, or of one
+    pair's. ``any``: no rank knows all lengths, so one rule serves all."""
     doc: str
     """One imperative line for the docstring and the reference page."""
     combines: tuple[int | None, int | None] = (None, None)
-    """Whose arrays a rank's reduction combines: the first rank, and the one after the
-    last, counted from the rank itself; None: from the first of all, to the last."""
+    """Ranks whose arrays a rank's reduction combines: the first one, and the one after
+    the last, counted from the rank itself; None: from the first of all, to the last."""
     vector_of: str | None = None
     """The operation that this one is with blocks of different lengths: its schedules
     run."""
@@ -80,7 +80,7 @@ class OpSpec:
     compresses: bool = False
     """True if the operation takes ``compress=`` and ``residual=``."""
     input_on: Literal["all", "root"] = "all"
-    """Which ranks have an input; elsewhere ``x`` is not read."""
+    """Ranks that have an input; elsewhere ``x`` is not read."""
     fuses: bool = False
     """True if small calls are joined into one (``fusion=``)."""
     mpi: str = ""
@@ -106,7 +106,7 @@ class OpSpec:
         )
 
     def num_contributors(self, rank: int, size: int) -> int:
-        """Return how many ranks' arrays a reduction combines on ``rank``."""
+        """Return the number of ranks' arrays that a reduction combines on ``rank``."""
         return len(self.contributors(rank, size))
 
     @property
@@ -155,7 +155,7 @@ class OpSpec:
 
     @property
     def reads(self) -> str:
-        """How its arguments are read natively (native/calls/recorded_method.hpp)."""
+        """Codes that tell the dispatcher in C++ how to read its arguments."""
         return "" if self.is_empty else "a"
 
     def wire_share(self, size: int) -> float:
@@ -168,7 +168,7 @@ class OpSpec:
     def waits_for(self) -> WaitsFor:
         """The ranks whose calls must begin before this rank's call can end.
 
-        Of ``root waits`` the root waits for all, and the others for nobody.
+        ``root waits``: the root waits for all, and the others for nobody.
         """
         if self.combines_some:
             return "contributors"
@@ -263,9 +263,10 @@ class CallSpec:
     name: str
     """Public method name."""
     kind: Kind
-    """Which part of commrt carries it out."""
+    """Part of commrt that carries it out."""
     reads: str
-    """How its arguments are read natively (native/calls/recorded_method.hpp)."""
+    """Code for how the dispatcher in C++ reads its arguments
+    (native/calls/recorded_method.hpp)."""
     logged_bytes: str
     """The arrays whose bytes a log counts; empty: its messages are logged."""
     doc: str
@@ -392,9 +393,9 @@ ELSEWHERE = {
 """Names of the operations in torch and MPI."""
 COLLECTIVES = tuple(spec.name for spec in OPERATIONS)
 SCHEDULED = tuple(spec.name for spec in OPERATIONS if spec.vector_of is None)
-"""Those that schedules are written for; the others run them, too."""
+"""Operations that schedules are written for; the others run them, too."""
 FUSED = frozenset(spec.name for spec in OPERATIONS if spec.fuses)
-"""Those whose small calls are joined into one."""
+"""Operations whose small calls are joined into one."""
 _BY_NAME = {spec.name: spec for spec in OPERATIONS}
 _OTHERS_BY_NAME = {row.name: row for row in OTHERS}
 SENT = frozenset(row.name for row in OTHERS if row.direction == "out")

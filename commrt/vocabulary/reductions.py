@@ -56,7 +56,7 @@ class Reduction:
             )
 
     def __call__(self, a: Any, b: Any) -> Any:
-        """Return what the Python function makes of two arrays; for trying it out."""
+        """Return the result of the Python function for two arrays; for a trial."""
         if self.address is not None:
             raise UsageError(f"reduction: {self.name} is a C function; call it itself")
         result = self.fn(a, b)

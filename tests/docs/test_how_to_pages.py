@@ -22,8 +22,8 @@ def test_it_begins_with_a_short_program(page: str) -> None:
     title, _, prose = before.partition("\n")
     assert title.startswith("# ")
     assert len(SENTENCE_END.findall(prose)) <= 2
-    # py: a program over torch, which tests/pytorch runs; sh: test_shell.py runs it.
-    assert language in ("python", "py", "sh")
+    # py: a program over torch, which tests/pytorch runs.
+    assert language in ("python", "py")
     assert program.count("\n") <= MOST_LINES
 
 

@@ -25,7 +25,7 @@ def do_jobs(rank: Rank) -> None:
             rank.device.pause()
 
 
-class HostedRanks(SimRanks):
+class HostWorkRanks(SimRanks):
     """Callers, threads that make progress, and threads that do the host's part."""
 
     def __init__(

@@ -94,7 +94,7 @@ class AttachedGloo(Attached):
     def modelled_us(
         self, query: Query, candidate: Candidate, *, only_floor: bool = False
     ) -> float:
-        """Return what the model says of a candidate, by messages as measured."""
+        """Return the model's time of a candidate, by messages as measured."""
         group = self.group
         return predicted_us(
             *(group.facts, query, candidate, group.world.between_nodes),

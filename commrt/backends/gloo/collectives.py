@@ -87,7 +87,8 @@ def digest(spec: PlanSpec) -> int:
 
 
 Arguments = Callable[[int, int], tuple[Any, ...]]
-"""From the addresses of what is sent and of the result to a method's arguments."""
+"""Function from the addresses of the input and of the result to a method's
+arguments."""
 
 
 def library_call(

@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 UNMEASURED = BetweenNodes(100.0, 5e-4, 65.0)
-"""Where nothing was measured: questions without ranks, as the tuner's reports ask."""
+"""Cost assumed where nobody measured: for questions without ranks, as in tuner
+reports."""
 _STAGED = 0.7
 """Bytes of a schedule's messages are copied on both sides, by threads that share the
 cores: sums and exchanges of 8 MiB on two pretended nodes take 1.7 times as long as
@@ -37,9 +38,9 @@ class NativeRun:
     """A schedule with the messages of gloo's own collective."""
 
     coll: str
-    """The algorithm of that schedule."""
+    """Operation whose schedule stands for gloo's own."""
     algorithm: str
-    """Which."""
+    """The algorithm of that schedule."""
     copies: float = 1.0
     """Times of the bytes that it moves: torch copies what gloo returns in another form,
     or reduces more than is asked for."""
@@ -56,19 +57,19 @@ NATIVE_GLOO = {
     "scatter": NativeRun("scatter", "direct"),
     "barrier": NativeRun("barrier", "dissemination"),
 }
-"""gloo's own collectives that are chosen unasked, by operation. Of an alltoallv no rank
-knows all lengths, so it cannot be compared, and runs only where it is asked for."""
+"""gloo's own collectives that are chosen unasked, by operation. An alltoallv cannot be
+compared, as no rank knows all lengths. So it runs only if a call asks for it."""
 
 
 COMPARED = NativeRun("allreduce", "recursive_doubling")
-"""By which ranks compare what they have called, before gloo runs it."""
+"""The schedule by which ranks compare their calls, before gloo runs them."""
 COMPARED_NBYTES = 16
 
 
 def gloo_constants(
     between: BetweenNodes | None, native: bool, crowd: float = 1.0
 ) -> Constants:
-    """Return what messages between nodes cost, of schedules or of gloo's collectives.
+    """Return the cost of messages between nodes, of schedules or of gloo's collectives.
 
     Args:
         between: as measured; None: a guess.
@@ -121,7 +122,7 @@ def predicted_us(
     if not operation(query.coll).is_empty:
         start_us += _comparing_us(facts, between, only_floor)
     one = replace(one, beta_us=run.copies * one.beta_us)
-    # Of what ranks of a node send each other gloo makes no difference.
+    # gloo makes no difference between messages on a node and messages between nodes.
     same = OnNode(facts.layout, 1.0, 1.0) if facts.ppn > 1 else None
     asked = replace(query, coll=run.coll)
     return start_us + schedule_us(
@@ -132,7 +133,7 @@ def predicted_us(
 def _comparing_us(
     facts: CommFacts, between: BetweenNodes | None, only_floor: bool
 ) -> float:
-    """Return what ranks take to compare what they have called."""
+    """Return the time in which ranks compare what they have called."""
     short = Query(COMPARED.coll, COMPARED_NBYTES, "int64", op="max")
     one = gloo_constants(between, native=False)
     return schedule_us(facts, short, COMPARED.algorithm, {}, one, only_floor)

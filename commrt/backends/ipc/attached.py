@@ -72,7 +72,7 @@ class AttachedIpc(Attached):
         return () if why is None else [Rejected(DIRECT, why, is_missing=True)]
 
     def predicted_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what ``direct`` takes where all ranks share a device."""
+        """Return the time of ``direct`` if all ranks share a device."""
         return predicted_us(self.group.facts, query, candidate)
 
     def floor_us(self, query: Query, candidate: Candidate) -> float:
@@ -152,7 +152,7 @@ class AttachedIpc(Attached):
 
     @property
     def why_no_devices(self) -> str:
-        """Why these ranks share no memory of devices; empty where they can."""
+        """Reason why these ranks cannot share memory of devices; empty if they can."""
         return self.facts.why
 
     @property
@@ -161,7 +161,7 @@ class AttachedIpc(Attached):
         return self._agreed is not None
 
     def tells(self, device: Any) -> dict[str, str] | None:
-        """Return what this rank's device can, for the others (``agreement.py``).
+        """Return the abilities of this device, for the others (``agreement.py``).
 
         Devices that stand for none are of one kind on all ranks: about them nothing
         is asked.
@@ -180,11 +180,11 @@ class AttachedIpc(Attached):
         return {"why": _lacks(device), "device": _identity(device)}
 
     def settle(self, said: Sequence[dict[str, str]], timeout_s: float) -> None:
-        """Take what all ranks told."""
+        """Take the facts of all ranks."""
         self._agreed = _together(said)
 
     def _why_never(self) -> str:
-        """Return what keeps these ranks from it anyway; equal on all of them."""
+        """Return the reason that keeps these ranks from it; equal on all of them."""
         nodes = self.group.facts.nodes
         return f"the ranks lie on {nodes} nodes" if nodes > 1 else ""
 
@@ -284,14 +284,14 @@ class AttachedIpc(Attached):
 
 
 def _lacks(device: Any) -> str:
-    """Return what a device lacks, in words; empty where it lacks nothing."""
+    """Return the abilities that a device lacks, in words; empty if it lacks nothing."""
     if not device.memory_flags:
         return "its device's streams do not write flags or wait for them"
     return str(getattr(device, "why_no_kernels", None) or "")
 
 
 def _identity(device: Any) -> str:
-    """Return what tells a device from all others of the machine."""
+    """Return an identity of the device, different from all others of the machine."""
     uuid = getattr(device, "uuid", None)
     if uuid:
         return str(uuid)
@@ -300,7 +300,7 @@ def _identity(device: Any) -> str:
 
 
 def _together(said: Sequence[dict[str, str]]) -> IpcFacts:
-    """Return what follows from what all ranks say; the same on each of them."""
+    """Return the conclusion from the facts of all ranks; the same on each of them."""
     devices = [each["device"] for each in said]
     shares = len({*devices}) < len(devices)
     for rank, each in enumerate(said):

@@ -32,7 +32,7 @@ class IpcFacts:
     """The facts about memory of peers; once agreed, equal on all ranks."""
 
     why: str
-    """Why it cannot be used; empty where it can."""
+    """Reason why it cannot be used; empty if it can."""
     shares_device: bool = False
     """True if any two ranks are on one device."""
 
@@ -49,7 +49,7 @@ def why_refused(facts: IpcFacts, query: Query) -> str | None:
 
 
 def predicted_us(facts: CommFacts, query: Query, candidate: Candidate) -> float:
-    """Return what ``direct`` takes where all ranks share a device; ``inf`` for others.
+    """Return the time of ``direct`` if all ranks share a device; ``inf`` for others.
 
     One shot waits for peers once, and every rank reads all vectors; two shots wait
     twice, and a rank reads its block of all, then the others' blocks once. A kernel

@@ -88,7 +88,7 @@ class PeerMemory:
 
     @property
     def exchange(self) -> _native.PeerExchange:
-        """The native exchange; ClosedError where there is none (any more)."""
+        """The engine's exchange; ClosedError where there is none (any more)."""
         if self._exchange is None:
             raise ClosedError(
                 f"{self.name}: its exchange memory on the device was closed: make a "

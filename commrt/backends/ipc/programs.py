@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a rank's stream over exchange memory that peers opened (CUDA IPC).
 
-The rounds are those of ``stream_programs``. What is sent is put into the rank's own
-exchange memory, and flags tell the peers; their kernels read it there, once, straight
-into where it is wanted. With the schedule ``direct`` these are the one-shot and the
-two-shot allreduce. A part of a program publishes in one half of the memory while peers
-may still read the other; operations that publish more go in several parts.
+The rounds are those of ``stream_programs``. A rank puts its messages into its own
+exchange memory, and flags tell the peers. Their kernels read a message there, once,
+straight into its destination. With the schedule ``direct`` these are the one-shot and
+the two-shot allreduce. A part of a program publishes in one half of the memory while
+peers may still read the other; operations that publish more go in several parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LINE_NBYTES = 64
 def peer_program(
     spec: PlanSpec, rank: int, size: int, nodes: Nodes, half_nbytes: int
 ) -> StreamPlan:
-    """Return what ``rank`` runs over exchange memory with halves of so many bytes.
+    """Return the program of ``rank`` over exchange memory with halves of so many bytes.
 
     Raises BackendError where what a rank publishes does not fit, or nobody knows where
     others put it (alltoallv).
@@ -70,7 +70,7 @@ def peer_program(
 
 
 def _fragments(call: ProgramCall, half_nbytes: int) -> int:
-    """Return how many parts there are: what a rank publishes in one must fit."""
+    """Return the number of parts: the messages published in one must fit."""
     number = call.fragments()
     while call.can_be_cut and _published(call, number) > half_nbytes:
         if number > call.longest_nbytes // _LINE_NBYTES:
@@ -98,9 +98,10 @@ class _Published:
         self, call: ProgramCall, rank: int, fragment: int, fragments: int
     ) -> None:
         self.offsets: dict[tuple[int, int], int] = {}
-        """Of message k to a peer."""
+        """Place of message k to a peer, by peer and k."""
         self.first: dict[tuple[int, Slice], int] = {}
-        """Of the value of a slice in a round: what has to be copied, once."""
+        """Place of a slice's value in a round, by round and slice: it is copied there
+        once."""
         self.nbytes = 0
         for number, ends in enumerate(call.rounds[rank].sends):
             for message in ends:
@@ -226,7 +227,7 @@ def _publish(
 def _numbers_from(
     call: ProgramCall, fragment: int, fragments: int, received: list[int]
 ) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield which of a peer's messages each is, and count them."""
+    """Yield the number of each of a peer's messages, and count them."""
     for ends in call.rounds[call.rank].recvs:
         for message in ends:
             if not call.nbytes(call.rank, message.place, fragment, fragments):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks come to share exchange memory, and how that ends.
+"""Exchange memory that ranks share: its start and its end.
 
     memory = connect(bootstrap, members, device, world.share_memory, timeout_s=30)
     shared = Shared(memory, _native.PeerWork(comm, memory.exchange))
     ...
     shared.end_later()
 
-All ranks connect, or none. The end waits for nobody: what a communicator leaves behind
-is ended step by step, in later calls and at the end of the process. Once its streams
-have run all that they were given, this rank closes what it has open of the others; once
-these have done so, too, its own block is freed.
+All ranks connect, or none. The end of a communicator waits for nobody: its memory is
+given up step by step, in later calls and at the end of the process. Once its streams
+have run all their work, this rank closes the memory of the others that it has open.
+Once the others have done so, too, this rank frees its own block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRACE_S = 5.0
 _RELAXED = 2
 """The capture mode in which calls end no other thread's capture."""
 _GONE = (DeviceError, UsageError)
-"""What a device says that has failed, or was closed: it runs nothing any more."""
+"""Errors of a device that has failed or was closed: it runs nothing any more."""
 
 ShareMemory = Callable[[Sequence[int], str, int, float], Arena]
 """``World.share_memory``: memory of the host that all ranks map, a region for each."""
@@ -90,7 +90,7 @@ def _agree(
     timeout_s: float,
     attempt: Callable[[], str],
 ) -> list[str]:
-    """Return what all ranks say; raise on all if any of them failed."""
+    """Return the answers of all ranks; raise on all if any of them failed."""
     said, error = "", None
     try:
         said = attempt()
@@ -177,7 +177,7 @@ class Shared:
 _LOCK = threading.Lock()
 _SHARED: list[Shared] = []
 ENDING: list[Shared] = []
-"""Those that end, so that a call that finds none has nothing to do."""
+"""Memories that are ending; a call that finds the list empty has nothing to do."""
 _SWEEPING = threading.Lock()
 _REGISTERED: list[int] = []
 
@@ -225,7 +225,7 @@ def _relaxed(one: Shared) -> bool:
 def end_all(timeout_s: float = _GRACE_S) -> None:
     """End all that there is, and wait for the other ranks to leave it, but not longer.
 
-    What they have not left by then stays with the process.
+    Memory that others still have open by then stays with the process.
     """
     with _LOCK:
         live = [one for one in _SHARED if not one.is_ending]

@@ -43,7 +43,7 @@ class MpiFacts:
     """The facts about MPI on device memory; once agreed, equal on all ranks."""
 
     why: str
-    """Why the library is not given device memory; empty where it is."""
+    """Reason why the MPI library gets no device memory; empty if it gets it."""
 
 
 class AttachedMpi(Attached):
@@ -168,7 +168,7 @@ class AttachedMpi(Attached):
 
     @property
     def why_no_devices(self) -> str:
-        """Why the library is not given device memory; empty where it is."""
+        """Reason why the MPI library gets no device memory; empty if it gets it."""
         return self.facts.why
 
     @property
@@ -200,7 +200,7 @@ class AttachedMpi(Attached):
         self._agreed = MpiFacts(why)
 
     def _why_never(self) -> str:
-        """Return what keeps these ranks from it anyway; equal on all of them."""
+        """Return the reason that keeps these ranks from it; equal on all of them."""
         comm = self.group
         if comm.world.mpi is None:
             return "these ranks were not started by MPI"

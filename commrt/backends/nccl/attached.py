@@ -124,7 +124,7 @@ class AttachedNccl(Attached):
 
     @property
     def why_no_devices(self) -> str:
-        """Why NCCL cannot be used; empty where it can."""
+        """Reason why NCCL cannot be used; empty if it can."""
         return self.facts.why
 
     @property
@@ -170,7 +170,7 @@ class AttachedNccl(Attached):
         }
 
     def settle(self, said: Sequence[dict[str, Any]], timeout_s: float) -> None:
-        """Take what all ranks told."""
+        """Take the facts of all ranks."""
         self._agreed = _together(said)
 
     def runner(self, device: Any) -> _native.NcclWork:
@@ -253,7 +253,7 @@ class AttachedNccl(Attached):
 
 
 def _together(said: Sequence[dict[str, Any]]) -> NcclFacts:
-    """Return what follows from all ranks' facts; the same on each of them."""
+    """Return the conclusion from all ranks' facts; the same on each of them."""
     for rank, each in enumerate(said):
         if each["why"]:
             return NcclFacts(f"rank {rank}: {each['why']}")
@@ -281,7 +281,7 @@ def _together(said: Sequence[dict[str, Any]]) -> NcclFacts:
 
 
 def _seen_here() -> NcclFacts:
-    """Return what this rank sees before all have told each other."""
+    """Return the facts of this rank, before all have told each other."""
     opened = nccl.taken()
     if opened is not None and "cuda" not in opened.serves:
         return NcclFacts("", opened.version)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives by NCCL: which it runs as commrt promises them, and their plans.
 
-What it cannot do is left to other backends, on all ranks alike: the ranks agree whether
-NCCL is there (``attached.py``), and the rest follows from the call.
+Other backends do the calls that NCCL cannot do, on all ranks alike: the ranks agree
+whether NCCL is there (``attached.py``), and the rest follows from the call.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class NcclFacts:
     """The facts about NCCL; once agreed, equal on all ranks."""
 
     why: str
-    """Why NCCL cannot be used; empty where it can."""
+    """Reason why NCCL cannot be used; empty if it can."""
     version: int = NEWEST_KNOWN
-    """As ``ncclGetVersion`` counts."""
+    """Number of the version, as ``ncclGetVersion`` returns it."""
     capability: int | None = None
     """The least compute capability, 90 for 9.0; None: any."""
     no_kernels: str = ""
-    """Why commrt's own kernels cannot run between NCCL's; empty where they can."""
+    """Reason why commrt's own kernels cannot run between NCCL's; empty if they can."""
 
 
 def why_refused(facts: NcclFacts, query: Query) -> str | None:

@@ -65,11 +65,11 @@ class AttachedStaged(Attached):
         return super().allows(*on_host(query, candidate))
 
     def predicted_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what the part on the host is predicted to take."""
+        """Return the predicted time of the part on the host."""
         return super().predicted_us(*on_host(query, candidate))
 
     def floor_us(self, query: Query, candidate: Candidate) -> float:
-        """Return what the part on the host takes at least."""
+        """Return a lower bound of the time of the part on the host."""
         return super().floor_us(*on_host(query, candidate))
 
     def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
@@ -125,7 +125,7 @@ class AttachedStaged(Attached):
     # -- arrays on devices -------------------------------------------------------
 
     def runner(self, device: Any) -> _native.Stager:
-        """Return what runs staged calls on a device, made at the first one."""
+        """Return the runner of staged calls on a device, made at the first one."""
         return self.beside.stager(device)
 
 

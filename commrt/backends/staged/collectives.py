@@ -33,7 +33,8 @@ PIECE, COPIES = "piece", "copies"
 """The parameters of staging itself; the others are those of the host's candidate."""
 PIECE_NBYTES = 1 << 20
 ENGINE, KERNEL = "engine", "kernel"
-"""What copies. Each rank's own affair, as peers see only what the host sends."""
+"""Unit of the device that copies. Each rank may choose for itself: its peers see only
+what the host sends."""
 NAME = "staged"
 
 

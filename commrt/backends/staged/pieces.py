@@ -21,8 +21,8 @@ __all__ = ["cut_blocks", "cut_elements"]
 _LINE = 64
 _X, _OUT = 0, 1
 _LEAST_NBYTES = 64 << 10
-"""Of a part of a block, where nobody asked for shorter pieces: each is a copy, which
-takes the driver about as long as that takes to move."""
+"""Least bytes of a piece of a block, unless the caller asks for shorter pieces. Each
+piece is a copy, and the driver takes about as long to start one as to move so much."""
 _MOST_PIECES = 256
 _Copies = list[tuple[int, int, int, int, int]]
 _MakePlan = Callable[[PlanSpec], Any]
@@ -163,7 +163,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _sides(spec: PlanSpec, rank: int) -> tuple[int, int]:
-    """Return how many elements go to the host, and how many come back."""
-    # What the first rank's output holds is left as it is.
+    """Return the numbers of elements that go to the host, and that come back."""
+    # The first rank's output keeps its content.
     untouched = spec.op.output_on == "all but rank 0" and rank == 0
     return spec.in_elements, 0 if untouched else spec.out_elements

@@ -19,8 +19,8 @@ __all__ = ["copy_variants", "piece_variants"]
 _PIECES = (1 << 18, 1 << 22, 1 << 24)
 """Bytes of the pieces of a staged call that are tried beside its default."""
 _BY_KERNEL_NBYTES = 16 << 10
-"""Up to here kernels are tried instead of copy engines: these take longer to begin, and
-move more at once."""
+"""Most bytes for which kernels are tried instead of copy engines: these take longer to
+begin, and move more at once."""
 
 
 def piece_variants(candidate: Candidate, full_nbytes: int) -> list[Candidate]:

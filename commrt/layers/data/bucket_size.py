@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long buckets should be: as short as costs little.
+"""Length of buckets: the shortest one that costs little time in all.
 
-A long bucket starts late, as it waits for its last gradient, and the last bucket of a
-step is what nothing hides. Short ones cost more in all. So buckets are as long as it
-takes until longer ones stop saving: the shortest length at which two buckets joined
-into one would save less than a tenth of their time, what a bucket costs its caller
-included, there and at every greater length.
+A long bucket starts late, as it waits for its last gradient, and nothing hides the last
+bucket of a step. Short buckets cost more in all. So a bucket is as long as it takes
+until longer ones stop saving. That is the shortest length at which two buckets joined
+into one save less than a tenth of their time. The saving must stay below a tenth at
+every greater length, and the time includes what a bucket costs its caller.
 
-The times are those of the selection table, where it has them for these ranks; else they
-are measured, which takes some hundredths of a second. Both are equal on all ranks.
+The times come from the selection table, if it has them for these ranks. Else the ranks
+measure them, which takes some hundredths of a second. Both are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 SIZES = tuple(1 << power for power in range(16, 26))
 """Bytes that are looked at: 64 KiB to 32 MiB."""
 _DEFAULT_NBYTES = 4 << 20
-"""Where nothing is known: what ``fused()`` takes, too."""
+"""Bytes of a bucket if no times are at hand; ``fused()`` has the same default."""
 _CALL_US = 20.0
-"""What a bucket costs its caller, beside the operation: calls in Python."""
+"""Time that a bucket costs its caller beside the operation: calls in Python."""
 _SAVING = 0.1
 _REPETITIONS = 3
 _ENOUGH_S = 0.05
@@ -100,7 +100,7 @@ def _covers(points: Mapping[int, float]) -> bool:
 
 
 def _tabled_us(comm: Communicator, device: str) -> dict[int, float]:
-    """Return what the table's rules for these ranks have measured."""
+    """Return the times that the table's rules for these ranks have measured."""
     table = comm.world.table
     points: dict[int, float] = {}
     if table is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients go together, and in which order the buckets are started.
+"""Buckets of gradients, and the order in which they are started.
 
 Both follow from facts that all ranks share, or from what rank 0 has seen and told the
-others, so all ranks have the same buckets in the same order.
+others. So all ranks have the same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def start_order(
     """Return the order of buckets that a queue by priority would have given.
 
     One bucket is under way at a time. Whenever one ends, the next is that which, of
-    those ready by then, is needed first. What a queue would decide as it goes is
-    decided ahead, from the times of an earlier step: each rank's queue would see other
-    times, and ranks must start the same operations in the same order.
+    those ready by then, is needed first. A queue would decide this as it goes. But each
+    rank's queue would see other times, and ranks must start the same operations in the
+    same order. So it is decided ahead, from the times of an earlier step.
 
     Args:
         ready: when each bucket's gradients are there.

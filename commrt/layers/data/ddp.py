@@ -6,10 +6,10 @@
     model.register_comm_hook(state, reduce_bucket)
 
 DDP cuts the buckets and calls the hook for each, in the same order on all ranks. The
-hook starts the bucket's operations and returns a future. What completes the futures is
-the end of the backward pass itself: waiting in the hook would hold each rank at every
-bucket for the slowest, and a thread that waits would take a core from the computation.
-DDP needs the sums no earlier.
+hook starts the bucket's operations and returns a future. The end of the backward pass
+itself completes the futures. Waiting in the hook would hold each rank at every bucket
+for the slowest, and a thread that waits would take a core from the computation. DDP
+needs the sums no earlier.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class HookState:
             share_storage(self.comm, buffer, may_move=not is_viewed)
 
     def residual_of(self, bucket: dist.GradBucket) -> Any:
-        """Return what a bucket owes, None where nothing is kept.
+        """Return the residual of a bucket, None if nothing is kept.
 
         DDP cuts its buckets anew after the first step; what the first owed is lost.
         """

@@ -32,7 +32,7 @@ class Parameter:
 
     @classmethod
     def of(cls, index: int, array: Any) -> Parameter:
-        """Return what an array is; BufferError_ where it cannot be communicated."""
+        """Return the facts of an array; BufferError_ if it cannot be communicated."""
         given = array.detach() if is_tensor(array) else array
         any_order = is_tensor(given) or isinstance(given, np.ndarray)
         if any_order and not is_contiguous(given):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a reducer sums, checked."""
+"""Options of a gradient reducer, checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Options:
         return self.density is not None or self.compress is not None
 
     def facts(self) -> list[Any]:
-        """Return what must be equal on all ranks."""
+        """Return the facts that must be equal on all ranks."""
         kept = self.error_feedback
         named = self.op, self.compress, self.density, kept, self.priority
         return [*named, sorted(map(int, self.sparse))]

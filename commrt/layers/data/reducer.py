@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientReducer"]
 
 _UNDER_WAY = 2
-"""With priority: how many buckets are under way at once. One would let the ranks idle
+"""Number of buckets under way at once, with priority. With one, the ranks would idle
 between the calls in which the next is started."""
 
 
@@ -163,7 +163,7 @@ class GradientReducer:
     def flush(self) -> None:
         """Say that this rank has no more gradients in this step; starts the rest.
 
-        What a rank has no gradient of counts as zero. Returns at once.
+        A gradient that a rank does not have counts as zero. Returns at once.
         """
         if self._is_flushed:
             return

@@ -79,7 +79,7 @@ def _elements(rows: Any, values: Any, shape: tuple[int, ...]) -> SparseVector:
 
 
 def empty_sparse(shape: tuple[int, ...], dtype: np.dtype[Any]) -> SparseVector:
-    """Return what a rank without a gradient contributes."""
+    """Return the contribution of a rank without a gradient."""
     kind = np.int32 if prod(shape) <= _INT32_MOST else np.int64
     return SparseVector(np.zeros(0, kind), np.zeros(0, dtype), shape)
 

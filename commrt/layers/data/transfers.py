@@ -33,7 +33,7 @@ class Bucket:
     compress: str | None = None
     """The wire format of the sum."""
     largest: int | None = None
-    """How many elements of the sum are taken; None: all."""
+    """Number of elements of the sum to take; None: all."""
     sparse: bool = False
     """True if it is one parameter whose gradients are a few of its rows."""
     residual: Any = None
@@ -55,7 +55,7 @@ class Bucket:
         return sum(parameter.count for parameter in self.parameters)
 
     def owed(self) -> dict[int, Any]:
-        """Return what each parameter owes, a part of ``residual``."""
+        """Return the residual of each parameter, a part of ``residual``."""
         found: dict[int, Any] = {}
         if self.residual is None:
             return found

@@ -115,7 +115,8 @@ void bind_device(nb::module_& m) {
   nb::class_<D> device(m, "Device", "A device: memory, streams, events; see docs/internals/devices.md.");
   device.def_prop_ro("memory_flags", [](const D& d) { return d.device->memory_flags; },
                      "Whether streams write flags and wait for them; else poll events.");
-  device.def_prop_ro("kind", [](const D& d) { return d.device->api->kind; }, "Which kind it is.");
+  device.def_prop_ro("kind", [](const D& d) { return d.device->api->kind; },
+                      "Kind of the device.");
   device.def("alloc", [](const D& d, std::size_t nbytes) {
     void* out = nullptr;
     call(d, &Api::alloc, nbytes, &out);
@@ -322,7 +323,7 @@ void bind_device(nb::module_& m) {
   device.def("ipc_close", [](const D& d, Address base) { call(d, &Api::ipc_close, at(base)); },
              nb::arg("base"), "Unmap it.");
   device.def("last_error", [](const D& d) { return std::string(d.device->api->last_error(d.device)); },
-             "Why the latest failed call of this thread failed.");
+             "Reason why the latest failed call of this thread failed.");
 
   device.def("read", &read, nb::arg("ptr"), nb::arg("nbytes"),
              "Return bytes of host memory, as a host thread that the device knows of.");

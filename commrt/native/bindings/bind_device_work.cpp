@@ -52,7 +52,7 @@ void bind_device_work(nb::module_& m) {
              });
            }, "Give the device all of it, as nobody will ask for it again.")
       .def_prop_ro("received_nbytes", &received_nbytes, "Bytes of each receive, so far.")
-      .def_prop_ro("waits_for", &waits_for, "What messages wait for; empty: nobody.")
+      .def_prop_ro("waits_for", &waits_for, "The messages it waits for, in words; empty: none.")
       .def_prop_ro("seq", [](const PyDeviceCall& self) { return self.call->seq; },
                    "Sequence number on the communicator, of its first piece.");
 

@@ -204,7 +204,7 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("least_spins", [](const Group& g) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.engine->spins_locked(g.comm->spin_before_yield);
-      }, "How often a wait looks now before it yields.")
+      }, "Number of looks of a wait, now, before it yields.")
       .def("_attach_arena",
            [](Group& g, uint64_t address, uint64_t region, uint64_t lane,
               const std::vector<int>& members) {

@@ -25,7 +25,7 @@ PyDeviceCall start(const PyMpiWork& self, const std::shared_ptr<const MpiDeviceP
 }  // namespace
 
 void bind_mpi_work(nb::module_& m) {
-  nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "What a call of MPI on device memory does.")
+  nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "Plan of a call of MPI on device memory.")
       .attr("backend") = "mpi";
   m.def("mpi_device_plan",
         [](PlanPtr runs, size_t in_nbytes, size_t out_nbytes, bool in_place,

@@ -128,7 +128,7 @@ void bind_nccl(nb::module_& m) {
   m.def("nccl_open", &open, nb::arg("path"), nb::kw_only(), nb::arg("only_loaded"),
         "Open a libnccl; returns it, or None and the reason.");
 
-  nb::class_<Options>(m, "NcclOptions", "What ncclConfig_t is filled from; None: NCCL's default.")
+  nb::class_<Options>(m, "NcclOptions", "Values for ncclConfig_t; None: NCCL's default.")
       .def("__init__",
            [](Options* self, bool blocking, std::optional<int> cga_cluster_size,
               std::optional<int> min_ctas, std::optional<int> max_ctas,
@@ -156,7 +156,8 @@ void bind_nccl(nb::module_& m) {
              configure(slot, self, version);
              return std::tuple(slot.config.size, slot.config.version);
            },
-           nb::arg("version"), "What stands at the beginning of ncclConfig_t.");
+           nb::arg("version"),
+           "Size and version, as they stand at the beginning of ncclConfig_t.");
 
   nb::class_<NcclComm>(m, "NcclComm", "One rank of an NCCL communicator; see commrt/nccl.")
       .def("split",

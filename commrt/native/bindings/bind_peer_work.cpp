@@ -87,7 +87,7 @@ void bind_peer_work(nb::module_& m) {
           return __atomic_load_n(reinterpret_cast<const uint32_t*>(line), __ATOMIC_ACQUIRE);
         }, nb::arg("line"), "Return it; what its writer did before has been done then.");
 
-  nb::class_<PeerPlan>(m, "PeerPlan", "What a call over memory of peers does.")
+  nb::class_<PeerPlan>(m, "PeerPlan", "Plan of a call over memory of peers.")
       .attr("backend") = "ipc";
   m.def("peer_plan",
         [](std::shared_ptr<StreamProgram> program, size_t scratch_nbytes,

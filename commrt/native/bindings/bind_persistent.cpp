@@ -77,7 +77,8 @@ void bind_persistent(nb::module_& m) {
              self.recorded = method.is_none() ? nb::object() : method;
            }, nb::arg("method").none(), "Let runs go through a method that calls run_bound.")
       .def_prop_ro("operation", &PersistentCall::operation, "Name of the operation.")
-      .def_prop_ro("label", &PersistentCall::label, "What runs it: backend/algorithm{params}.")
+      .def_prop_ro("label", &PersistentCall::label,
+                   "The candidate that runs it: backend/algorithm{params}.")
       .def("__repr__", [](const PersistentCall& self) {
         return nb::str("<commrt.PersistentCall {} by {}>").format(self.operation(), self.label());
       });

@@ -49,7 +49,7 @@ std::shared_ptr<StreamProgram> make_program(Commands table, int size, int dtype,
 }  // namespace
 
 void bind_programs(nb::module_& m) {
-  nb::class_<StreamProgram>(m, "StreamProgram", "What a stream runs for a schedule.")
+  nb::class_<StreamProgram>(m, "StreamProgram", "Commands that a stream runs for a schedule.")
       .def_prop_ro("num_commands", [](const StreamProgram& one) { return one.commands.size(); })
       .def_ro("num_parts", &StreamProgram::parts)
       .def_ro("size", &StreamProgram::size)

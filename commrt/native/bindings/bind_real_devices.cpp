@@ -97,7 +97,7 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
           text += kDigits[byte & 15];
         }
         return text;
-      }, "What tells the device from all others, in every process: 32 hexadecimal digits.")
+      }, "Identity of the device in every process: 32 hexadecimal digits.")
       .def_prop_ro("capability", [](const PyCudaDevice& d) { return d.cuda()->capability; },
                    "The card's compute capability: 90 is 9.0.")
       .def_prop_ro("driver_version",

@@ -111,14 +111,14 @@ nb::object unless_none(const nb::object& object) {
 
 void bind_recording(nb::module_& m) {
   nb::class_<RecordCounter>(m, "RecordCounter",
-                            "What counts the calls of a group, or the messages of a pair.")
+                            "Counter of the calls of a group, or of the messages of a pair.")
       .def(nb::init<>())
       .def_rw("next", &RecordCounter::next);
 
   nb::class_<RecordRing>(m, "RecordRing", "The latest calls of this process's ranks.")
       .def(nb::init<size_t>(), nb::arg("maxlen"))
       .def("__len__", &RecordRing::size)
-      .def_prop_ro("maxlen", &RecordRing::capacity, "How many it keeps.")
+      .def_prop_ro("maxlen", &RecordRing::capacity, "Most records that it keeps.")
       .def_prop_ro("num_dropped", &RecordRing::num_dropped,
                    "Records that later ones have pushed out.")
       .def("reserve", &RecordRing::reserve, "Take the memory.")
@@ -136,7 +136,7 @@ void bind_recording(nb::module_& m) {
       .def("take_back", &RecordRing::take_back, nb::arg("first"), nb::arg("num") = 1,
            "They were refused here: they count on no rank.")
       .def("kind_of", &RecordRing::kind_of, nb::arg("number"),
-           "What a record's call has in common with others; None: it is gone.")
+           "Kind of a record's call, which equal calls share; None: it is gone.")
       .def("snapshot", &RecordRing::snapshot,
            "Return (kind, site, seq, start in ns, end in ns) of each, oldest first.");
 

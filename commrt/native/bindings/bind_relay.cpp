@@ -64,8 +64,9 @@ void bind_relay(nb::module_& m) {
              if (!relay.answer(question, count)) return nb::none();
              return nb::int_(count == Relay::kUnknown ? -1 : static_cast<int64_t>(count));
            }, nb::arg("question"),
-           "What a peer has answered: None so far, -1 where it knows no such communicator.")
-      .def("failure_of", &Relay::failure_of, nb::arg("peer"), "Why a peer is lost, or nothing.")
+           "Return the peer's answer: None so far; -1: no such communicator.")
+      .def("failure_of", &Relay::failure_of, nb::arg("peer"),
+           "Reason why a peer is lost, or empty.")
       .def("leave", &Relay::leave, nb::call_guard<nb::gil_scoped_release>(),
            "Tell all peers that this was all.");
 

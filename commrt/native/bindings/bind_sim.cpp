@@ -66,7 +66,7 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
           return found == d.sim()->graphs.end() ? 0
                                                 : found->second.recording->entries.size();
         });
-      }, nb::arg("graph"), "How many commands a graph was captured from.");
+      }, nb::arg("graph"), "Number of commands that a graph was captured from.");
 
   nb::class_<PyWorld>(m, "SimWorld", "Simulated devices and host threads, by one seed.")
       .def("__init__", [](PyWorld* self, const nb::dict& options) {
@@ -95,16 +95,16 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
       }, "End as a host thread.")
       .def_prop_ro("violations", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->violations; });
-      }, "What was found wrong; the first 64.")
+      }, "The first 64 violations that were found.")
       .def_prop_ro("num_violations", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->num_violations; });
-      }, "How many.")
+      }, "Number of violations.")
       .def_prop_ro("deadlock", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->deadlock; });
-      }, "Why nothing can go on; empty if something can.")
+      }, "Reason why nothing can go on; empty if something can.")
       .def_prop_ro("commands", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->commands; });
-      }, "How many commands were given.")
+      }, "Number of commands that the devices were given.")
       .def_prop_ro("pending", [](const PyWorld& w) {
         return locked(*w.world, [&] {
           std::size_t all = 0;
@@ -121,7 +121,7 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
         nb::dict made;
         for (const auto& [name, count] : counts) made[name] = count;
         return made;
-      }, "How many of each thing there are that somebody made, on all devices.")
+      }, "Numbers of things that were made and not given back, by kind.")
       .def_prop_ro("live_nbytes", [](const PyWorld& w) {
         return locked(*w.world, [&] { return w.world->memory.live_nbytes(); });
       }, "Bytes that were allocated and not freed.");

@@ -112,7 +112,8 @@ void bind_staging(nb::module_& m) {
            nb::arg("buffer_nbytes"), nb::arg("arrays"), nb::arg("table"),
            nb::arg("table_nbytes"), nb::arg("terms_at"), nb::arg("num_boxes"), nb::arg("units"));
 
-  nb::class_<StagedPart>(m, "StagedPart", "What is copied for a piece, and what the host runs.")
+  nb::class_<StagedPart>(m, "StagedPart",
+                         "Copies of a piece, and the plan that the host runs for it.")
       .def("__init__",
            [](StagedPart* self, PlanPtr runs, const std::vector<CopyRow>& in,
               const std::vector<CopyRow>& out, size_t out_at,
@@ -130,7 +131,7 @@ void bind_staging(nb::module_& m) {
            "Rows are (array, offset there, stride there from piece to piece, bytes, offset in "
            "pinned memory); `table` are offsets of the host's arrays.");
 
-  nb::class_<StagedPlan>(m, "StagedPlan", "What a call on device memory does, by its pieces.")
+  nb::class_<StagedPlan>(m, "StagedPlan", "Plan of a call on device memory, by its pieces.")
       .def("agreeing",
            [](const StagedPlan& self, PlanPtr runs, std::vector<uint64_t> words,
               std::vector<std::string> names) {

@@ -196,7 +196,7 @@ void bind_device_call_cache(nb::module_& m) {
         "Return (address, count, dtype code, whether it is writable, device, current stream, the "
         "stream that the array names or None); None for what is left to Python. For tests.");
   m.def("num_cached_device_calls", [](const Group& group) { return group.device_call_cache->size(); },
-        nb::arg("group"), "How many there are.");
+        nb::arg("group"), "Number of device calls in the cache.");
 }
 
 }  // namespace commrt

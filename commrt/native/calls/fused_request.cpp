@@ -361,7 +361,7 @@ void bind_fusion(nb::module_& m) {
     g.fusion = std::make_unique<Fusion>(g, nbytes, limit_s);
     if (g.fusion->agrees()) add_timed(g);
   }, nb::arg("group"), nb::arg("nbytes"), nb::arg("limit_s"),
-     "From now on short nonblocking allreduces go into buckets.");
+     "Put short nonblocking allreduces into buckets from now on.");
   m.def("close_fusion", [](Group& g) {
     while (g.fusion != nullptr && g.fusion->is_sending()) {  // by another thread
       nb::gil_scoped_release release;
@@ -409,7 +409,8 @@ void bind_fusion(nb::module_& m) {
   m.def("digest_fused", [](const Group& g, uint64_t call) {
     return g.fusion == nullptr ? 0 : g.fusion->digest(call);
   },
-        nb::arg("group"), nb::arg("call"), "What must be equal of the calls before `call`.");
+        nb::arg("group"), nb::arg("call"),
+        "Digest of the calls before `call`; equal on all ranks.");
   m.def("send_fused", [](Group& g, uint64_t call) {
     if (g.fusion != nullptr && !g.fusion->send_before(call)) throw nb::python_error();
   }, nb::arg("group"), nb::arg("call"), "Send the buckets of the calls before `call`.");

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_work_ranks import HostedRanks
+from host_work_ranks import HostWorkRanks
 from staged_ranks import (
     Rank,
     WrongResultError,
@@ -285,7 +285,7 @@ def verdict(
     if bug in LAZY_DEVICE:
         how.setdefault("preempt", 0.05)
     try:
-        return found_by(HostedRanks(2, seed, queues, bug=bug, **how), function)
+        return found_by(HostWorkRanks(2, seed, queues, bug=bug, **how), function)
     except CommError as error:  # what came is no sparse vector, or another call's
         forget_ranks()
         return type(error).__name__
@@ -484,7 +484,7 @@ def give_up(rank: Rank) -> list[str]:
 @pytest.mark.parametrize("queues", [1, 8])
 def test_who_gives_up_lets_all_streams_go(queues: int, seeds: range) -> None:
     for each in seeds:
-        ranks = HostedRanks(2, each, queues, preempt=0.05)
+        ranks = HostWorkRanks(2, each, queues, preempt=0.05)
         found = ranks.run(give_up)
         ranks.world.check()
         assert {*found[0], "RevokedError"} == {"RevokedError"}, f"seed {each}"
@@ -508,8 +508,8 @@ def gives_up(rank: Rank) -> list[str]:
 
 @pytest.mark.parametrize("bug", FAILING)
 def test_a_failure_with_a_planted_bug_is_caught(bug: str, seeds: range) -> None:
-    def ranks_of(seed: int) -> HostedRanks:
-        return HostedRanks(2, seed, 8, bug=bug, preempt=0.05)
+    def ranks_of(seed: int) -> HostWorkRanks:
+        return HostWorkRanks(2, seed, 8, bug=bug, preempt=0.05)
 
     assert hides_from(seeds, ranks_of, gives_up) == []
 
@@ -534,7 +534,7 @@ def many(rank: Rank) -> tuple[int, int]:
 
 @pytest.mark.parametrize("bug", [None, *OF_LEAKS])
 def test_nothing_is_left_behind(bug: str | None, seed: int) -> None:
-    ranks = HostedRanks(
+    ranks = HostWorkRanks(
         1, seed, bug=bug, preempt=0.0, staging={"first_nbytes": 1 << 16}
     )
     pinned_nbytes, arrays = ranks.run(many)[0]

@@ -210,8 +210,10 @@ def open_memory(kind: str, timing: Timing, place: int) -> DeviceMemory:
 
 
 def number_of_devices(kind: str) -> int:
-    """Return the number of devices here, at least one; the errors of
-    ``open_memory``."""
+    """Return the number of devices here, at least one.
+
+    Raises the errors of ``open_memory``.
+    """
     if env.read_str("COMMRT_PROGRESS") == "off":
         raise UsageError(
             f"-d {kind}: COMMRT_PROGRESS=off lets calls on devices go on in calls of "

@@ -105,8 +105,7 @@ class Decision:
 
 
 def decide(recording: Recording, margin: float) -> list[Decision]:
-    """Return the decisions of the launches that shape the table, for every
-    operation."""
+    """Return decisions by the launches that shape the table, for every operation."""
     decisions = []
     for group in recording.groups():
         for op in recording.orders:

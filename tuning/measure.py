@@ -136,7 +136,7 @@ class Session:
             self._turn.set(index)
 
     def candidates(self, op: str, nbytes: int, dtype: str) -> Sequence[Candidate]:
-        """Return the candidates that can run it here, simplest first; equal on all
+        """Return the candidates that can run here, simplest first; equal on all
         ranks."""
         found = self._comm.candidates(
             op, nbytes, dtype=dtype, distinct=True, device=self._kind

@@ -38,7 +38,7 @@ class _Runtime:
         self.engine: Any = None
         self.pid = 0
         self.comm: Communicator | None = None
-        self.mpi_comm: Any = None
+        self.mpi_comm: MPI.Intracomm | None = None
         self.world: World | None = None
         self.relays: list[GlooRelay] = []
         """Relays of this process's worlds; closed ones stay in the list."""

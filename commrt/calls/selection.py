@@ -84,8 +84,8 @@ class Selection:
         wishes: Sequence[Wishes],
     ) -> None:
         self._group = group
-        self._offers = AttachedOffers(attached)
-        self.policy = Policy(group.facts, table, self._offers, wishes)
+        self.offers = AttachedOffers(attached)
+        self.policy = Policy(group.facts, table, self.offers, wishes)
         self.choices = Choices(self.policy)
         self.remarks: list[Callable[[Explanation, bool], Explanation]] = []
         """Services' remarks on explanations; told if the reduction is a user's."""
@@ -174,7 +174,7 @@ class Selection:
         if call.spec.compresses:
             candidate = without_compression(candidate)
         # Parameters that the call gives make it another program.
-        reason = self._offers.why_refused(query, candidate)
+        reason = self.offers.why_refused(query, candidate)
         if reason is not None:
             raise UsageError(f"{candidate} must not run {query}: {reason}")
         return candidate
@@ -206,7 +206,7 @@ class Selection:
         user = None
         if call.user is not None and bound.x is not None:
             user = BoundReduction(call.user, numpy_type(bound.x))
-        return self._offers.of(candidate).plan(
+        return self.offers.of(candidate).plan(
             PlanSpec(
                 op=call.spec,
                 num_elements=bound.num_elements,

@@ -146,10 +146,11 @@ class Stepped:
         Each still chooses for itself.
         """
         keep = lru_cache(maxsize=4096)
-        first = comms[0].selection
+        first = comms[0].selection.offers
         cost, floor = keep(first.predicted_us), keep(first.floor_us)
         for comm in comms:
-            comm.selection.predicted_us, comm.selection.floor_us = cost, floor
+            offers = comm.selection.offers
+            offers.predicted_us, offers.floor_us = cost, floor
 
     def _communicators(self, deterministic: bool, heap: bool) -> Sequence[Any]:
         key = deterministic, heap

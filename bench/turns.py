@@ -197,7 +197,7 @@ def _byte() -> Any:
 def _redistribution(
     comm: Communicator, kind: np.dtype[Any], count: int, memory: Memory
 ) -> Ways:
-    """From whole rows to whole columns of a square."""
+    """Return ways to move a square from whole rows to whole columns."""
     size, me = comm.size, comm.rank
     side = max(1, math.isqrt(count * size))
     rows = Layout((side, side), (size,), (Block(0), None))
@@ -263,7 +263,7 @@ def _topk(
     def run() -> Any:
         return comm.topk_allreduce(x, k, residual=residual)
 
-    # What is timed goes on with its residual, as training does.
+    # The timed calls go on with their residual, as training does.
     turns = iter([largest])
     return Ways(
         {

@@ -105,7 +105,7 @@ class Group(_native.Group):
     """
 
     closed: str | None = None
-    """How it ended, "freed" or "dropped"; None while it can be used."""
+    """The word for its end, "freed" or "dropped"; None while it can be used."""
     checker: CallChecker | None = None
     """Compares calls across ranks in check mode."""
 

@@ -34,7 +34,7 @@ class Rejected:
     candidate: Candidate
     """The rejected candidate."""
     reason: str
-    """Why not."""
+    """The reason, in words."""
     is_missing: bool = False
     """True if a library or a device cannot run it, though the algorithm exists."""
 
@@ -189,8 +189,8 @@ class Policy:
     ) -> tuple[str, Wish] | None:
         """Return what is asked for beforehand, and who asks; None where nobody does.
 
-        What names a backend of the host does not speak of arrays on devices, nor one of
-        devices of arrays in host memory.
+        A wish for a backend of the host is not meant for arrays on devices, and one for
+        a backend of devices is not meant for arrays in host memory.
         """
         for each in self.wishes:
             wish = each.named.get(query.coll)

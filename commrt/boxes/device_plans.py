@@ -168,7 +168,7 @@ class DeviceBoxes:
         self._staged: _native.StagedPlan | None = None
         """The plan, if the boxes go through pinned memory."""
         self._agreeing: _native.StagedPlan | None = None
-        """The same plan with a comparison of the ranks' calls on the way."""
+        """The same plan, whose runs compare the ranks' calls; None until it is made."""
         if carrier is not None:
             self.plan = carrier.boxes_plan(
                 what,

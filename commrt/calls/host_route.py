@@ -118,7 +118,8 @@ class HostRoute:
                 self._group, *engine_factor(call.factor, bound.dtype)
             )
             self.plans[key] = plan
-        # The same call without compress="none" may be compressed: keep no plan for it.
+        # The cache does not see compress. Without compress="none" another route may
+        # take the same call, so no plan of it is kept here.
         plain = not chosen and not params and call.compress is None
         if call.user is None and plain:
             _cache_plan(self._group, call, bound, plan)

@@ -133,9 +133,8 @@ def test_all_files_of_a_first_call() -> None:
         assert len(files) <= int(most)
 
 
-def test_a_first_staged_call_on_device_arrays() -> None:
-    # The host's part is planned as above; its files are counted there.
-    steps = {name: step for name, step in STEPS.items() if "host_plans" not in name}
+def stacks_of_staged_calls(steps: dict[str, str]) -> list[list[list[str]]]:
+    """Return, for each rank, the stacks of a first staged call at these steps."""
 
     def main(rank: Rank) -> list[list[str]]:
         # The ranks agree on what carries device arrays in the first call of all.
@@ -145,19 +144,19 @@ def test_a_first_staged_call_on_device_arrays() -> None:
         rank.stream.synchronize()
         return stacks
 
-    for stacks in on_threads(2, main):
+    return on_threads(2, main)
+
+
+def test_a_first_staged_call_on_device_arrays() -> None:
+    # The host's part is planned as above; its files are counted there.
+    steps = {name: step for name, step in STEPS.items() if "host_plans" not in name}
+
+    for stacks in stacks_of_staged_calls(steps):
         check(stacks, "On device arrays, through pinned memory", 8)
 
 
 def test_the_policys_questions_of_a_staged_call() -> None:
     steps = {**QUESTIONS, "backends/staged/attached.py": "candidates"}
 
-    def main(rank: Rank) -> list[list[str]]:
-        rank.comm.allreduce(rank.array(np.ones(10, np.float32)))
-        x = rank.array(np.ones(1000, np.float32))
-        stacks = carriers(steps, lambda: rank.comm.allreduce(x, backend="staged"))
-        rank.stream.synchronize()
-        return stacks
-
-    for stacks in on_threads(2, main):
+    for stacks in stacks_of_staged_calls(steps):
         assert "backends/staged/attached.py" in files_on(stacks)

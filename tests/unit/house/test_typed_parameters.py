@@ -20,7 +20,7 @@ PARTS = (
     *("collectives", "devices", "messages", "comparison", "recorder", "sums"),
 )
 NAME = re.compile(rf"(^|_)({'|'.join(PARTS)})$")
-"""What a part is called: ``comm``, ``_comm``, ``mpi_comm``."""
+"""Matches the names of parts: ``comm``, ``_comm``, ``mpi_comm``."""
 LOOSE = {"Any", "object", "typing.Any"}
 
 

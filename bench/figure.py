@@ -9,6 +9,7 @@ Needs matplotlib (the extra ``report``).
 from __future__ import annotations
 
 import argparse
+import io
 import statistics
 import sys
 from collections import defaultdict
@@ -18,6 +19,7 @@ from typing import Any
 
 from commrt.bench.compare import load
 from commrt.errors import BackendError, CommError, UsageError
+from commrt.files.write import write_file
 
 __all__ = ["curves", "main"]
 
@@ -111,7 +113,12 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
         frameon=False,
         fontsize=9,
     )
-    figure.savefig(out, format=out.suffix.lstrip("."), metadata={"Date": None})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=out.suffix.lstrip("."), metadata={"Date": None})
+    try:
+        write_file(out, drawn.getvalue())
+    except OSError as error:
+        raise UsageError(f"the figure cannot be written: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,9 +25,10 @@ import numpy as np
 
 import commrt
 from commrt.bench.machine import describe_machine
+from commrt.bench.raw_data import write_output
 from commrt.calls import arguments
 from commrt.comm import Communicator
-from commrt.errors import BackendError
+from commrt.errors import BackendError, UsageError
 from commrt.job.arena import share
 from commrt.vocabulary.operations import operation
 
@@ -181,7 +182,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.out:
             links = str(comm.facts.link_class)
             data = {"machine": describe_machine(), "link_class": links, "rows": rows}
-            args.out.write_text(json.dumps(data))
+            try:
+                write_output(args.out, json.dumps(data))
+            except UsageError as error:
+                print(f"commrt.bench.handwritten: {error}", file=sys.stderr)
+                return 2
     return 0
 
 

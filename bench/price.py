@@ -35,7 +35,7 @@ import numpy as np
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.bench.paired_calls import time_pair
-from commrt.bench.raw_data import read_data, write_data
+from commrt.bench.raw_data import check_output, read_data, write_output
 from commrt.bench.timing_loop import numpy_dtype
 from commrt.errors import UsageError
 from commrt.job.slot_window import window_nbytes
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_text(json.loads(read_data(Path(arguments.load)))))
             return 0
         jobs = list(_jobs(arguments))
+        if arguments.out:
+            check_output(Path(arguments.out))  # before anything is measured
     except (UsageError, ValueError, OSError) as error:
         print(f"price: {error}", file=sys.stderr)
         return 2
@@ -75,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = _with_launch(arguments, {"ranks": comm.size, "rows": rows})
         print(_text(found))
         if arguments.out:
-            write_data(Path(arguments.out), json.dumps(found))
+            try:
+                write_output(Path(arguments.out), json.dumps(found))
+            except UsageError as error:
+                print(f"price: {error}", file=sys.stderr)
+                return 2
     return 0
 
 
@@ -206,7 +212,7 @@ def _with_launch(arguments: argparse.Namespace, launch: Mapping[str, Any]) -> Ro
         "machine": describe_machine(),
         "launches": [],
     }
-    if arguments.out and Path(arguments.out).exists():
+    if arguments.out and Path(arguments.out).is_file():
         found = json.loads(read_data(Path(arguments.out)))
     return {**found, "launches": [*found["launches"], launch]}
 

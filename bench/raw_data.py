@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
-import os
 from pathlib import Path
 
-__all__ = ["check_replaceable", "read_data", "replace_file", "write_data"]
+from commrt.errors import UsageError
+from commrt.files.write import check_writable, write_file
+
+__all__ = ["check_output", "read_data", "write_data", "write_output"]
 
 
 def read_data(path: Path) -> str:
@@ -26,31 +27,28 @@ def read_data(path: Path) -> str:
 def write_data(path: Path, text: str) -> None:
     """Write the text, gzipped where the name ends in ``.gz``, always the same way."""
     raw = text.encode()
-    replace_file(path, gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
+    packed = gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw
+    write_file(path, packed, parents=True)
 
 
-def replace_file(path: Path, raw: bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = _part(path)
+def check_output(path: Path) -> None:
+    """Raise the UsageError that ``write_output`` would, before anything is measured."""
     try:
-        part.write_bytes(raw)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        check_writable(path, parents=True)
+    except OSError as error:
+        raise _not_written(path, error) from error
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise the OSError that ``replace_file`` would; the file is left as it is."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = _part(path)
+def write_output(path: Path, text: str) -> None:
+    """Write the text to the file of ``--out``; UsageError where that cannot be."""
     try:
-        part.touch()
-    finally:
-        part.unlink(missing_ok=True)
+        write_data(path, text)
+    except OSError as error:
+        raise _not_written(path, error) from error
 
 
-def _part(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"--out {path} cannot be written: {error.strerror or error}; name a file in a "
+        f"folder that you may write to"
+    )

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commrt.bench.raw_data import replace_file
 from commrt.errors import TableError, UsageError
+from commrt.files.write import write_file
 from commrt.select.fingerprint import this_machine
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.schema import DEFAULT_TIE_MARGIN
@@ -162,7 +162,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     try:
-        replace_file(path, text.encode())
+        write_file(path, text, parents=True)
     except OSError as error:
         raise TableError(f"cannot write {path}: {error}") from error
 

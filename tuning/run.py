@@ -14,8 +14,8 @@ from json import loads
 from pathlib import Path
 from types import FrameType
 
-from commrt.bench.raw_data import check_replaceable
 from commrt.errors import TableError, UsageError
+from commrt.files.write import check_writable
 from commrt.select.fingerprint import this_machine
 from commrt.select.locate import user_table_path
 from commrt.select.rules import Rule
@@ -140,7 +140,7 @@ def check_outputs(out: Path | None, raw: Path | None, device: str = "cpu") -> No
     for option, path in (("--out", table), ("--raw", raw)):
         try:
             if path is not None:
-                check_replaceable(path)
+                check_writable(path, parents=True)
         except OSError as error:
             raise UsageError(
                 f"{option} {path} cannot be written, so nothing was measured: {error}"

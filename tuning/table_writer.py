@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commrt.bench.raw_data import replace_file
 from commrt.errors import TableError
+from commrt.files.write import write_file
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Machine
 from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp, Verdict
@@ -60,7 +60,7 @@ def make_table(
 def write_table(table: Table, path: Path) -> None:
     """Write the table so that a reader sees the old one or the new one, never half."""
     try:
-        replace_file(path, dump(table).encode())
+        write_file(path, dump(table), parents=True)
     except OSError as error:
         raise TableError(f"cannot write the table to {path}: {error}") from error
 

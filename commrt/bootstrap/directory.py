@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from commrt.errors import BackendError
+from commrt.files.write import write_file
 
 __all__ = ["DirectoryStore"]
 
@@ -35,10 +35,7 @@ class DirectoryStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        path = self._path(key)
-        mine = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        mine.write_bytes(value)
-        mine.replace(path)
+        write_file(self._path(key), value)
 
     def get(self, key: str) -> bytes:
         """Return a value that is there."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commrt.errors import UsageError
+from commrt.files.write import write_file
 from commrt.trace.job import Job, load
 from commrt.trace.log import KEYS
 from commrt.trace.perfetto import write_perfetto
@@ -44,7 +45,7 @@ def _write(job: Job, args: argparse.Namespace) -> int:
     for note in job.notes:
         print(f"note: {note}", file=sys.stderr)
     if args.command == "plot":
-        out.write_text(picture(job), encoding="utf-8")
+        write_file(out, picture(job))
         print(f"{out}: {len(job.logs)} of {job.size} ranks")
         return 0
     count = write_perfetto(job, out)

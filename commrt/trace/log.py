@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from commrt.errors import UsageError, suggest
+from commrt.files.write import write_file
 from commrt.trace.recorder import END, KIND, SEQ, SITE, START, Group, Kind, Recorder
 from commrt.trace.volumes import Volume, wire_nbytes
 from commrt.vocabulary.operations import RECEIVED, SENT
@@ -347,15 +348,7 @@ def _operation(record: Sequence[Any], group: LoggedGroup, site: Place) -> Operat
 
 def write_log(log: Log, path: Path) -> None:
     """Write a log; a reader finds the old file or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in _lines(log))
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    write_file(path, "".join(f"{line}\n" for line in _lines(log)))
 
 
 def _lines(log: Log) -> Iterator[str]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from commrt.files.write import write_file
 from commrt.trace.job import Event, Job
 from commrt.trace.log import stream_name
 
@@ -27,10 +28,8 @@ def write_perfetto(job: Job, path: Path) -> int:
     """Write a trace, compressed where the name ends in .gz; return its events."""
     events = list(events_of(job))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    else:
-        path.write_text(text, encoding="utf-8")
+    packed = path.suffix == ".gz"
+    write_file(path, gzip.compress(text.encode(), mtime=0) if packed else text)
     return len(events)
 
 

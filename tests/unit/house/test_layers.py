@@ -12,7 +12,7 @@ from parsed_sources import ROOT, parsed
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
-    ("errors", "env", "called_by_engine", "version", "vocabulary"),
+    ("errors", "env", "files", "called_by_engine", "version", "vocabulary"),
     ("_native",),
     ("mpi", "launch", "bootstrap", "gloo", "kernels", "devices", "nccl", "arrays"),
     ("schedule",),

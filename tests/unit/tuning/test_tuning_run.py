@@ -438,14 +438,17 @@ def test_a_recording_is_replaced_as_a_whole(
     path = tmp_path / "raw.json"
     path.write_text("old")
 
-    def half(self: Path, raw: bytes) -> None:
-        with self.open("wb") as file:
-            file.write(raw[:5])
-        raise OSError(28, "No space left on device")
+    write = os.write
 
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(TableError, match="No space left"):
-        record(seed=1).save(path)
+    def half(to: int, raw: bytes) -> int:
+        if len(raw) < 100_000:
+            raise OSError(28, "No space left on device")
+        return write(to, raw[:50_000])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        with pytest.raises(TableError, match="No space left"):
+            record(seed=1).save(path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

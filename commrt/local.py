@@ -14,6 +14,7 @@ from commrt.comm import Communicator
 from commrt.errors import TimeoutError_
 from commrt.launch.detect import LaunchInfo
 from commrt.runtime import open_world
+from commrt.vocabulary.limits import check_timeout, deadline_after
 
 __all__ = ["LocalRanks", "run"]
 
@@ -30,6 +31,7 @@ def run(
     is in flight on them. Raises TimeoutError_ if a thread is still running 5 seconds
     after ``timeout_s``.
     """
+    timeout_s = check_timeout("commrt.local.run", timeout_s)
     world = ThreadWorld(size)
 
     def main(rank: int) -> T:
@@ -57,7 +59,7 @@ class LocalRanks:
 
     def __init__(self, size: int, *, timeout_s: float = 60) -> None:
         self._world = ThreadWorld(size)
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s = check_timeout("LocalRanks", timeout_s)
         self.comms: list[Communicator] = _on_threads(
             self._world,
             lambda rank: _connect(self._world, rank, size, timeout_s),
@@ -111,7 +113,7 @@ def _on_threads(
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout_s + 5
+    deadline = deadline_after(timeout_s + 5)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if errors:

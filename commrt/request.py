@@ -15,7 +15,7 @@ from typing import Any
 from commrt import _native
 from commrt._native import DeviceRequest
 from commrt.errors import CommError, TimeoutError_, UsageError
-from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.limits import check_timeout, deadline_after
 from commrt.vocabulary.request import Request
 
 __all__ = [
@@ -103,7 +103,7 @@ def _listed(what: str, requests: Any) -> list[Request]:
 def _deadline(what: str, timeout_s: float | None) -> float | None:
     if timeout_s is None:
         return None
-    return time.monotonic() + check_timeout(what, timeout_s)
+    return deadline_after(check_timeout(what, timeout_s))
 
 
 def wait_any(

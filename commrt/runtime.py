@@ -20,6 +20,7 @@ from commrt.job.abort import install_excepthook
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -185,7 +186,7 @@ def synchronize() -> None:
 
 def _drain(engine: Any, limit_s: float) -> bool:
     """Run progress until nothing is in flight; return False if time ran out."""
-    deadline = time.monotonic() + limit_s
+    deadline = deadline_after(limit_s)
     while not engine.idle:
         if not engine.step():
             os.sched_yield()

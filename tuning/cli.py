@@ -26,6 +26,7 @@ from commrt.tuning.show import explain, show
 from commrt.tuning.summary import describe_group
 from commrt.tuning.tuner import Options
 from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.limits import parse_seconds
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
 __all__ = ["main", "make_parser"]
@@ -221,12 +222,9 @@ def _positive(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _nbytes(text: str) -> int:

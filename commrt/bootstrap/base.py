@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from commrt.errors import TimeoutError_, UsageError
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["Bootstrap", "Keys", "poll_until", "timed_out"]
 
@@ -82,7 +83,7 @@ class Keys:
             )
         digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=6)
         name = f"{key}@{digest.hexdigest()}"
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._busy, timeout_s):
                 raise TimeoutError_(
@@ -109,7 +110,7 @@ def poll_until(
     Yields the core first and then sleeps for longer and longer, in Python, so that
     signals are handled and other ranks on the same core get on.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = deadline_after(timeout_s)
     polls = 0
     sleep_s = 1e-5
     while not done():

@@ -15,13 +15,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from commrt.bootstrap.base import Keys, poll_until, timed_out
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.errors import BackendError
 from commrt.launch import slurm
+from commrt.vocabulary.limits import as_timedelta, deadline_after
 
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
@@ -52,7 +52,7 @@ class StoreBootstrap:
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         came: set[int] = set()
         with self._keys.turn(members, key, timeout_s) as (name, _):
             while True:
@@ -195,7 +195,7 @@ def _tcp_store(
             port,
             size,
             is_master=hosts,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=as_timedelta(timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, Keys, timed_out
 from commrt.errors import PeerFailedError
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["ThreadWorld"]
 
@@ -59,7 +60,7 @@ class ThreadWorld:
         idle: Callable[[], object] | None = None,
     ) -> tuple[list[bytes], list[int]]:
         """Exchange with all members; return the blobs, or who is missing."""
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         with self._changed:
             here = self._waiting.setdefault(name, {})
             mine = here[rank] = _Waiting(blob)

@@ -27,7 +27,7 @@ from commrt.arrays.host import (
 )
 from commrt.errors import BufferError_, UsageError, suggest
 from commrt.select.facts import Query
-from commrt.vocabulary.checks import as_integer, check_flag, check_timeout
+from commrt.vocabulary.checks import as_integer, check_flag
 from commrt.vocabulary.dtypes import (
     DTYPES,
     DType,
@@ -37,6 +37,7 @@ from commrt.vocabulary.dtypes import (
     dtype_by_name,
     reduce_op,
 )
+from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import OpSpec, operation
 from commrt.vocabulary.reductions import Reduction
 from commrt.vocabulary.wire_formats import EXACT, check_compress

@@ -124,7 +124,10 @@ def _found(path: _Path, parents: bool) -> os.stat_result | None:
         OSError: it is a folder, or may not be written.
     """
     if parents:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     try:
         found = os.stat(path)
     except FileNotFoundError:

@@ -28,8 +28,9 @@ from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
 from commrt.fusion.failed_buckets import FailedBuckets
 from commrt.select.facts import Candidate
-from commrt.vocabulary.checks import as_integer, check_timeout
+from commrt.vocabulary.checks import as_integer
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
+from commrt.vocabulary.limits import check_timeout
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusion"]
 

@@ -29,7 +29,8 @@ from commrt.job.world import FIRST_TAG, World
 from commrt.planning.footprint import LANE_NBYTES
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
-from commrt.vocabulary.checks import as_integer, check_timeout
+from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.limits import NO_LIMIT_S, check_timeout
 
 __all__ = ["CallChecker", "Group"]
 
@@ -216,12 +217,13 @@ class Group(_native.Group):
 
     @property
     def timeout_s(self) -> float:
-        """Default limit of a wait, in seconds."""
+        """Default limit of a wait, in seconds; None and ``inf`` set no limit."""
         return self._timeout_s
 
     @timeout_s.setter
-    def timeout_s(self, timeout_s: float) -> None:
-        self._timeout_s = check_timeout(self.name, timeout_s)
+    def timeout_s(self, timeout_s: float | None) -> None:
+        limit = NO_LIMIT_S if timeout_s is None else timeout_s
+        self._timeout_s = check_timeout(self.name, limit)
 
     @property
     def is_relayed(self) -> bool:

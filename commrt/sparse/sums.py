@@ -34,7 +34,8 @@ from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import SparseArgument, SparseVector, parse, parts_on_device
-from commrt.vocabulary.checks import check_flag, check_timeout
+from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import other_call
 
 __all__ = ["SparseSums"]

@@ -25,6 +25,7 @@ from commrt.torch.futures import Completer
 from commrt.torch.memory import SharedMemory
 from commrt.torch.names import BACKEND
 from commrt.trace.folder import keep_files
+from commrt.vocabulary.limits import timedelta_seconds
 
 __all__ = ["AsBackend", "JoinedGroup", "Joins"]
 
@@ -116,7 +117,7 @@ class Joins:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of the calls from now on that have none of their own."""
-        self._joined.comm.timeout_s = timeout.total_seconds()
+        self._joined.comm.timeout_s = timedelta_seconds(timeout)
 
     _set_default_timeout = set_timeout
 

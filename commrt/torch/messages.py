@@ -14,6 +14,7 @@ from commrt.torch.operands import movable, target
 from commrt.torch.options import one
 from commrt.torch.profiling import profiled
 from commrt.torch.work import CommrtWork
+from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -98,7 +99,7 @@ class FromAnyone:
     def wait(self, *, timeout_s: float | None = None) -> Any:
         """Return the tensor once a message has come."""
         limit = self._comm.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(limit)
         while not self._begin():
             if time.monotonic() > deadline:
                 raise TimeoutError_(

@@ -13,6 +13,7 @@ highest that it hears of.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commrt.errors import TimeoutError_, UsageError
+from commrt.vocabulary.limits import (
+    NO_LIMIT_S,
+    capped,
+    deadline_after,
+    timedelta_seconds,
+)
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -44,8 +51,12 @@ def limit_of(timeout: Any, default_s: float) -> float:
     if timeout is None:
         return default_s
     try:
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        limit = float(limit)
+        is_delta = isinstance(timeout, timedelta)
+        limit = capped(timedelta_seconds(timeout) if is_delta else timeout)
+        if math.isnan(limit):
+            raise ValueError
+    except OverflowError:  # an integer that no float can hold
+        return NO_LIMIT_S if timeout > 0 else default_s
     except (TypeError, ValueError):
         raise UsageError(
             f"monitored_barrier: timeout={timeout!r} must be a timedelta, or seconds"
@@ -154,7 +165,7 @@ class MonitoredBarrier:
 
     def _look_until(self, is_over: Callable[[], bool], limit_s: float) -> bool:
         """Look until it is over; False where the limit has passed before."""
-        comm, end, looks = self._comm, time.monotonic() + limit_s, 0
+        comm, end, looks = self._comm, deadline_after(limit_s), 0
         while not is_over():
             if time.monotonic() >= end:
                 return False

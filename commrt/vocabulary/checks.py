@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of single arguments: flags, integers, timeouts."""
+"""Checks of single arguments: flags and integers."""
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from commrt.errors import UsageError
 
-__all__ = ["as_integer", "check_flag", "check_timeout"]
+__all__ = ["as_integer", "check_flag"]
 
 
 def check_flag(what: str, argument: str, value: Any) -> bool:
@@ -29,16 +28,3 @@ def as_integer(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
-
-
-def check_timeout(what: str, timeout_s: Any) -> float:
-    """Return a number of seconds above 0, or raise UsageError."""
-    number = isinstance(timeout_s, int | float | np.integer | np.floating)
-    if not number or isinstance(timeout_s, bool) or not timeout_s > 0:
-        raise UsageError(
-            f"{what}: timeout_s={timeout_s!r} must be a number of seconds above 0"
-        )
-    try:
-        return float(timeout_s)
-    except OverflowError:
-        return math.inf

@@ -87,7 +87,7 @@ bool read_limit(PyObject* object, double* seconds) {
   if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return false;
   *seconds = PyFloat_AsDouble(object);
   if (PyErr_Occurred()) PyErr_Clear();  // a number that is too large is -1
-  return *seconds > 0;
+  return *seconds > 0 && *seconds < 1e9;  // Python takes the rest, and longer ones for no limit
 }
 
 // Reads the numbers of a tuple, a list or an array of numpy; false for anything else.

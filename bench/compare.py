@@ -26,9 +26,10 @@ from commrt.bench.launch import (
 )
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
-from commrt.bench.raw_data import check_output, read_data, write_output
+from commrt.bench.raw_data import check_output, damage_told, read_data, write_output
 from commrt.devices.packages import torch_cuda
 from commrt.errors import BackendError, UsageError
+from commrt.files.visible import visible_lines
 from commrt.files.write import is_replaceable
 from commrt.launch.detect import detect
 from commrt.vocabulary.operations import OpSpec
@@ -84,7 +85,9 @@ _LACKS: dict[str, Collection[str]] = {
 def main(args: argparse.Namespace) -> int:
     """Run a comparison, or print an earlier one; return the exit status."""
     if args.load:
-        print(report(load(args.load)), end="")
+        with damage_told(Path(args.load)):
+            text = report(load(args.load))
+        print(visible_lines(text), end="")
         return 0
     if detect().kind != "single":
         raise UsageError(
@@ -271,13 +274,7 @@ def _one(
 
 def load(path: str) -> dict[str, Any]:
     """Return the raw data of an earlier comparison; UsageError if it is not one."""
-    try:
-        data = json.loads(read_data(Path(path)))
-    except (OSError, EOFError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise UsageError(f"{path}: not a file that compare --out wrote")
-    return data
+    return read_data(Path(path), SCHEMA)
 
 
 def report(data: Mapping[str, Any]) -> str:

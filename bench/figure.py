@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from commrt.bench.compare import load
+from commrt.bench.raw_data import damage_told
 from commrt.errors import BackendError, CommError, UsageError
+from commrt.files.visible import visible
 from commrt.files.write import write_file
 
 __all__ = ["curves", "main"]
@@ -129,9 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", default="allreduce")
     args = parser.parse_args(argv)
     try:
-        draw(load(str(args.data)), args.op, args.out)
+        with damage_told(args.data):
+            draw(load(str(args.data)), args.op, args.out)
     except CommError as error:
-        print(f"commrt.bench.figure: {error}", file=sys.stderr)
+        print(f"commrt.bench.figure: {visible(str(error))}", file=sys.stderr)
         return 2
     return 0
 

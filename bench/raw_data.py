@@ -4,24 +4,52 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from commrt.errors import UsageError
+from commrt.files.plain_json import MalformedError, parsed
+from commrt.files.read import Kind, read_text
 from commrt.files.write import check_writable, write_file
 
-__all__ = ["check_output", "read_data", "write_data", "write_output"]
+__all__ = ["check_output", "damage_told", "read_data", "write_data", "write_output"]
 
 
-def read_data(path: Path) -> str:
-    """Return the text of a file, unpacked where its name ends in ``.gz``.
+RAW_DATA = Kind(
+    "file of raw data",
+    "what --out of the same command wrote",
+    most_nbytes=64 << 20,
+    error=UsageError,
+)
 
-    Raises:
-        OSError: it cannot be read, or is not gzipped.
-        EOFError: it is cut short.
-        UnicodeDecodeError: it is not text.
-    """
-    raw = path.read_bytes()
-    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+
+def read_data(path: Path, schema: str) -> dict[str, Any]:
+    """Return what ``write_data`` wrote by a schema; UsageError for anything else."""
+    text = read_text(path, RAW_DATA)
+    try:
+        found = parsed(text).value
+    except MalformedError as error:
+        raise RAW_DATA.refused(path, str(error)) from error
+    if not isinstance(found, dict) or found.get("schema") != schema:
+        raise RAW_DATA.refused(
+            path, f"its schema is not {schema}; expected {RAW_DATA.made_by}"
+        )
+    return found
+
+
+@contextmanager
+def damage_told(path: Path) -> Iterator[None]:
+    """Raise UsageError where what was read from a file does not fit its schema."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as why:
+        if isinstance(why, UsageError):
+            raise
+        raise RAW_DATA.refused(
+            path, f"it is damaged ({why!r}); expected {RAW_DATA.made_by}"
+        ) from why
 
 
 def write_data(path: Path, text: str) -> None:

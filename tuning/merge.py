@@ -26,6 +26,7 @@ from commrt.select.write import dump
 from commrt.tuning.decide import ENOUGH_LAUNCHES, decide
 from commrt.tuning.export import cell_words
 from commrt.tuning.merge_recordings import join
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.regret import held_out_regret
 from commrt.tuning.samples import Recording
 from commrt.tuning.summary import human_nbytes
@@ -115,7 +116,7 @@ def is_recording(path: Path) -> bool:
 def read_input(path: Path, known: Catalog) -> Input:
     """Return the file's table or recording, told apart by the name."""
     if is_recording(path):
-        return Input(str(path), recording=Recording.load(path))
+        return Input(str(path), recording=load_recording(path))
     return Input(str(path), table=load_file(path, known))
 
 

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commrt.bench.raw_data import read_data, write_data
+from commrt.bench.raw_data import write_data
 from commrt.errors import TableError
 from commrt.select.facts import Candidate, CommFacts
-from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
+from commrt.select.fingerprint import Machine
 from commrt.select.plain import plain_machine
 
 __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
@@ -204,48 +204,6 @@ class Recording:
             raise TableError(
                 f"cannot write the recording to {path}: {error}"
             ) from error
-
-    @classmethod
-    def load(cls, path: Path) -> Recording:
-        """Return what ``save`` wrote; TableError if it is something else."""
-        try:
-            return cls.from_json(read_data(path))
-        except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-            raise TableError(
-                f"{path} is not a recording of commrt-tune run --raw: {error}"
-            ) from error
-
-    @classmethod
-    def from_json(cls, text: str) -> Recording:
-        """Return the recording that ``to_json`` wrote."""
-        plain = json.loads(text)
-        recording = cls(software=plain["software"])
-        if plain.get("machine"):
-            recording.machine = _machine(plain["machine"])
-        recording.date = str(plain.get("date", ""))
-        for launch in plain["launches"]:
-            facts = CommFacts(**launch.pop("facts"))
-            recording.launches[launch["index"]] = Launch(facts=facts, **launch)
-        for sample in plain["samples"]:
-            candidate = Candidate.parse(sample.pop("candidate"))
-            us = tuple(sample.pop("us"))
-            recording.samples.append(Sample(candidate=candidate, us=us, **sample))
-        for failure in plain["failures"]:
-            candidate = Candidate.parse(failure.pop("candidate"))
-            recording.failures.append(Failure(candidate=candidate, **failure))
-        for op, candidates in plain["orders"].items():
-            recording.orders[op] = [Candidate.parse(text) for text in candidates]
-        return recording
-
-
-def _machine(plain: Mapping[str, Any]) -> Machine:
-    return Machine(
-        Cpu(**plain["cpu"]),
-        tuple(Gpu(**gpu) for gpu in plain["gpus"]),
-        tuple(Nic(**nic) for nic in plain["nics"]),
-        plain["kernel"],
-        plain["host"],
-    )
 
 
 def _plain(item: Sample | Failure) -> dict[str, Any]:

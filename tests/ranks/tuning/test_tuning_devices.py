@@ -23,6 +23,7 @@ from commrt.select.table import load_file
 from commrt.tuning import cli, worker
 from commrt.tuning.job import Item, Job
 from commrt.tuning.measure import Session, catalog
+from commrt.tuning.recording_reader import parse_recording
 from commrt.tuning.run import check_outputs, finish, other_memory, table_at
 from commrt.tuning.samples import Recording
 from commrt.tuning.tuner import Options
@@ -104,7 +105,7 @@ def test_the_table_has_rules_for_devices_that_calls_there_follow(
     assert on_device is not None
     assert on_device.rule.use.backend == "staged"
     assert table.lookup(facts, Query("allreduce", 512, op="sum")) is None
-    copy = Recording.from_json(found.to_json())
+    copy = parse_recording(found.to_json())
     assert {one.group.device for one in copy.launches.values()} == {"cuda"}
 
 

@@ -16,6 +16,7 @@ from commrt.select.facts import Candidate
 from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import Decision, curves_of, decide, divide, tied
 from commrt.tuning.fit import Curve
+from commrt.tuning.recording_reader import parse_recording
 from commrt.tuning.regret import held_out_regret, leave_one_out
 from commrt.tuning.samples import Group, Launch, Recording, Sample
 from commrt.tuning.statistics import Estimate, estimate, geometric_mean, rank_test
@@ -356,4 +357,4 @@ def test_launches_in_another_state_of_the_machine_say_nothing() -> None:
 def test_a_recording_reads_back_equal() -> None:
     recording = record(seed=2)
     recording.fail(2, {"op": "bcast", "nbytes": 8, "candidate": "shm/ring"}, "hung")
-    assert Recording.from_json(recording.to_json()) == recording
+    assert parse_recording(recording.to_json()) == recording

@@ -18,6 +18,7 @@ from commrt.select.table import Table, load, load_file
 from commrt.select.write import dump
 from commrt.tuning.cli import main
 from commrt.tuning.merge import Input, Merged, merge
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import write_table
 
@@ -275,7 +276,7 @@ def test_a_recording_keeps_its_machine_and_date(tmp_path: Path) -> None:
     recording = record(seed=1)
     recording.machine, recording.date = HERE, "2026-11-01"
     recording.save(tmp_path / "raw.json")
-    again = Recording.load(tmp_path / "raw.json")
+    again = load_recording(tmp_path / "raw.json")
     assert (again.machine, again.date) == (HERE, "2026-11-01")
     result = merged(Input("raw", recording=again), table(rule(RING, op="bcast")))
     evidence = result.table.rules[0].evidence

@@ -22,6 +22,7 @@ from commrt.select.fingerprint import Machine, this_machine
 from commrt.select.rules import Cell, Rule
 from commrt.select.schema import DEFAULT_TIE_MARGIN, METHOD_KEYS
 from commrt.select.table import Catalog, Table, load, load_file
+from commrt.select.tree import MAX_NBYTES
 from commrt.select.write import dump
 from commrt.tuning.decide import ENOUGH_LAUNCHES, decide
 from commrt.tuning.export import cell_words
@@ -62,6 +63,8 @@ class Merged:
 
     table: Table
     """Everything, once."""
+    text: str
+    """The same as YAML."""
     lines: Sequence[str]
     """The origin of each cell, and the conflicts."""
 
@@ -169,9 +172,15 @@ def merge(
         raise TableError("nothing to merge: the inputs hold no rule and no sample")
     table = replace(decided, rules=tuple(rules), name="merged table")
     # The inputs were checked; the output is checked, too, before anybody relies on it.
-    load(dump(table), "merged table", known)
+    text = dump(table)
+    if len(text.encode()) > MAX_NBYTES:
+        raise TableError(
+            f"the merged table has {len(rules)} rules in {len(text.encode())} bytes, "
+            f"and no table may have more than {MAX_NBYTES} bytes: merge fewer files"
+        )
+    load(text, "merged table", known)
     said = [*more, *together.lines, *_versions(software)]
-    return Merged(table, [*lines, *said, *chosen])
+    return Merged(table, text, [*lines, *said, *chosen])
 
 
 def _one_machine(inputs: Sequence[Input], same_machine: bool) -> Machine:

@@ -18,7 +18,7 @@ from commrt.tuning.decide import Decision, Range, tied
 from commrt.tuning.statistics import Estimate
 from commrt.tuning.tested_pairs import Kept
 
-__all__ = ["NATIVE", "NATIVES", "make_table", "write_table"]
+__all__ = ["NATIVE", "NATIVES", "make_table", "write_table", "write_text"]
 
 NATIVE = "mpi/native"
 """The library's own collective: what every choice is compared with."""
@@ -59,8 +59,13 @@ def make_table(
 
 def write_table(table: Table, path: Path) -> None:
     """Write the table so that a reader sees the old one or the new one, never half."""
+    write_text(dump(table), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write the text of a table, as ``write_table`` does."""
     try:
-        write_file(path, dump(table), parents=True)
+        write_file(path, text, parents=True)
     except OSError as error:
         raise TableError(f"cannot write the table to {path}: {error}") from error
 

@@ -24,7 +24,7 @@ from commrt.tuning.merge import is_recording, merge, read_input
 from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.report import report
 from commrt.tuning.samples import Recording
-from commrt.tuning.table_writer import make_table, write_text
+from commrt.tuning.table_writer import make_table, write_yaml
 
 __all__ = ["add_commands", "table_of"]
 
@@ -142,7 +142,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     known = measure.catalog()
     inputs = [read_input(path, known) for path in arguments.inputs]
     merged = merge(inputs, known, same_machine=arguments.same_machine, date=_today())
-    write_text(merged.text, arguments.out)
+    write_yaml(merged.text, arguments.out)
     print(visible_lines("\n".join(merged.lines)))
     print(f"Written to {arguments.out}")
     return 0

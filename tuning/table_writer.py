@@ -18,7 +18,7 @@ from commrt.tuning.decide import Decision, Range, tied
 from commrt.tuning.statistics import Estimate
 from commrt.tuning.tested_pairs import Kept
 
-__all__ = ["NATIVE", "NATIVES", "make_table", "write_table", "write_text"]
+__all__ = ["NATIVE", "NATIVES", "make_table", "write_table", "write_yaml"]
 
 NATIVE = "mpi/native"
 """The library's own collective: what every choice is compared with."""
@@ -59,10 +59,10 @@ def make_table(
 
 def write_table(table: Table, path: Path) -> None:
     """Write the table so that a reader sees the old one or the new one, never half."""
-    write_text(dump(table), path)
+    write_yaml(dump(table), path)
 
 
-def write_text(text: str, path: Path) -> None:
+def write_yaml(text: str, path: Path) -> None:
     """Write the text of a table, as ``write_table`` does."""
     try:
         write_file(path, text, parents=True)

@@ -141,9 +141,10 @@ class _Reader:
         )
 
     def _kind(self, field: Field) -> tuple[LoggedGroup, dict[str, Any]]:
-        at, *values = field.items(1 + len(KIND_FIELDS))
-        if len(values) != len(KIND_FIELDS):
+        each = [*field.items(1 + len(KIND_FIELDS))]
+        if len(each) != 1 + len(KIND_FIELDS):
             raise field.wrong(f"{1 + len(KIND_FIELDS)} values")
+        at, *values = each
         group = self._groups[at.integer(0, len(self._groups) - 1)]
         said = dict(zip(KIND_FIELDS, values, strict=True))
         found: dict[str, Any] = {

@@ -89,9 +89,12 @@ def check_tag(what: str, argument: str, tag: Any) -> int:
 
 def _rows(
     messages: Sequence[Message], replaced: set[int]
-) -> list[tuple[int, int, int, int, bool]]:
+) -> list[tuple[int, int, int, int, int, bool]]:
     return [
-        (buffer.address, buffer.nbytes, peer, tag, index in replaced)
+        (
+            *(buffer.address, buffer.nbytes, peer, tag),
+            *(buffer.dtype.code, index in replaced),
+        )
         for index, (buffer, peer, tag) in enumerate(messages)
     ]
 

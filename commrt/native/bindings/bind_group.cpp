@@ -302,34 +302,39 @@ void bind_group(nb::module_& m) {
            "engine's lock is held throughout unless a run has to wait for long.")
       .def("send_bytes",
            [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
-              nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
-             const Side x{reinterpret_cast<void*>(data), nbytes, dest, tag, keep};
+              nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s,
+              TypeCode type) {
+             const Side x{{reinterpret_cast<void*>(data), nbytes, dest, tag, type, false}, keep};
              return run_send(self, x, operation, nonblocking, timeout_s);
            }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
-           nb::arg("timeout_s"))
+           nb::arg("timeout_s"), nb::arg("type") = kAnyType,
+           "`type` is the code of the element type, which its receive must have; without it any may.")
       .def("recv_bytes",
            [](nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
               nb::handle keep, nb::handle result, nb::handle operation, bool nonblocking,
-              double timeout_s) {
-             const Side out{reinterpret_cast<void*>(data), capacity, source, tag, keep};
+              double timeout_s, TypeCode type) {
+             const Side out{{reinterpret_cast<void*>(data), capacity, source, tag, type, false},
+                            keep};
              return run_recv(self, out, result, operation, nonblocking, timeout_s);
            }, nb::arg("data"), nb::arg("capacity"), nb::arg("source"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("result"), nb::arg("operation"),
-           nb::arg("nonblocking"), nb::arg("timeout_s"))
+           nb::arg("nonblocking"), nb::arg("timeout_s"), nb::arg("type") = kAnyType)
       .def("sendrecv_bytes",
            [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
               uint64_t out_data, uint64_t capacity, int source, int recvtag, nb::handle keep_x,
               nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
-              double timeout_s) {
-             const Side x{reinterpret_cast<void*>(data), nbytes, dest, sendtag, keep_x};
-             const Side out{reinterpret_cast<void*>(out_data), capacity, source, recvtag,
-                            keep_out};
+              double timeout_s, TypeCode sent_type, TypeCode received_type) {
+             const Side x{{reinterpret_cast<void*>(data), nbytes, dest, sendtag, sent_type, false},
+                          keep_x};
+             const Side out{{reinterpret_cast<void*>(out_data), capacity, source, recvtag,
+                             received_type, false}, keep_out};
              return run_sendrecv(self, x, out, result, operation, nonblocking, timeout_s);
            }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("sendtag"),
            nb::arg("out_data"), nb::arg("capacity"), nb::arg("source"), nb::arg("recvtag"),
            nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result"),
-           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"));
+           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"),
+           nb::arg("sent_type") = kAnyType, nb::arg("received_type") = kAnyType);
 
   m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {
     return RegionLayout(members, lane_nbytes).nbytes;

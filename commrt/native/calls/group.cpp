@@ -245,12 +245,8 @@ nb::object Request::outcome() {
   }
   if (is_failed()) {
     if (!error_.is_valid()) {
-      const char* kind = op_->by_user    ? "reduction"
-                         : op_->by_mpi   ? "backend"
-                         : op_->given_up ? "revoked"
-                         : op_->p2p      ? "truncation"
-                                         : "mismatch";
-      error_ = group_.attr(group_methods::kOperationError)(what(), op_->error, kind);
+      error_ = group_.attr(group_methods::kOperationError)(what(), op_->error,
+                                                           op_->failure_kind());
       if (op_->by_user) {
         nb::handle reduction(op_->plan->user.owner.get());
         error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());

@@ -13,11 +13,11 @@
 #include "arrays/view.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
+#include "engine/p2p.hpp"
 
 namespace commrt {
 
 class DeviceCallCache;
-struct MessageLists;
 
 namespace nb = nanobind;
 
@@ -207,9 +207,7 @@ void make_request_in(nb::handle memory, nb::handle group, std::shared_ptr<Op> op
 
 // A message to or from another rank, with everything checked. `keep` owns the memory.
 struct Side {
-  void* data;
-  uint64_t nbytes;
-  int peer, tag;
+  Message message;
   nb::handle keep;
 };
 nb::object run_send(nb::handle group, const Side& x, nb::handle operation, bool nonblocking,

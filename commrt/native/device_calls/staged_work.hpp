@@ -152,7 +152,4 @@ void StagedWork::give_or_fail(Give give, const char* lacking) {
   }
 }
 
-// Returns the kind of error for an operation that failed, as the engine tells it.
-const char* failure_kind(const Op& op);
-
 }  // namespace commrt

@@ -25,6 +25,14 @@ uint64_t ticks() {
 #endif
 }
 
+const char* Op::failure_kind() const {
+  return by_user    ? "reduction"
+         : by_mpi   ? "backend"
+         : given_up ? "revoked"
+         : p2p != nullptr && !p2p->mistyped ? "truncation"
+                                            : "mismatch";
+}
+
 Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
     : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords), message_records(kRecords),
       links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/call_mark.hpp"
 #include "engine/layout.hpp"
 
 namespace commrt {
@@ -76,6 +77,7 @@ void Plan::combine_rounded(int nin, const uint64_t* scaled, unsigned char* dst,
 
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t slot_window) {
   fragments = fragments_;
+  mark = mark_of_plan(coll, dtype, user ? kUserReduction : static_cast<uint64_t>(redop), root);
   const bool boxed = most_slots != 0;
   if (peers.empty() && !boxed) {
     for (const auto& space : spaces) {

@@ -532,6 +532,7 @@ class Group:
         operation: Any,
         nonblocking: bool,
         timeout_s: float,
+        type: int = 255,
     ) -> Any: ...
     def remove_mirror(self, address: int) -> None: ...
     def run_plan(
@@ -556,7 +557,12 @@ class Group:
         operation: Any,
         nonblocking: bool,
         timeout_s: float,
-    ) -> Any: ...
+        type: int = 255,
+    ) -> Any:
+        """`type` is the code of the element type, which its receive must have; without
+        it any may.
+        """
+
     def sendrecv_bytes(
         self,
         data: int,
@@ -573,6 +579,8 @@ class Group:
         operation: Any,
         nonblocking: bool,
         timeout_s: float,
+        sent_type: int = 255,
+        received_type: int = 255,
     ) -> Any: ...
     def set_failure(self, arg: str, /) -> None: ...
     def set_slot_window(self, nbytes: int) -> None:
@@ -688,8 +696,8 @@ class MessageStager(DeviceWork):
 
     def start(
         self,
-        sends: Sequence[tuple[int, int, int, int]],
-        recvs: Sequence[tuple[int, int, int, int]],
+        sends: Sequence[tuple[int, int, int, int, int]],
+        recvs: Sequence[tuple[int, int, int, int, int]],
         stream: int,
         orders: bool,
         keep: Any,
@@ -1021,14 +1029,16 @@ class PersistentMessages:
     def __init__(
         self,
         group: Any,
-        sends: Sequence[tuple[int, int, int, int, bool]],
-        recvs: Sequence[tuple[int, int, int, int, bool]],
+        sends: Sequence[tuple[int, int, int, int, int, bool]],
+        recvs: Sequence[tuple[int, int, int, int, int, bool]],
         keep_sends: Any,
         keep_recvs: Any,
         result: Any,
         operation: Any,
     ) -> None:
-        """Rows are (address, nbytes, peer, tag, replaced), all checked."""
+        """Rows are (address, nbytes, peer, tag, code of the type, replaced), all
+        checked.
+        """
 
     def __repr__(self) -> str: ...
     @property

@@ -83,7 +83,8 @@ ENTRIES = (
         "MismatchError",
         "Ranks called different things. Check mode (`COMMRT_DEBUG=check`) and calls "
         "that make or plan something raise the same text on every rank, and nothing "
-        "was sent. Without check mode, only different lengths are noticed.",
+        "was sent. Without check mode, ranks that receive a message of another call "
+        "raise it.",
         "Make the same calls in the same order on all ranks.",
         "if comm.rank == 0:\n    comm.allreduce(np.ones(4))\n"
         "else:\n    comm.allreduce(np.ones(5))",

@@ -121,8 +121,10 @@ def _bind_sendrecv(
 
     def run(nonblocking: bool) -> Any:
         messages.group.check_usable()
-        how = sent.owner, got.owner, out, what, nonblocking, messages.group.timeout_s
-        types = sent.dtype.code, got.dtype.code
-        return messages.group.sendrecv_bytes(*leaving, *coming, *how, *types)
+        owners = sent.owner, got.owner
+        limit, types = messages.group.timeout_s, (sent.dtype.code, got.dtype.code)
+        return messages.group.sendrecv_bytes(
+            *leaving, *coming, *owners, out, what, nonblocking, limit, *types
+        )
 
     return BoundCall(what, _MESSAGES, run)

@@ -238,6 +238,36 @@ def test_a_message_too_long_for_its_receive_is_a_mismatch() -> None:
             request.wait()
 
 
+@pytest.mark.parametrize("number", [1, 1024, 1025, 100_000])
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"op": "max"}, "op='max'.*op='sum'"),
+        ({"dtype": np.int64}, "int64, op='sum'.*float64, op='sum'"),
+        ({"coll": "reduce"}, "reduce of float64, op='sum', root=0.*allreduce"),
+    ],
+    ids=["reduction", "type", "operation"],
+)
+def test_a_message_of_another_call_is_a_mismatch(
+    number: int, odd: dict[str, Any], words: str
+) -> None:
+    """Messages with their stamp, and long ones behind it."""
+
+    def start(
+        comm: Any, coll: str = "allreduce", dtype: Any = float, **how: Any
+    ) -> Any:
+        x, out = np.ones(number, dtype), np.zeros(number, dtype)
+        return getattr(comm, coll)(
+            x, out=out, algorithm="direct", nonblocking=True, **how
+        )
+
+    ranks = FakeMpi().ranks(PAIR)
+    requests = [start(ranks.comms[0]), start(ranks.comms[1], **odd)]
+    settle(ranks)
+    with pytest.raises(MismatchError, match=words):
+        requests[0].wait()
+
+
 def test_a_call_that_breaks_the_communicator_halfway_ends_with_the_reason() -> None:
     ranks = FakeMpi().ranks(PAIR)
     first = ranks.comms[0]

@@ -41,6 +41,21 @@ def test_collectives_cross_nodes(nodes: list[list[int]], seed: int) -> None:
         assert ranks.each(run) == [[]] * size
 
 
+@pytest.mark.parametrize("number", [1, 2000, 400_000])
+def test_a_message_of_another_call_is_a_mismatch(number: int) -> None:
+    with RelayRanks([[0], [1]]) as ranks:
+
+        def run(comm: Any) -> str:
+            op = "sum" if comm.rank == 0 else "max"
+            with pytest.raises(MismatchError) as raised:
+                comm.allreduce(np.ones(number), op=op, algorithm="direct")
+            return str(raised.value)
+
+        told = ranks.each(run)
+        assert "rank 1 made another call: allreduce of float64, op='max'" in told[0]
+        assert "rank 0 made another call: allreduce of float64, op='sum'" in told[1]
+
+
 @pytest.mark.parametrize("coll", COLLECTIVES)
 def test_two_levels_and_long_vectors(coll: str) -> None:
     count = 400_004

@@ -7,7 +7,6 @@ of calls on device arrays, and of calls on host arrays within ``comm.fused()``.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -121,17 +120,19 @@ def wait_any(
         )
     if timeout_s is None:
         timeout_s = max(request.timeout_s for request in requests)
-    deadline = _deadline("wait_any", timeout_s)
+    end = time.monotonic() + check_timeout("wait_any", timeout_s)
+    backoff = _native.Backoff()
     while True:
         for index, request in enumerate(requests):
             if request.test():
                 return index, request.wait()
-        if deadline is not None and time.monotonic() > deadline:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
             raise TimeoutError_(
                 f"wait_any: none of {len(requests)} requests was complete within "
                 f"{timeout_s:g} s: {', '.join(map(repr, requests[:4]))}"
             )
-        os.sched_yield()
+        backoff.pause(left_s)
 
 
 def test_all(requests: Sequence[Request]) -> bool:

@@ -186,11 +186,13 @@ def synchronize() -> None:
 def _drain(engine: Any, limit_s: float) -> bool:
     """Run progress until nothing is in flight; return False if time ran out."""
     deadline = time.monotonic() + limit_s
+    backoff = _native.Backoff(engine)
     while not engine.idle:
-        if not engine.step():
-            os.sched_yield()
-        if time.monotonic() > deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             return False
+        if not engine.step():
+            backoff.pause(left_s)
     return True
 
 

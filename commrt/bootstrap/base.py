@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
 
 __all__ = ["Bootstrap", "Keys", "poll_until", "timed_out"]
 
 _YIELDS = 50
 """Polls that only yield the core, before polling begins to sleep."""
-_LONGEST_SLEEP_S = 0.002
+_SOON_S = 0.002
+"""Longest sleep at first; then it is as long as a certain part of the time waited."""
+_PART = 1 / 50
 
 
 class Bootstrap(Protocol):
@@ -106,14 +109,18 @@ def poll_until(
 ) -> bool:
     """Call ``done`` until it returns True; return False once the time is up.
 
-    Yields the core first and then sleeps for longer and longer, in Python, so that
-    signals are handled and other ranks on the same core get on.
+    Yields the core first and then sleeps for longer and longer, so that other ranks on
+    the same core get on. Signals are handled at once, and a rank of this node that
+    wants something of the engine meanwhile wakes it.
     """
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
+    deadline = begun + timeout_s
     polls = 0
     sleep_s = 1e-5
+    backoff = _native.Backoff()
     while not done():
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return False
         if idle is not None:
             idle()
@@ -121,8 +128,8 @@ def poll_until(
         if polls <= _YIELDS:
             time.sleep(0)
         else:
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+            backoff.rest(min(sleep_s, deadline - now))
+            sleep_s = min(2 * sleep_s, max(_SOON_S, (now - begun) * _PART))
     return True
 
 

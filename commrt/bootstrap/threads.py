@@ -14,8 +14,8 @@ from commrt.errors import PeerFailedError
 __all__ = ["ThreadWorld"]
 
 
-_IDLE_S = 0.001
-"""Between two calls of ``idle`` while a rank waits."""
+_IDLE_S, _LONGEST_IDLE_S = 0.001, 0.02
+"""Between two calls of ``idle`` while a rank waits; the longer it waits, the longer."""
 
 
 @dataclass
@@ -86,7 +86,9 @@ class ThreadWorld:
                     if idle is None:
                         self._changed.wait(left_s)
                         continue
-                    self._changed.wait(min(left_s, _IDLE_S))
+                    waited_s = timeout_s - left_s
+                    idle_s = min(max(_IDLE_S, waited_s / 50), _LONGEST_IDLE_S)
+                    self._changed.wait(min(left_s, idle_s))
                     idle()
                 return mine.said, []
             finally:

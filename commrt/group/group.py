@@ -165,6 +165,8 @@ class Group(_native.Group):
             self._attach_arena(
                 self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
             )
+            if world.bells is not None:
+                self.attach_bells(world.bells.native, world.bells.of(ranks))
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
             world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
@@ -276,11 +278,13 @@ class Group(_native.Group):
     def comes_to_rest(self) -> bool:
         """Wait until nothing is in flight, for a moment: messages may be on the way."""
         deadline = time.monotonic() + _REST_S
+        backoff = _native.Backoff(self.world.engine)
         while not self.idle and not self.failure:
-            if not self.world.engine.step():
-                os.sched_yield()
-            if time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 break
+            if not self.world.engine.step():
+                backoff.pause(left_s)
         return self.idle
 
     def check_process(self) -> None:

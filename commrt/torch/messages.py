@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from commrt import _native
 from commrt.errors import TimeoutError_
 from commrt.torch.calls import Calls
 from commrt.torch.operands import movable, target
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
 
 __all__ = ["FromAnyone", "Messages"]
-
-_NAP_S = 2e-5
-
 
 class Messages:
     """The point-to-point methods of a process group."""
@@ -99,16 +96,18 @@ class FromAnyone:
         """Return the tensor once a message has come."""
         limit = self._comm.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        backoff = _native.Backoff(self._comm.world.engine)
         while not self._begin():
-            if time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise TimeoutError_(
                     f"recv_anysource on {self._comm.name}, rank {self._comm.rank}: no "
                     f"rank has sent a message with tag {self._tag} within {limit:g} s"
                 )
             if self._comm.is_relayed:
-                time.sleep(_NAP_S)  # threads of this process carry the message
+                backoff.rest(left_s)  # threads of this process carry the message
             else:
-                os.sched_yield()
+                backoff.pause(left_s)
         left_s = max(1e-3, deadline - time.monotonic())
         return self._receive.wait(timeout_s=left_s)
 

@@ -13,7 +13,6 @@ highest that it hears of.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ _TAG = -3
 """Tag of the messages; users' tags are not negative, and ``fused`` has -2."""
 _LEFT, _HERE = range(2)
 """Codes by which a rank tells its state in a call: it waits no more, or has come."""
-_SPINS = 2000
-_NAP_S = 5e-5
-"""Between looks, once so many of them found nothing: some rank is far behind."""
 _NOBODY = "No ranks successfully processed in monitoredBarrier."
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -154,17 +151,17 @@ class MonitoredBarrier:
 
     def _look_until(self, is_over: Callable[[], bool], limit_s: float) -> bool:
         """Look until it is over; False where the limit has passed before."""
-        comm, end, looks = self._comm, time.monotonic() + limit_s, 0
+        comm, end = self._comm, time.monotonic() + limit_s
+        engine = comm.world.engine
+        backoff = _native.Backoff(engine)
+        pause = backoff.rest if comm.is_relayed else backoff.pause
         while not is_over():
-            if time.monotonic() >= end:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
                 return False
             comm.check_usable()
-            comm.world.engine.step()
-            looks += 1
-            if looks < _SPINS and not comm.is_relayed:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_S)
+            if not engine.step():
+                pause(left_s)
         return True
 
     def _send(self, said: _Numbers, rank: int) -> Any:

@@ -12,6 +12,7 @@
 #include "bindings/bindings.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group.hpp"
+#include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
@@ -47,7 +48,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
       lock.lock();
       if (ended == WaitResult::TimedOut) return -1;
     }
-    Backoff backoff(group.comm->spins_of(plan.get()));
+    Backoff backoff(engine, group.comm->spins_of(plan.get()));
     backoff.sleep_soon(group.comm->off_node->is_relay);
     auto give = [&lock] {
       if (!Relay::is_due()) return;
@@ -66,7 +67,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
         continue;
       }
       lock.unlock();
-      backoff.pause();
+      backoff.pause(begin + timeout_s);
       if (now_s() - begin > timeout_s) return -1;
       lock.lock();
     }
@@ -124,6 +125,9 @@ void bind_group(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>(),
            "Fail all work on device memory that is under way, and let its streams go.")
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
+      .def("add_bells", &Engine::add_bells, nb::arg("bells"),
+           "Let threads of this process sleep until ranks of a node ring.")
+      .def_prop_ro("bells", &Engine::all_bells, "Bells in use.")
       .def_prop_ro("has_thread", &Engine::has_thread)
       .def_prop_ro("is_parked", &Engine::is_parked,
                    "Whether its thread sleeps until something is started.")
@@ -211,6 +215,12 @@ void bind_group(nb::module_& m) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
            })
+      .def("attach_bells",
+           [](Group& g, std::shared_ptr<Bells> bells, const std::vector<int>& members) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_bells(std::move(bells), members);
+           }, nb::arg("bells"), nb::arg("members"),
+           "Let peers be woken: for each rank its number among the bells' members, or -1.")
       .def("attach_segment",
            [](Group& g, uint64_t address, uint64_t part_nbytes) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);

@@ -227,6 +227,7 @@ void Fusion::set_due(double now) {
   due_s_ = now + limit_s_;
   if (due_s_ < engine_.timed_due_s.load(std::memory_order_relaxed)) {
     engine_.timed_due_s.store(due_s_, std::memory_order_relaxed);
+    engine_.ring();  // a thread that sleeps would look too late
   }
 }
 

@@ -8,6 +8,7 @@
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
 #include "calls/device_call_cache.hpp"
+#include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
@@ -166,7 +167,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   const double start = now_s();
   const double deadline = start + timeout_s;
   double next_signal_check = start + kSignalPeriod_s;
-  Backoff backoff(spins);
+  Backoff backoff(engine, spins);
   backoff.sleep_soon(group.comm->off_node->is_relay);
   constexpr int kPassesBetweenQuestions = 4;
   const bool by_gloo = op->plan != nullptr && op->plan->gloo != nullptr;
@@ -185,9 +186,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           break;
         }
         if (wants_gil(engine)) break;
-        bool advanced = false;
+        bool advanced = false, looked = false, looks_at_clock = (i & 63) == 63;
         if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
             lock.owns_lock()) {
+          looked = true;
           advanced = engine.step_locked(kNoLimit);
           // It serves all that is in flight, and waits like the most impatient of these.
           if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
@@ -197,12 +199,13 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
         if (advanced) {
           backoff.reset();
         } else {
-          backoff.pause();
+          const double end = std::min({deadline, next_signal_check, engine.timed_due_s.load()});
+          looks_at_clock = backoff.pause(end, looked) || looks_at_clock;
         }
-        if ((i & 63) == 63) {
-          if (engine.is_timed_due()) break;
+        if (looks_at_clock) {
+          if (engine.is_timed_due() || backoff.take_interrupt()) break;
           const double now = now_s();
-          if (now > deadline || now > next_signal_check) break;
+          if (now >= deadline || now >= next_signal_check) break;
         }
       }
     }
@@ -218,7 +221,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
     }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
-    if (now > deadline) return WaitResult::TimedOut;
+    if (now >= deadline) return WaitResult::TimedOut;
     next_signal_check = now + kSignalPeriod_s;
   }
 }

@@ -53,7 +53,7 @@ void StagedWork::wait_for_memory(Backoff& backoff, double deadline, double timeo
   if (engine_.step()) {
     backoff.reset();
   } else {
-    pause(backoff);
+    pause(backoff, deadline);
   }
 }
 

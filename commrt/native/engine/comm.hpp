@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/bell.hpp"
 #include "engine/layout.hpp"
 #include "engine/mpi_api.hpp"
 #include "engine/parts.hpp"
@@ -334,6 +335,20 @@ class Comm {
   void remove_mirror(const void* start);
   // Forgets arena and heap, which are about to be unmapped. Nothing may be in flight.
   void detach();
+  // Peers on this node can be woken: `members[r]` is the member of `bells` that rank r is, or -1.
+  void attach_bells(std::shared_ptr<Bells> bells, std::vector<int> members);
+  // Wakes a peer of this node that sleeps: something was written for it.
+  void ring(int peer) {
+    if (any_asleep()) wake_peer(peer);
+  }
+  // The same for all ranks of this node with which a plan exchanges messages.
+  void ring(const Plan& plan) {
+    if (any_asleep()) wake_peers(plan);
+  }
+  // True if something in flight ends without anybody ringing: it has to be asked for.
+  bool tells_nobody() const;
+  // The next pass takes in what peers send unasked.
+  void look_closely();
   // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
   // The same, where a relay stands in for MPI.
@@ -439,6 +454,13 @@ class Comm {
  private:
   friend class Op;
   friend class P2P;
+  bool any_asleep() const {
+    // The compiler, at least, keeps the order (bell.hpp).
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    return asleep_->load(std::memory_order_relaxed) != 0;
+  }
+  void wake_peer(int peer);
+  void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
   void begin_agreement(Op& op);
@@ -464,6 +486,10 @@ class Comm {
   }
   bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
 
+  static const std::atomic<uint32_t> kNobodySleeps;
+  const std::atomic<uint32_t>* asleep_ = &kNobodySleeps;
+  std::shared_ptr<Bells> bells_;
+  std::vector<int> bell_of_;  // rank -> member of bells_, or -1
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;

@@ -454,6 +454,8 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }
   if (exposes && !source_.constant) expose(ins, fragment, total);
+  // At once: this pass may have much more to do.
+  if (!ins.sends.empty()) comm->ring(p);
   take_inputs(ins, fragment);
 }
 
@@ -482,6 +484,7 @@ void Op::fail(std::string message) {
     record.state = static_cast<uint8_t>(OpState::Failed);
   }
   state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
+  comm->engine.ring();
 }
 
 // Does what is left to do with the result; true once all of it is complete.
@@ -513,6 +516,7 @@ void Op::finish() {
     record.state = 1;
   }
   state.store(static_cast<int>(OpState::Done), std::memory_order_release);
+  comm->engine.ring();
 }
 
 }  // namespace commrt

@@ -215,6 +215,7 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
     }
     if (nbytes != 0) std::memcpy(to, payload, nbytes);
     line.seq.store(++c.out, std::memory_order_release);
+    comm_.ring(peer);
     return true;
   }
   if (c.mpi_sending.size() >= kMaxSending) return false;
@@ -247,6 +248,7 @@ bool P2P::pull(int peer) {
     arrived(peer, header, payload);
     c.took_packet();
   }
+  if (taken != 0) comm_.ring(peer);
   return taken != 0;
 }
 
@@ -508,7 +510,6 @@ bool P2P::progress() {
   if (idle()) {
     // A peer's messages are taken in even by a rank that waits for something else: sends do
     // not wait for receives until memory ends. Rarely, as a look costs a cache line per peer.
-    constexpr unsigned kLookEvery = 64;
     if (++idle_passes_ % kLookEvery != 0) return false;
     if (comm_.arena == nullptr && comm_.mpi_comm == 0) return false;
     if (!attached_) attach();

@@ -163,8 +163,12 @@ class P2P {
   uint64_t next_seq() const { return next_id_ - 1; }
   // True if nothing is in flight, packets of sends that are over included.
   bool idle() const;
+  // The next pass looks at what peers have sent, even if nothing is in flight here.
+  void look_closely() { idle_passes_ = kLookEvery - 1; }
 
  private:
+  static constexpr unsigned kLookEvery = 64;  // passes
+
   // By source and tag, in order of arrival; a queue that is empty is not kept.
   template <class T>
   using Queues = std::unordered_map<uint64_t, std::list<T>>;

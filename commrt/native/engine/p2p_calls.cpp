@@ -151,6 +151,7 @@ void P2P::end(const std::shared_ptr<Op>& op, std::string error) {
   op->error = std::move(error);
   const OpState state = op->error.empty() ? OpState::Done : OpState::Failed;
   op->state.store(static_cast<int>(state), std::memory_order_release);
+  comm_.engine.ring();
   // Python objects are dropped later, by someone who holds the GIL.
   if (op->has_keep()) comm_.engine.discard(std::shared_ptr<Op>(op));
 }

@@ -96,6 +96,7 @@ Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int&
     if ((!eager && header.kind != PacketKind::Rts) || header.tag != tag) {
       arrived(source, header, payload);
       c.took_packet();
+      comm_.ring(source);
       ++others;
       continue;
     }
@@ -103,6 +104,7 @@ Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int&
     if (header.nbytes != 0) std::memcpy(buffer, payload, header.nbytes);
     took_ = header.nbytes;
     c.took_packet();
+    comm_.ring(source);
     count_received(source, header.nbytes);
     return record != nullptr ? record : &note(false, source, tag, capacity);
   }

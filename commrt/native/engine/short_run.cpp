@@ -138,6 +138,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       const Line& line = operand.link->in_lines[id & (kLines - 1)];
       if (line.seq.load(std::memory_order_acquire) != id + 1) {
         note_start();
+        ring(p);
         for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + 1; ++spin) {
           if (spin >= spins) return wait_longer(ins);
           relax();
@@ -211,6 +212,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     link.next_in += static_cast<uint64_t>(peer.recvs_per_fragment);
   }
   note_start();
+  ring(p);
   if (p.completes() && p.out_elems > 0) {
     p.complete(static_cast<unsigned char*>(out), static_cast<size_t>(p.out_elems));
   }
@@ -234,6 +236,7 @@ std::shared_ptr<Op> Comm::go_on(const std::shared_ptr<const Plan>& plan, const v
   if (shown) op->mark_shown();
   if (plan->tmp_nbytes != 0) std::memcpy(op->tmp, tmp, plan->tmp_nbytes);
   active_.push_back(op);
+  ring(*plan);
   return op;
 }
 

@@ -123,6 +123,7 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
       const Line& line = ins->from->in_lines[in_id & (kLines - 1)];
       if (line.seq.load(std::memory_order_acquire) != in_id + 1) {
         if (!noted) keep_books(OpState::Done);
+        ring(p);
         for (int spin = 0; line.seq.load(std::memory_order_acquire) != in_id + 1; ++spin) {
           if (spin >= spins) return wait_longer();
           relax();
@@ -171,6 +172,7 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
     use.link->next_in += use.recvs;
   }
   if (!noted) keep_books(OpState::Done);
+  ring(p);
   return nullptr;
 }
 

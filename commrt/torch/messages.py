@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FromAnyone", "Messages"]
 
+
 class Messages:
     """The point-to-point methods of a process group."""
 

@@ -47,7 +47,7 @@ def both(call: Part) -> tuple[Part, Part]:
 
 
 def many_broadcasts(comm: Communicator) -> None:
-    """Use up all lines of messages, so that the root waits for the other to take some."""
+    """Use up all lines, so that the root waits for the other rank to take some."""
     requests = [comm.bcast(np.ones(1), nonblocking=True) for _ in range(200)]
     for request in requests:
         request.wait()

@@ -129,7 +129,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
         label = f"comm{self._comm.identity}/group{ranks}"
         title = f"{self._comm.name}.group{ranks}"
-        return self._derive(world_ranks, label, name or title, wish)
+        return self._derive(world_ranks, label, name or title, wish, once=False)
 
     def cart(
         self,
@@ -218,7 +218,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         label, title = self._comparison.label("graph")
         limit = self._comm.timeout_s
         identity = self._comm.world.agree_id(
-            self._comm.world_ranks, label, timeout_s=limit
+            self._comm.world_ranks, label, timeout_s=limit, once=True
         )
         return self._kinds.graph(
             self._comm.world,
@@ -280,11 +280,13 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         label: str,
         name: str,
         deterministic: bool | None = None,
+        *,
+        once: bool = True,
     ) -> Plain:
         wish = self._comm.deterministic if deterministic is None else deterministic
         limit = self._comm.timeout_s
         same = f"deterministic={wish}"
-        identity = self._comm.world.agree_id(ranks, label, same, limit)
+        identity = self._comm.world.agree_id(ranks, label, same, limit, once=once)
         return self._kinds.plain(
             self._comm.world, ranks, name, identity, deterministic=wish, timeout_s=limit
         )
@@ -302,7 +304,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         wish = self._comm.deterministic if deterministic is None else deterministic
         world, limit = self._comm.world, self._comm.timeout_s
         same = f"deterministic={wish}"
-        identity = world.agree_id(world_ranks, label, same, limit)
+        identity = world.agree_id(world_ranks, label, same, limit, once=True)
         return self._kinds.cart(
             world,
             world_ranks,

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
 
-__all__ = ["Bootstrap", "Keys", "poll_until", "timed_out"]
+__all__ = ["Bootstrap", "ByExchange", "Keys", "poll_until", "timed_out"]
+
+T = TypeVar("T")
 
 _YIELDS = 50
 """Polls that only yield the core, before polling begins to sleep."""
@@ -48,6 +50,14 @@ class Bootstrap(Protocol):
         that never came need not make up for anything. Between processes that give up
         while others complete it, these may go on as if it had not; all meet again in
         the next exchange.
+        """
+        ...
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept of exchanges that no rank makes any more.
+
+        Of those under ``key``, and of those whose keys begin with it and a slash. May
+        be called at any moment, by the garbage collector, too.
         """
         ...
 
@@ -100,6 +110,34 @@ class Keys:
             with self._changed:
                 self._busy.discard(name)
                 self._changed.notify_all()
+
+
+class ByExchange(Generic[T]):
+    """What a rank keeps of its exchanges, by their names, until they are forgotten."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._kept: dict[str, dict[str, T]] = {}
+
+    def of(self, name: str) -> T:
+        """Return what is kept of an exchange; of a first one, what ``make`` returns."""
+        beside = self._kept.setdefault(name.partition("/")[0], {})
+        found = beside.get(name)
+        return beside.setdefault(name, self._make()) if found is None else found
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept, as ``Bootstrap.forget`` has it."""
+        first, _, rest = key.partition("/")
+        if not rest:
+            self._kept.pop(first, None)
+            return
+        beside = self._kept.get(first, {})
+        for name in [*beside]:
+            if name.rpartition("@")[0] == key or name.startswith(f"{key}/"):
+                beside.pop(name, None)
+
+    def __len__(self) -> int:
+        return sum(map(len, [*self._kept.values()]))
 
 
 def poll_until(

@@ -119,5 +119,8 @@ class _ThreadBootstrap:
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return blobs
 
+    def forget(self, key: str) -> None:
+        pass
+
     def close(self) -> None:
         pass

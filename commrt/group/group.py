@@ -143,6 +143,8 @@ class Group(_native.Group):
         self.arena: Arena | None = None
         self._resources = ExitStack()
         """Gives back what the group holds, the latest first."""
+        # Keys of exchanges of this group, and of groups made from it, begin with it.
+        self._resources.callback(world.bootstrap.forget, f"comm{identity}")
         self._attach(self.timeout_s if limit_s is None else limit_s)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
@@ -159,7 +161,7 @@ class Group(_native.Group):
         if len(members) > 1:
             region = _native.region_nbytes(len(members), LANE_NBYTES)
             on_node = [ranks[i] for i in members]
-            key = f"arena/{self.identity}/{here}"
+            key = f"comm{self.identity}/arena/{here}"
             self.arena = world.share_memory(on_node, key, region, limit_s)
             self._resources.callback(self._leave_memory)
             self._attach_arena(

@@ -212,14 +212,20 @@ class World:
         key: str,
         same: str = "",
         timeout_s: float | None = None,
+        *,
+        once: bool = False,
     ) -> int:
         """Return an identity that no communicator of any member uses.
 
-        Raises MismatchError on all of them unless they say the ``same``.
+        ``once``: these members have never used the key, and never will again. Raises
+        MismatchError on all of them unless they say the ``same``.
         """
+        key = f"{key}/id"
         blob = f"{self.next_id} {same}".encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
-        said = self.bootstrap.exchange(members, f"id/{key}", blob, limit)
+        said = self.bootstrap.exchange(members, key, blob, limit)
+        if once:
+            self.bootstrap.forget(key)
         parts = [text.decode().partition(" ") for text in said]
         wishes = [wish for _, _, wish in parts]
         if len({*wishes}) > 1:

@@ -134,7 +134,9 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communi
     same = f"pg_options={options!r}"
     if _torch_asks_for_checks(member):
         same = f"{same}, {_DETAIL}"
-    identity = world.agree_id(ranks, f"torch/{member.name}", same, timeout_s=limit)
+    # torch numbers its groups, unless it names them by their ranks.
+    key, is_new = f"torch/{member.name}", member.name.isdecimal()
+    identity = world.agree_id(ranks, key, same, timeout_s=limit, once=is_new)
     settings = _settings(world, ranks, member, name, identity)
     wanted = options.deterministic
     comm = Communicator(
@@ -168,7 +170,7 @@ def _settings(
         if world.rank == ranks[0]:
             why = "pg_options of a process group"
             blob = read_named(Path(options.table), why).encode()
-        key = f"table/{identity}"
+        key = f"comm{identity}/table"
         said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
         table = LocatedTable.decode(said[0]).parse(catalog())
     checks = options.check

@@ -75,6 +75,7 @@ def connect(
         handles = agree("allocate", allocate)
         book = share_memory(members, f"ipc/{name}/book", 1, timeout_s)
         agree("open", open_all)
+        bootstrap.forget(f"ipc/{name}")  # no two groups have one name here
     except BaseException:
         for one in made:
             Shared(one, None).end_later()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import freed_communicators
 import pytest
 
 from commrt.launch.mpiexec import child_environment
@@ -245,3 +246,11 @@ def test_wrong_options(options: list[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main(options)
     assert ending.value.code == 2
+
+
+def test_communicators_that_were_freed_leave_nothing() -> None:
+    """The folder in which ranks meet, and what they keep of that, do not grow."""
+    kinds = ["dup", "split", "calls and plans"]
+    done = run("-n", "2", freed_communicators.__file__, *kinds)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dict.fromkeys(kinds, {})

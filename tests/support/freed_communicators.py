@@ -153,7 +153,7 @@ def left_by_each_window(counts: list[dict[str, int]]) -> dict[str, int]:
         for before, after in pairwise(counts)
     ]
     least = {key: min(each[key] for each in grown) for key in grown[0]}
-    # Tables and caches fill more and more slowly; three blocks a communicator are a leak.
+    # Tables and caches fill more and more slowly. Three blocks a round are a leak.
     allowed = dict.fromkeys(least, NUM_ROUNDS)
     allowed |= {"blocks": 2 * NUM_ROUNDS, "nbytes_of_c": 100 * NUM_ROUNDS}
     return {key: n for key, n in least.items() if n >= allowed[key]}

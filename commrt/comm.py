@@ -23,7 +23,7 @@ from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
 from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Coords, Grid, times
 from commrt.grids.halo_arguments import HALO_CALLS
@@ -416,7 +416,7 @@ class CartCommunicator(Communicator):
         """
         moved = as_integer(disp)
         if moved is None:
-            raise UsageError(f"shift: disp={disp!r} must be an integer")
+            raise UsageError(f"shift: disp={shown(disp)} must be an integer")
         return self.grid.shift(self.rank, self.grid.check_dim("shift", dim), moved)
 
     def sub(

@@ -46,7 +46,7 @@ class Plans:
     def _bind(self, name: str, /, *args: Any, **kwargs: Any) -> Planned:
         """Return a bound call whose runs a log may have."""
         bound = self._binders[name](*args, **kwargs)
-        follow_bound(self._comm, bound, name, args, **kwargs)
+        follow_bound(self._comm, bound, name, args, kwargs)
         return bound
 
     def __dir__(self) -> list[str]:

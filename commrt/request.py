@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from commrt import _native
 from commrt._native import DeviceRequest
-from commrt.errors import CommError, TimeoutError_, UsageError
-from commrt.vocabulary.checks import check_timeout
+from commrt.errors import CommError, TimeoutError_, UsageError, shown
+from commrt.vocabulary.checks import as_items, check_timeout
 from commrt.vocabulary.request import Request
 
 __all__ = [
@@ -84,8 +84,8 @@ def wait_all(
 
 def _listed(what: str, requests: Any) -> list[Request]:
     """Return the requests; UsageError for anything else."""
-    iterable = isinstance(requests, Iterable)
-    listed = list(requests) if iterable else [requests]
+    items = as_items(requests)
+    iterable, listed = items is not None, [requests] if items is None else items
     kinds = {*map(type, listed)}
     if iterable and (
         kinds <= _OF_ENGINE or all(issubclass(kind, Request) for kind in kinds)
@@ -94,7 +94,7 @@ def _listed(what: str, requests: Any) -> list[Request]:
     wrong = [each for each in listed if not iterable or not isinstance(each, Request)]
     if wrong:
         raise UsageError(
-            f"{what}: expected a list of requests, found {wrong[0]!r}"
+            f"{what}: expected a list of requests, found {shown(wrong[0])}"
             f"{' in it' if iterable else ''}; calls with nonblocking=True return them"
         )
     return listed

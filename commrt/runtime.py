@@ -14,7 +14,7 @@ from commrt import _native, env
 from commrt.backends.catalog import catalog, check_wishes
 from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
-from commrt.errors import ClosedError, UsageError
+from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import GlooRelay
 from commrt.job.abort import install_excepthook
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
@@ -68,10 +68,10 @@ def init(
         MismatchError: the ranks disagree about ``deterministic``.
         BackendError: a library that is needed is missing.
     """
-    if mpi_comm is not None and not hasattr(mpi_comm, "Get_rank"):
+    if mpi_comm is not None and not _is_of_mpi(mpi_comm):
         raise UsageError(
-            f"commrt.init: mpi_comm={mpi_comm!r} is not a communicator of mpi4py, such "
-            f"as MPI.COMM_WORLD"
+            f"commrt.init: mpi_comm={shown(mpi_comm)} is not a communicator of mpi4py, "
+            "such as MPI.COMM_WORLD"
         )
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
@@ -110,6 +110,12 @@ def init(
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
+
+
+def _is_of_mpi(given: Any) -> bool:
+    """Return whether an argument is what mpi4py calls an intracommunicator."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(given, mpi.Intracomm)
 
 
 def _start(mpi_comm: MPI.Intracomm | None) -> World:

@@ -135,6 +135,13 @@ ENTRIES = (
         ranks=2,
     ),
     Entry(
+        "MemoryError_",
+        "There is no memory for the array that a call was to return. Nothing was sent.",
+        "Check the numbers of elements, or pass `out=`.",
+        "grid = comm.cart((1,), periodic=True)\n"
+        "grid.neighbor_allgatherv(np.ones(4), recv_counts=[2**50, 2**50])",
+    ),
+    Entry(
         "BackendError",
         "A backend, or a library that it needs, is missing or failed.",
         "Follow the message: install or select another library, or another backend.",

@@ -17,7 +17,7 @@ from commrt.arrays.dlpack import export
 from commrt.arrays.tensors import check_has_data, is_tensor, tensor_dtype
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, UsageError, shown
 from commrt.vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
@@ -62,16 +62,22 @@ class OnDevice:
 
 
 def is_on_device(array: Any) -> bool:
-    """Return whether an array says that it is in the memory of a device."""
-    if isinstance(array, np.ndarray):
+    """Return whether an array says that it is in the memory of a device.
+
+    Of an object that cannot say it, its view says what is wrong.
+    """
+    if isinstance(array, np.ndarray | type):
         return False
     if is_tensor(array):
         return bool(array.device.type == "cuda")
-    if hasattr(array, "__cuda_array_interface__"):
-        return True
-    if not hasattr(array, "__dlpack_device__"):
+    try:
+        if hasattr(array, "__cuda_array_interface__"):
+            return True
+        if not hasattr(array, "__dlpack_device__"):
+            return False
+        return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
+    except Exception:  # noqa: BLE001 - an object of the program raises what it likes
         return False
-    return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
 
 
 def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
@@ -281,7 +287,7 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
     if isinstance(stream, DeviceStream):
         if stream.device is not device:
             raise UsageError(
-                f"{what}: {stream!r} is not on the device of the array: a stream "
+                f"{what}: {shown(stream)} is not on the device of the array: a stream "
                 f"orders work of its own device only"
             )
         return stream.handle
@@ -289,14 +295,15 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
     ordinal = getattr(device, "ordinal", None)
     if number is not None and ordinal is not None and number != ordinal:
         raise UsageError(
-            f"{what}: stream {stream!r} is on device {number}, the array on device "
-            f"{ordinal}: a stream orders work of its own device only"
+            f"{what}: stream {shown(stream)} is on device {number}, the array on "
+            f"device {ordinal}: a stream orders work of its own device only"
         )
     handle = _handle(stream)
     if handle is None or handle < 0:
         raise UsageError(
-            f"{what}: stream={stream!r} must be None, the integer handle of a CUDA "
-            f"stream, or an object with __cuda_stream__, such as cupy's and torch's"
+            f"{what}: stream={shown(stream)} must be None, the integer handle of a "
+            "CUDA stream, or an object with __cuda_stream__, such as cupy's and "
+            "torch's"
         )
     return 0 if handle == _LEGACY else handle
 

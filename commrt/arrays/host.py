@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from commrt import _native
 from commrt.arrays.device import is_cupy, is_jax, is_on_device, see
 from commrt.arrays.tensors import check_has_data, is_tensor, tensor_dtype
 from commrt.devices.arrays import DeviceArray
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, CommError, MemoryError_, UsageError, shown
 from commrt.vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "never_changes",
     "numpy_type",
     "overlap",
+    "protocols_of",
     "view",
     "view_any",
     "view_anywhere",
@@ -127,6 +131,33 @@ def view(array: Any, what: str) -> HostView:
         return _view_numpy(array, array, what)
     if is_tensor(array):
         return _view_torch(array, what)
+    if isinstance(array, type):
+        raise BufferError_(
+            f"{what} is the class {array.__name__}: expected an array, which is an "
+            f"object of such a class"
+        )
+    with protocols_of(array, what):
+        return _view_by_protocol(array, what)
+
+
+@contextmanager
+def protocols_of(array: Any, what: str) -> Iterator[None]:
+    """Raise BufferError_ for whatever an object raises that is asked for its memory."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise BufferError_(
+            f"{what} is a {type(array).__name__} that cannot say where its memory is "
+            f"({kind}: {error}): expected a numpy array, a torch tensor, or an object "
+            f"with DLPack or a buffer"
+        ) from error
+
+
+def _view_by_protocol(array: Any, what: str) -> HostView:
+    """Return the view of an object that is neither numpy's nor torch's."""
     if hasattr(array, "__cuda_array_interface__"):
         raise BufferError_(f"{what} is a CUDA array: {_HOST_ONLY}")
     if hasattr(array, "__dlpack_device__"):
@@ -150,7 +181,8 @@ def view_anywhere(
     """
     if not is_on_device(array):
         return view_any(array, what) if any_type else view(array, what)
-    seen = see(array, what, any_strides=any_strides)
+    with protocols_of(array, what):
+        seen = see(array, what, any_strides=any_strides)
     return HostView(
         array,
         array if seen.owner is None else (array, seen.owner),
@@ -274,7 +306,11 @@ def never_changes(x: HostView) -> bool:
 
 
 def empty_like_array(
-    x: HostView, shape: tuple[int, ...], dtype: str | None = None
+    x: HostView,
+    shape: tuple[int, ...],
+    dtype: str | None = None,
+    *,
+    zeroed: bool = False,
 ) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from.
 
@@ -285,12 +321,43 @@ def empty_like_array(
         x: what it is for.
         shape: its shape.
         dtype: name of its element type, by itself that of ``x``.
+        zeroed: if it is numpy's, it has zeros.
+
+    Raises:
+        UsageError: the library has no arrays of that shape, or cannot be asked.
+        MemoryError_: there is no memory for it.
     """
+    try:
+        return _new_array(x, shape, dtype, np.zeros if zeroed else np.empty)
+    except MemoryError as error:
+        raise MemoryError_(
+            f"{_result(x, shape, dtype)} does not fit into memory ({error}): check the "
+            f"numbers of elements, or pass out="
+        ) from error
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, CommError):
+            raise
+        raise UsageError(
+            f"{_result(x, shape, dtype)} cannot be made ({error}): pass out="
+        ) from error
+
+
+def _result(x: HostView, shape: tuple[int, ...], dtype: str | None) -> str:
+    many = shown(prod(shape))
+    return f"out, a new array of {many} elements of {dtype or x.dtype.name},"
+
+
+def _new_array(
+    x: HostView,
+    shape: tuple[int, ...],
+    dtype: str | None,
+    of_numpy: Callable[..., npt.NDArray[Any]],
+) -> Any:
     if is_tensor(x.array):
         of = None if dtype is None else getattr(sys.modules["torch"], dtype)
         return x.array.new_empty(shape, dtype=of)
     if isinstance(x.array, np.ndarray):
-        return np.empty(shape, dtype=dtype or x.array.dtype)
+        return of_numpy(shape, dtype=dtype or x.array.dtype)
     if isinstance(x.array, DeviceArray):
         return DeviceArray(x.array.device, shape, dtype or x.array.dtype)
     if is_cupy(x.array):
@@ -302,7 +369,7 @@ def empty_like_array(
             "they are made, so nothing can be put into one"
         )
     if is_jax(x.array):
-        return np.empty(shape, dtype=dtype or numpy_type(x))
+        return of_numpy(shape, dtype=dtype or numpy_type(x))
     if namespace is None and x.on is not None:
         raise UsageError(
             f"pass out=: nothing is known of how to allocate a {type(x.array).__name__}"
@@ -310,17 +377,18 @@ def empty_like_array(
     if namespace is not None:
         library = namespace()
         return library.empty(shape, dtype=getattr(library, dtype or x.dtype.name))
-    return np.empty(shape, dtype=dtype or x.dtype.name)
+    return of_numpy(shape, dtype=dtype or x.dtype.name)
 
 
 def zeros_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
-    """Return a new array of zeros in the library that ``x`` comes from."""
-    if x.on is None:
-        made = empty_like_array(x, shape)
-        made[...] = 0
-        return made
+    """Return a new array of zeros, as ``empty_like_array``."""
     if is_tensor(x.array):
         return x.array.new_zeros(shape)
+    if x.on is None:
+        made = empty_like_array(x, shape, zeroed=True)
+        if not isinstance(made, np.ndarray):
+            made[...] = 0
+        return made
     if is_cupy(x.array):
         return sys.modules["cupy"].zeros(shape, dtype=x.array.dtype)
     made = empty_like_array(x, shape)

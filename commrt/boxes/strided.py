@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commrt.arrays.device import is_on_device, see
-from commrt.arrays.host import view
+from commrt.arrays.host import protocols_of, view
 from commrt.boxes.host_plans import MOST_DIMS, ArrayLayout
 from commrt.errors import BufferError_, UsageError
 from commrt.vocabulary.dtypes import DType
@@ -112,7 +112,8 @@ def strided(array: Any, what: str) -> StridedArray:
 
 
 def _on_device(array: Any, what: str) -> StridedArray:
-    seen = see(array, what, any_strides=True)
+    with protocols_of(array, what):
+        seen = see(array, what, any_strides=True)
     strides = seen.strides
     if strides is None:
         strides = _contiguous(seen.shape, seen.dtype.itemsize)

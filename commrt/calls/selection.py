@@ -11,7 +11,7 @@ from commrt.arrays.host import numpy_type
 from commrt.backends.base import Attached
 from commrt.backends.offers import AttachedOffers
 from commrt.calls import arguments
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.group.group import Group
 from commrt.planning import host_plans
 from commrt.planning.ordering import wanted_order
@@ -21,6 +21,7 @@ from commrt.select.policy import Explanation, Policy
 from commrt.select.schema import DEVICES
 from commrt.select.table import Table
 from commrt.select.wishes import Wishes
+from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import BoundReduction, Reduction
 from commrt.vocabulary.wire_formats import COMPRESS
@@ -108,6 +109,7 @@ class Selection:
         ``distinct`` a candidate that runs the very program of an earlier one is left
         out: on two ranks a ring and a direct exchange are one and the same.
         """
+        distinct = check_flag("candidates", "distinct", distinct)
         query = self.question("candidates", coll, nbytes, dtype, op, 0, device)
         found = self.policy.candidates(query)
         if not distinct:
@@ -134,6 +136,9 @@ class Selection:
         ``params`` are what the call itself asks for.
         """
         query = self.question("explain", coll, nbytes, dtype, op, root, device)
+        backend, algorithm, params = arguments.check_wishes(
+            "explain", backend, algorithm, params
+        )
         found = self.policy.explain(
             query, backend=backend, algorithm=algorithm, params=params
         )
@@ -159,8 +164,10 @@ class Selection:
         query = arguments.check_question(
             what, coll, nbytes, dtype, name, root, self._group.size
         )
-        if device not in DEVICES:
-            raise UsageError(f"{what}: device={device!r}{suggest(device, DEVICES)}")
+        if not isinstance(device, str) or device not in DEVICES:
+            raise UsageError(
+                f"{what}: device={shown(device)}{suggest(device, DEVICES)}"
+            )
         query = replace(query, device=device)
         if query.op is None:
             return query

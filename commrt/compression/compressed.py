@@ -15,7 +15,7 @@ from commrt.calls.arguments import Bound, Call
 from commrt.calls.channel import Channel
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
-from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.errors import BufferError_, MismatchError, UsageError, shown
 from commrt.group.stepped import SteppedRequest
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Explanation, Policy
@@ -155,7 +155,7 @@ class Compression:
         if call.compress is None:
             wanted = None if reason is not None else self._asked_by_rule(call, bound)
             return None if wanted is None else wire_format(wanted)
-        what = f"{spec.name}: compress={call.compress!r}"
+        what = f"{spec.name}: compress={shown(call.compress)}"
         if reason is not None:
             fits = bound.dtype.name in COMPRESSED_DTYPES
             raise (UsageError if fits else BufferError_)(f"{what}: {reason}")

@@ -15,6 +15,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,12 +47,13 @@ __all__ = [
 
 def holds_device_arrays(*arguments: Any) -> bool:
     """Return whether any of a call's arguments is, or consists of, device arrays."""
+    parts = chain.from_iterable(
+        each if isinstance(each, tuple | list) else [each] for each in arguments
+    )
     return any(
-        holds_device_arrays(*each)
-        if isinstance(each, tuple | list)
-        else is_on_device(each)
-        for each in arguments
-        if each is not None and not isinstance(each, str | int | float | np.ndarray)
+        is_on_device(part)
+        for part in parts
+        if part is not None and not isinstance(part, str | int | float | np.ndarray)
     )
 
 

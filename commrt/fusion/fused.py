@@ -22,7 +22,7 @@ from commrt.calls.arguments import Bound, Call, allreduce_in_place
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_collectives import runs_on_host
-from commrt.errors import CaptureError, CommError, UsageError
+from commrt.errors import CaptureError, CommError, UsageError, shown
 from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
@@ -117,15 +117,16 @@ class Fusion:
         limit = as_integer(nbytes)
         if limit is None or limit < 1:
             raise UsageError(
-                f"fused: nbytes={nbytes!r} must be a number of bytes, an integer from 1"
+                f"fused: nbytes={shown(nbytes)} must be a number of bytes, an integer "
+                "from 1"
             )
         if time_limit_s is not None:
             try:
                 time_limit_s = check_timeout("fused", time_limit_s)
             except UsageError:
                 raise UsageError(
-                    f"fused: time_limit_s={time_limit_s!r} must be a number of seconds "
-                    f"above 0, or None"
+                    f"fused: time_limit_s={shown(time_limit_s)} must be a number of "
+                    "seconds above 0, or None"
                 ) from None
             if math.isinf(time_limit_s):
                 time_limit_s = None

@@ -20,6 +20,7 @@ from commrt.errors import (
     TimeoutError_,
     TruncationError,
     UsageError,
+    shown,
 )
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import Arena
@@ -312,8 +313,8 @@ class Group(_native.Group):
         found = as_integer(rank)
         if found is None or not 0 <= found < self.size:
             raise UsageError(
-                f"{what}: {argument}={rank!r} is not a rank of {self.name}; expected "
-                f"0..{self.size - 1}"
+                f"{what}: {argument}={shown(rank)} is not a rank of {self.name}; "
+                f"expected 0..{self.size - 1}"
             )
         return found
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native, algorithms
-from commrt.errors import ScheduleError, UsageError, suggest
+from commrt.errors import ScheduleError, UsageError, shown, suggest
 from commrt.planning import vectors
 from commrt.planning.footprint import (
     CHUNK_NBYTES,
@@ -136,7 +136,7 @@ class TransportParams:
         known = ("auto", *_STORES)
         if self.store not in known:
             raise UsageError(
-                f"unknown store={self.store!r}{suggest(self.store, known)}"
+                f"unknown store={shown(self.store)}{suggest(self.store, known)}"
             )
         for name in ("chunk", "depth", "reuse"):
             value = getattr(self, name)
@@ -144,8 +144,8 @@ class TransportParams:
                 continue
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(
-                    f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
-                    f"{', or auto' if name != 'depth' else ''}"
+                    f"parameter {name}={shown(value)} must be an integer in "
+                    f"1..{1 << 30}{', or auto' if name != 'depth' else ''}"
                 )
         self._check_inline()
         self._check_spins()
@@ -157,8 +157,8 @@ class TransportParams:
             return
         if type(wanted) is not int or not least <= wanted <= most:
             raise UsageError(
-                f"parameter inline={wanted!r} must be an integer in {least}..{most}, "
-                f"or auto"
+                f"parameter inline={shown(wanted)} must be an integer in "
+                f"{least}..{most}, or auto"
             )
 
     def _check_spins(self) -> None:
@@ -167,8 +167,8 @@ class TransportParams:
             return
         if type(looks) is not int or not 0 <= looks <= _MOST_SPINS:
             raise UsageError(
-                f"parameter spins={looks!r} must be an integer in 0..{_MOST_SPINS}, "
-                f"or auto"
+                f"parameter spins={shown(looks)} must be an integer in "
+                f"0..{_MOST_SPINS}, or auto"
             )
 
     def most_inline(self, reduces: bool) -> int:
@@ -227,7 +227,8 @@ def check_params(
     for name in params:
         if name not in known:
             raise UsageError(
-                f"{coll} {algorithm}: unknown parameter {name!r}{suggest(name, known)}"
+                f"{coll} {algorithm}: unknown parameter "
+                f"{shown(name)}{suggest(name, known)}"
             )
     split_params(params)
 

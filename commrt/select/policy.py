@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol
 
-from commrt.errors import BackendError, UsageError, suggest
+from commrt.errors import BackendError, UsageError, shown, suggest
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
@@ -434,7 +434,7 @@ def _raise_unknown(
     else:
         asked, known = f"{backend}/{algorithm}", {each.name for each in found}
     raise UsageError(
-        f"{who} asks for {asked!r}, which does not exist or cannot run {query}"
+        f"{who} asks for {shown(asked)}, which does not exist or cannot run {query}"
         f"{suggest(asked, known)}"
     )
 

@@ -29,7 +29,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def follow_bound(
-    comm: Traced, bound: Any, name: str, args: tuple[Any, ...], **more: Any
+    comm: Traced, bound: Any, name: str, args: tuple[Any, ...], more: dict[str, Any]
 ) -> None:
     """Record the runs of a bound call while somebody records.
 

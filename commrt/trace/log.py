@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.trace.recorder import END, KIND, SEQ, SITE, START, Group, Kind, Recorder
 from commrt.trace.volumes import Volume, wire_nbytes
 from commrt.vocabulary.operations import RECEIVED, SENT
@@ -235,7 +235,9 @@ def count(
     """Return calls and bytes of operations, but receives, by some of ``KEYS``."""
     wrong = [name for name in by if name not in KEYS]
     if wrong:
-        raise UsageError(f"volume: unknown by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
+        raise UsageError(
+            f"volume: unknown by={shown(wrong[0])}{suggest(wrong[0], KEYS)}"
+        )
     keys = [KEYS[name] for name in by]
     found: dict[tuple[str, ...], Volume] = {}
     for one in operations:

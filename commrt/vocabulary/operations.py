@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 
 __all__ = [
     "COLLECTIVES",
@@ -413,12 +413,12 @@ def names_of(*kinds: Kind) -> tuple[str, ...]:
 
 def operation(name: str) -> OpSpec:
     """Return the operation called ``name``, or raise UsageError with a suggestion."""
-    try:
-        return _BY_NAME[name]
-    except (KeyError, TypeError):
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
+    if found is None:
         raise UsageError(
-            f"unknown operation {name!r}{suggest(name, _BY_NAME, ELSEWHERE)}"
-        ) from None
+            f"unknown operation {shown(name)}{suggest(name, _BY_NAME, ELSEWHERE)}"
+        )
+    return found
 
 
 def other_call(name: str) -> CallSpec:

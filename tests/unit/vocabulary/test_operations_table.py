@@ -138,7 +138,7 @@ def test_the_engine_gets_every_bit_of_an_integer_factor(
         (128, "int8", r"factor=128 does not fit into int8: expected -128\.\.127"),
         (-1, "uint16", r"factor=-1 does not fit into uint16: expected 0\.\.65535"),
         (2.0, "int32", "factor=2.0 must be an integer for int32.*cast the array"),
-        (10**400, "float64", "factor is an integer of 401 digits, too large"),
+        (10**400, "float64", "factor is an integer of 1329 bits, too large"),
     ],
 )
 def test_factors_that_the_type_cannot_hold(

@@ -11,13 +11,16 @@ from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
-from commrt.errors import TimeoutError_
+from commrt.errors import TimeoutError_, UsageError, shown
 from commrt.launch.detect import LaunchInfo
 from commrt.runtime import open_world
+from commrt.vocabulary.checks import as_integer, check_timeout
 
 __all__ = ["LocalRanks", "run"]
 
 T = TypeVar("T")
+_MOST_RANKS = 4096
+"""More threads than a process may have, as a rule."""
 
 
 def run(
@@ -30,7 +33,13 @@ def run(
     is in flight on them. Raises TimeoutError_ if a thread is still running 5 seconds
     after ``timeout_s``.
     """
-    world = ThreadWorld(size)
+    world = _world_of("local.run", size)
+    timeout_s = check_timeout("local.run", timeout_s)
+    if not callable(function):
+        raise UsageError(
+            f"local.run: function={shown(function)} must be a function that takes a "
+            f"communicator"
+        )
 
     def main(rank: int) -> T:
         comm = _connect(world, rank, size, timeout_s)
@@ -56,8 +65,8 @@ class LocalRanks:
     """
 
     def __init__(self, size: int, *, timeout_s: float = 60) -> None:
-        self._world = ThreadWorld(size)
-        self._timeout_s = timeout_s
+        self._world = _world_of("LocalRanks", size)
+        self._timeout_s = timeout_s = check_timeout("LocalRanks", timeout_s)
         self.comms: list[Communicator] = _on_threads(
             self._world,
             lambda rank: _connect(self._world, rank, size, timeout_s),
@@ -92,6 +101,16 @@ class LocalRanks:
             self.free()
 
 
+def _world_of(what: str, size: int) -> ThreadWorld:
+    number = as_integer(size)
+    if number is None or not 1 <= number <= _MOST_RANKS:
+        raise UsageError(
+            f"{what}: size={shown(size)} must be a number of ranks, an integer in "
+            f"1..{_MOST_RANKS}"
+        )
+    return ThreadWorld(number)
+
+
 def _on_threads(
     world: ThreadWorld, function: Callable[[int], T], timeout_s: float
 ) -> list[T]:
@@ -113,7 +132,8 @@ def _on_threads(
         thread.start()
     deadline = time.monotonic() + timeout_s + 5
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        thread.join(min(max(0.0, left_s), threading.TIMEOUT_MAX))
     if errors:
         raise errors[0]
     stuck = [thread.name for thread in threads if thread.is_alive()]

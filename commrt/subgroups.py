@@ -17,6 +17,7 @@ from commrt.vocabulary.checks import as_integer, as_items, check_flag, check_nam
 
 __all__ = ["Kinds", "Subgroups"]
 
+_LARGEST = 2**63 - 1
 Plain = TypeVar("Plain", bound=Channel)
 Cart = TypeVar("Cart", bound=Channel)
 Graph = TypeVar("Graph", bound=Channel)
@@ -337,9 +338,9 @@ class Subgroups(Generic[Plain, Cart, Graph]):
 
 def _check_integer(what: str, argument: str, value: Any) -> int:
     found = as_integer(value)
-    if found is None:
+    if found is None or not -_LARGEST <= found <= _LARGEST:
         optional = " or None" if argument == "color" else ""
         raise UsageError(
-            f"{what}: {argument}={shown(value)} must be an integer{optional}"
+            f"{what}: {argument}={shown(value)} must be an integer of 64 bits{optional}"
         )
     return found

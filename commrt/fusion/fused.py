@@ -37,6 +37,7 @@ DEFAULT_NBYTES = 4 * 1024 * 1024
 """Bytes in a bucket unless the caller says otherwise. Two allreduces of half as many
 bytes take longer than one of these; one of twice as many saves hardly any time
 (docs/performance.md)."""
+_MOST_NBYTES = 2**62
 _PATIENCE_S = 5.0
 """Seconds that a rank leaving by an exception waits for the others to leave, too."""
 
@@ -115,10 +116,10 @@ class Fusion:
         """
         self.group.check_usable()
         limit = as_integer(nbytes)
-        if limit is None or limit < 1:
+        if limit is None or not 1 <= limit <= _MOST_NBYTES:
             raise UsageError(
                 f"fused: nbytes={shown(nbytes)} must be a number of bytes, an integer "
-                "from 1"
+                f"in 1..{_MOST_NBYTES}"
             )
         if time_limit_s is not None:
             try:

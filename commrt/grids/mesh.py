@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from commrt.errors import ClosedError, UsageError, shown, suggest
 from commrt.grids.geometry import Grid, fill_dims, ranks_along
+from commrt.vocabulary.checks import as_items
 
 __all__ = ["Mesh", "parse_axes"]
 
@@ -164,15 +165,16 @@ class Mesh(Generic[C]):
 
 def parse_axes(size: int, axes: Any) -> dict[str, int]:
     """Return the ranks along each axis that ``mesh`` is asked for, or UsageError."""
-    try:
-        pairs = [*axes.items()] if isinstance(axes, Mapping) else [*axes]
-        names = tuple(name for name, _ in pairs)
-        sizes = tuple(size for _, size in pairs)
-    except (TypeError, ValueError):
+    items = as_items(iter(axes.items()) if isinstance(axes, Mapping) else axes)
+    pairs = [as_items(item) for item in items or ()]
+    named = [(*pair,) for pair in pairs if pair is not None and len(pair) == 2]
+    if not named or items is None or len(named) != len(items):
         raise UsageError(
             f"mesh: axes={shown(axes)} must be names with numbers of ranks, such as "
             f"{{'data': 2, 'tensor': 4}}"
-        ) from None
+        )
+    names = tuple(name for name, _ in named)
+    sizes = tuple(size for _, size in named)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             raise UsageError(f"mesh: axis {shown(name)} must be a name, such as 'data'")

@@ -14,6 +14,7 @@ rank has done so its slot may be given out again.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections import deque
@@ -33,6 +34,7 @@ __all__ = ["Slot", "Slots", "SymmetricHeap", "as_array", "parse_request"]
 
 _ALIGN_NBYTES = 4096
 _MOST_DIMS = 64
+_MOST_ELEMENTS = 2**59
 _SEGMENT_NBYTES = 2 << 20
 """Segments are multiples of it: the size of a huge page."""
 
@@ -299,6 +301,11 @@ def parse_request(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any
         raise UsageError(
             f"empty: shape={shown(shape)}: sizes must not be negative; expected "
             "numbers from 0"
+        )
+    if math.prod(sizes) > _MOST_ELEMENTS:
+        raise UsageError(
+            f"empty: shape={shown(shape)}: too many elements, expected at most "
+            f"{_MOST_ELEMENTS}"
         )
     if type(dtype).__module__ == "torch":
         return sizes, np.dtype(f"V{dtype.itemsize}"), dtype

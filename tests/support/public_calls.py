@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import commrt
-from commrt import trace
+from commrt import local, trace
 from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
 from commrt.grids.mesh import Mesh
 from commrt.grids.plans import CartPlans
@@ -239,6 +239,13 @@ def _other_calls() -> Iterator[PublicCall]:
         "__getitem__": {"axes": "data"},
     }.items():
         yield _method(name, "mesh", Mesh, valid=lambda _, valid=valid: {**valid})
+    for name in ("wait", "synchronize"):
+        yield PublicCall(
+            f"request.{name}",
+            lambda place, name=name: _on_request(place.comm, name),
+            _without_self(getattr(commrt.Request, name)),
+            lambda _: {},
+        )
     yield PublicCall(
         "timeout_s",
         lambda place: lambda timeout_s: _set_timeout(place.alone, timeout_s),
@@ -247,6 +254,19 @@ def _other_calls() -> Iterator[PublicCall]:
         ),
         lambda _: {"timeout_s": 1.0},
     )
+
+
+def _on_request(comm: Communicator, name: str) -> Callable[..., Any]:
+    """Return a method of a request, which is waited for however it ends."""
+    request = comm.allreduce(np.ones(8, _F), nonblocking=True)
+
+    def call(**given: Any) -> Any:
+        try:
+            return getattr(request, name)(**given)
+        finally:
+            request.wait()
+
+    return call
 
 
 def _set_timeout(comm: Communicator, timeout_s: Any) -> None:
@@ -283,6 +303,10 @@ def _decorated(register: Any) -> None:
     assert callable(register)
 
 
+def _run_nothing(size: Any, *, timeout_s: Any = 5.0) -> None:
+    local.run(size, lambda comm: None, timeout_s=timeout_s)
+
+
 FUNCTIONS: tuple[PublicCall, ...] = (
     _function(commrt.Block, {"dim": 0}, then=lambda made: _layout_of(made)),
     _function(commrt.Cyclic, {"dim": 0}, then=lambda made: _layout_of(made)),
@@ -312,6 +336,7 @@ FUNCTIONS: tuple[PublicCall, ...] = (
     _function(commrt.wait_all, {"requests": []}),
     _function(commrt.wait_any, {"requests": [1]}),
     _function(commrt.init, {}),
+    _function(_run_nothing, {"size": 1}, "local.run"),
     _function(trace.label, {"group": None, "dimension": "tp"}, "trace.label"),
 )
 """Public functions and classes that need no communicator."""

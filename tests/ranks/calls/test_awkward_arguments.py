@@ -105,7 +105,7 @@ SAID_AS = {
     "algorithm": ("asks for",),
     "backend": ("asks for",),
     "coll": ("operation",),
-    "axes": ("axis",),
+    "axes": ("axis", "mesh: dims="),
     "coords": ("axis",),
     "dims": ("dim=",),
     "width": ("halo",),

@@ -467,6 +467,14 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         trace.record(tmp_path / "file" / "logs").__enter__()
 
 
+@pytest.mark.parametrize("folder", [5, [], object(), "\ud83d\ude00\ud800", "a\0b"])
+def test_what_is_no_folder(folder: Any) -> None:
+    with pytest.raises(UsageError, match="folder"):
+        commrt.trace.start(folder)
+    with pytest.raises(UsageError, match="nothing was started"):
+        commrt.trace.stop()
+
+
 def test_calls_from_many_places_are_told_apart() -> None:
     sites = recorder().sites
     frame = sys._getframe()

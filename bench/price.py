@@ -37,6 +37,7 @@ from commrt.bench.options import check_dtype
 from commrt.bench.paired_calls import time_pair
 from commrt.bench.raw_data import read_data, write_data
 from commrt.bench.timing_loop import numpy_dtype
+from commrt.comm import core_of
 from commrt.errors import UsageError
 from commrt.job.slot_window import window_nbytes
 from commrt.select.facts import Candidate
@@ -96,8 +97,8 @@ def measure(
             )
     elif what == "slots":
         with comm.dup() as still, comm.dup() as moving:
-            still.set_slot_window(0)
-            moving.set_slot_window(window_nbytes())
+            core_of(still).set_slot_window(0)
+            core_of(moving).set_slot_window(window_nbytes())
             # The same arrays: where pages lie changes times by more than slots do.
             kind = numpy_dtype(detail)
             arrays = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))

@@ -441,6 +441,22 @@ class Engine:
 
     def stop_thread(self) -> None: ...
 
+class Front:
+    """What a program holds of a group: its methods, and none of its parts."""
+
+    def __init__(self, group: Any) -> None: ...
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
 class GlooGroup:
     """Keeps the collectives of a group of gloo in order."""
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.errors import TimeoutError_, UsageError, shown
 from commrt.launch.detect import LaunchInfo
 from commrt.runtime import open_world
@@ -42,15 +43,15 @@ def run(
         )
 
     def main(rank: int) -> T:
-        comm = _connect(world, rank, size, timeout_s)
+        core = _connect(world, rank, size, timeout_s)
         try:
-            result = function(comm)
+            result = function(Communicator(core))
         except BaseException as error:
             # Those who wait for this rank in an operation need not wait for ever.
-            comm.give_up(f"rank {rank} failed: {error!r}")
+            core.give_up(f"rank {rank} failed: {error!r}")
             raise
-        if comm.idle:
-            comm.free()
+        if core.idle:
+            core.free()
         return result
 
     return _on_threads(world, main, timeout_s)
@@ -67,15 +68,16 @@ class LocalRanks:
     def __init__(self, size: int, *, timeout_s: float = 60) -> None:
         self._world = _world_of("LocalRanks", size)
         self._timeout_s = timeout_s = check_timeout("LocalRanks", timeout_s)
-        self.comms: list[Communicator] = _on_threads(
+        self._cores = _on_threads(
             self._world,
             lambda rank: _connect(self._world, rank, size, timeout_s),
             timeout_s,
         )
+        self.comms: list[Communicator] = [*map(Communicator, self._cores)]
 
     def step(self, rank: int) -> bool:
         """Run one pass over what is in flight on ``rank``; True if it advanced."""
-        return bool(self.comms[rank].world.engine.step())
+        return bool(self._cores[rank].world.engine.step())
 
     def each(self, function: Callable[[Communicator], T]) -> list[T]:
         """Run ``function(comm)`` for all ranks at once, for calls that exchange."""
@@ -145,11 +147,9 @@ def _on_threads(
     return [results[rank] for rank in range(world.size)]
 
 
-def _connect(
-    world: ThreadWorld, rank: int, size: int, timeout_s: float
-) -> Communicator:
+def _connect(world: ThreadWorld, rank: int, size: int, timeout_s: float) -> Core:
     launch = LaunchInfo("single", rank, size, "threads of one process")
     mine = open_world(world.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s
     identity = mine.agree_id(range(size), "world")
-    return Communicator(mine, range(size), "local", identity)
+    return Core(mine, range(size), "local", identity)

@@ -14,6 +14,7 @@ from commrt import _native, env
 from commrt.backends.catalog import catalog, check_wishes
 from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import GlooRelay
 from commrt.job.abort import install_excepthook
@@ -38,6 +39,8 @@ class _Runtime:
         self.engine: Any = None
         self.pid = 0
         self.comm: Communicator | None = None
+        self.core: Core | None = None
+        """The core of that."""
         self.mpi_comm: MPI.Intracomm | None = None
         self.world: World | None = None
         self.relays: list[GlooRelay] = []
@@ -76,19 +79,20 @@ def init(
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
-        if _RUNTIME.comm is not None and _RUNTIME.comm.closed is None:
+        core, comm = _RUNTIME.core, _RUNTIME.comm
+        if core is not None and comm is not None and core.closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
                 raise UsageError(
                     "commrt.init() was called before with other ranks; make further "
                     "groups with split() or create_group()"
                 )
-            if deterministic not in (None, _RUNTIME.comm.deterministic):
+            if deterministic not in (None, core.deterministic):
                 raise UsageError(
                     f"commrt.init() was called before with deterministic="
-                    f"{_RUNTIME.comm.deterministic}; make another communicator with "
+                    f"{core.deterministic}; make another communicator with "
                     f"comm.dup(deterministic={deterministic})"
                 )
-            return _RUNTIME.comm
+            return comm
         env.check_names()
         if _RUNTIME.world is None:
             _RUNTIME.world = _start(mpi_comm)
@@ -99,7 +103,7 @@ def init(
         same = f"deterministic={deterministic}"
         identity = world.agree_id(range(world.size), "world", same)
         # Nothing else runs collectives on the private duplicate: that will do.
-        _RUNTIME.comm = Communicator(
+        _RUNTIME.core = Core(
             world,
             range(world.size),
             "world",
@@ -107,6 +111,7 @@ def init(
             native_comm=world.mpi,
             deterministic=deterministic,
         )
+        _RUNTIME.comm = Communicator(_RUNTIME.core)
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
@@ -183,8 +188,8 @@ def open_world(
 
 def synchronize() -> None:
     """Run progress until nothing that this rank started is in flight."""
-    if _RUNTIME.comm is not None:
-        _RUNTIME.comm.check_process()
+    if _RUNTIME.core is not None:
+        _RUNTIME.core.check_process()
     if _RUNTIME.engine is not None and _RUNTIME.pid == os.getpid():
         _drain(_RUNTIME.engine, float("inf"))
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid, make_grid, ranks_along, times
-from commrt.grids.mesh import Mesh, parse_axes
+from commrt.grids.mesh import parse_axes
 from commrt.grids.neighbors import make_neighborhood
 from commrt.group.compare import Comparison
 from commrt.vocabulary.checks import as_integer, as_items, check_flag, check_name
@@ -267,14 +267,12 @@ class Subgroups(Generic[Plain, Cart, Graph]):
                         f"{come.count(rank)} times among its sources"
                     )
 
-    def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh[Plain]:
-        """Return the ranks as a grid with named axes, and communicators along them.
+    def mesh(
+        self, axes: Mapping[str, int] | Sequence[tuple[str, int]]
+    ) -> tuple[dict[str, int], str, str, Callable[[Sequence[int], str, str], Plain]]:
+        """Return shape, label and name of a mesh, and what makes its parts.
 
-            mesh = comm.mesh({"data": 0, "tensor": 4})
-            mesh["tensor"].allreduce(x)
-
-        The product of the numbers is the number of ranks; a 0 is chosen so. The last
-        axis is the fastest. Collective over all ranks, with equal arguments.
+        Collective over all ranks, with equal arguments.
         """
         self._comm.check_usable()
         shape = self._comparison.together(
@@ -282,7 +280,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         )
         self._comparison.meet_equal("mesh", str(shape))
         label, title = self._comparison.label("mesh")
-        return Mesh(self._comm, shape, label, title, self._derive_from)
+        return shape, label, title, self._derive_from
 
     def _wish(self, what: str, deterministic: bool | None) -> bool:
         """Return what is asked for, or else what holds here."""

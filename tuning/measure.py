@@ -28,6 +28,7 @@ from commrt.bench.timing_loop import (
     probe_link,
 )
 from commrt.bench.worker import CommrtPeer, equal_counts
+from commrt.comm import core_of
 from commrt.nccl.features import version_text
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Catalog
@@ -147,7 +148,7 @@ class Session:
         """Return the model's prediction."""
         redop = "sum" if operation(op).reduces else None
         query = Query(op, nbytes, dtype, self._kind, op=redop)
-        asked: Attached = self._comm.attached[candidate.backend]
+        asked: Attached = core_of(self._comm).attached[candidate.backend]
         return asked.predicted_us(query, candidate)
 
     def buffers(self, op: str, nbytes: int, dtype: str) -> Trial:

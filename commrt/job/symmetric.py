@@ -34,7 +34,7 @@ __all__ = ["Slot", "Slots", "SymmetricHeap", "as_array", "parse_request"]
 
 _ALIGN_NBYTES = 4096
 _MOST_DIMS = 64
-_MOST_ELEMENTS = 2**59
+_MOST_ELEMENTS = 2**62
 _SEGMENT_NBYTES = 2 << 20
 """Segments are multiples of it: the size of a huge page."""
 

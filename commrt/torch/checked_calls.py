@@ -41,7 +41,7 @@ from commrt.torch.options import one
 from commrt.torch.work import CommrtWork, seconds, wait_for
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["CheckedCalls"]
 
@@ -213,7 +213,7 @@ class _Received:
     def __init__(
         self,
         channel: Channel,
-        comm: Communicator,
+        comm: Core,
         x: torch.Tensor,
         out: torch.Tensor,
         source: int,

@@ -16,7 +16,7 @@ from commrt.torch.profiling import profiled
 from commrt.torch.work import CommrtWork
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["FromAnyone", "Messages"]
 
@@ -70,9 +70,7 @@ class FromAnyone:
     receives that one.
     """
 
-    def __init__(
-        self, comm: Communicator, receive: Callable[[int], Any], tag: int
-    ) -> None:
+    def __init__(self, comm: Core, receive: Callable[[int], Any], tag: int) -> None:
         """Begin to look.
 
         Args:

@@ -24,7 +24,7 @@ import numpy as np
 from commrt.errors import TimeoutError_, UsageError
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["MonitoredBarrier", "limit_of"]
 
@@ -56,7 +56,7 @@ def limit_of(timeout: Any, default_s: float) -> float:
 class MonitoredBarrier:
     """One group's barriers of this kind, in their order."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Core) -> None:
         self._comm = comm
         self._number = 0
 

@@ -21,7 +21,7 @@ from commrt.group.group import Group
 from commrt.job.arena import Mirror
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["share_storage"]
 
@@ -29,9 +29,7 @@ _FILES = "/dev/shm"
 """Folder of torch's files, which a container may keep small."""
 
 
-def share_storage(
-    comm: Communicator, x: torch.Tensor, *, may_move: bool = True
-) -> bool:
+def share_storage(comm: Core, x: torch.Tensor, *, may_move: bool = True) -> bool:
     """Move the storage of ``x`` into the communicator's symmetric memory.
 
     Collective over a communicator whose ranks share a node; all of them have a storage

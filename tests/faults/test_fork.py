@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import ClosedError
 from commrt.launch.mpiexec import child_environment
 
@@ -35,7 +36,7 @@ def loads_data() -> list[Any]:
         squares = pool.map_async(square, range(10))
         total = comm.allreduce(np.full(3, 2.0))
         numbers = squares.get(timeout=30)
-    return [numbers, float(total[0]), float(pending.wait()[-1]), comm.next_seq]
+    return [numbers, float(total[0]), float(pending.wait()[-1]), core_of(comm).next_seq]
 
 
 @pytest.mark.parametrize("progress", ["on", "off"])

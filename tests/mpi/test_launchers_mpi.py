@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import UsageError
 from commrt.launch.detect import detect
 from commrt.launch.mpiexec import child_environment
@@ -182,7 +183,7 @@ def mode_of_progress() -> list[Any]:
     comm = commrt.init()
     # Longer than the slice of a call.
     request = comm.allreduce(np.ones(1 << 18), nonblocking=True)
-    has_thread = comm.world.engine.has_thread
+    has_thread = core_of(comm).world.engine.has_thread
     if has_thread:
         sys.setswitchinterval(1000)  # the GIL stays here: the thread must not need it
         deadline = time.monotonic() + 20

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from process_groups import job, unequal
 
+from commrt.comm import core_of
 from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
 from commrt.torch import Options, using
 
@@ -117,7 +118,7 @@ def run_who_runs_it() -> list[str]:
     found = []
     with job() as rank:
         comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
-        measured = comm.world.between_nodes
+        measured = core_of(comm).world.between_nodes
         assert min(measured.alpha_us, measured.beta_us, measured.native_us) > 0
         found.append(repr(measured))
         for coll in ("allreduce", "alltoall"):
@@ -263,7 +264,7 @@ def run_late() -> list[str]:
             work.wait()
         else:
             while store.add("waited", 0) < 2:
-                comm.world.engine.step()
+                core_of(comm).world.engine.step()
             store.set("go0", "")
             store.set("go1", "")
             dist.all_reduce(x)

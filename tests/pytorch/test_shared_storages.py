@@ -14,6 +14,7 @@ from process_groups import job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commrt.comm import core_of
 from commrt.layers.data.ddp import HookState, reduce_bucket
 from commrt.local import run
 from commrt.torch import shared_storages
@@ -25,8 +26,8 @@ COUNT = 20_001
 
 def is_reached(comm: Any, address: int) -> bool:
     """Whether peers reach what lies at an address."""
-    found = bool(comm.add_mirror(1, 8, address))
-    comm.remove_mirror(1)
+    found = bool(core_of(comm).add_mirror(1, 8, address))
+    core_of(comm).remove_mirror(1)
     return found
 
 
@@ -75,7 +76,7 @@ def _given_back(comm: Any, x: torch.Tensor) -> list[str]:
     wrong = []
     first = torch.ones(300_000)
     share_storage(comm, first)
-    address, nbytes = first.data_ptr(), comm.symmetric.heap.nbytes
+    address, nbytes = first.data_ptr(), core_of(comm).symmetric.heap.nbytes
     kept = first[10:20]
     del first
     gc.collect()
@@ -91,8 +92,8 @@ def _given_back(comm: Any, x: torch.Tensor) -> list[str]:
         again = torch.ones(300_000)
         if not share_storage(comm, again):
             wrong.append("not moved again")
-    if comm.symmetric.heap.nbytes > nbytes + 8 * comm.size * 300_000 * 4:
-        wrong.append(f"grew from {nbytes} to {comm.symmetric.heap.nbytes}")
+    if core_of(comm).symmetric.heap.nbytes > nbytes + 8 * comm.size * 300_000 * 4:
+        wrong.append(f"grew from {nbytes} to {core_of(comm).symmetric.heap.nbytes}")
     return wrong
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from commrt.arrays.host import empty_like_array, view
+from commrt.comm import core_of
 from commrt.errors import BufferError_
 from commrt.local import run
 from commrt.vocabulary.dtypes import DTYPES
@@ -149,11 +150,11 @@ def test_tensors_go_into_buckets() -> None:
             for name in names
             for count in (0, 1, 77)
         ]
-        begin = comm.next_seq
+        begin = core_of(comm).next_seq
         with comm.fused():
             requests = [comm.allreduce(each, nonblocking=True) for each in tensors]
         results = [request.wait() for request in requests]
-        assert comm.next_seq == begin + len(names)
+        assert core_of(comm).next_seq == begin + len(names)
         return [
             result is tensor and bool((tensor == 6).all())
             for result, tensor in zip(results, tensors, strict=True)

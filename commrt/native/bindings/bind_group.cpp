@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "calls/front.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group.hpp"
 #include "engine/device_work.hpp"
@@ -167,6 +168,21 @@ void bind_group(nb::module_& m) {
         throw nb::type_error(("the truth of a request is not its completion: call test() or "
                               "wait() on " + std::string(self.repr().c_str())).c_str());
       });
+
+  nb::class_<Front>(m, "Front", nb::is_weak_referenceable(), nb::dynamic_attr(),
+                    "What a program holds of a group: its methods, and none of its parts.")
+      .def("__init__",
+           [](Front* front, nb::object group) {
+             if (!nb::isinstance<Group>(group)) throw nb::type_error("Front: group is no Group");
+             new (front) Front{std::move(group)};
+           },
+           nb::arg("group"))
+      .def_prop_ro("rank", [](const Front& f) { return nb::inst_ptr<Group>(f.group)->comm->rank; },
+                   "This process's rank.")
+      .def_prop_ro("size", [](const Front& f) { return nb::inst_ptr<Group>(f.group)->comm->size; },
+                   "Number of ranks.")
+      .def_prop_ro("name", [](const Front& f) { return nb::inst_ptr<Group>(f.group)->comm->name; },
+                   "Its name in messages.");
 
   nb::class_<Group>(m, "Group", nb::is_weak_referenceable(), nb::dynamic_attr(),
                     "Native base of Communicator.")

@@ -7,6 +7,7 @@
 // call or raises the precise error. An Operation made with `only_cached` returns NotImplemented
 // there.
 #include "arrays/tensor_view.hpp"
+#include "calls/front.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
 #include "calls/device_call_cache.hpp"
@@ -50,14 +51,16 @@ int reduction_code(PyObject* name) {
   return -1;
 }
 
-PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+// Without a group it is the business of the object that stands in its place.
+PyObject* hand_over(Operation* self, PyObject* held, PyObject* const* args, Py_ssize_t nargs,
+                    PyObject* kwnames) {
   if (self->only_cached) Py_RETURN_NOTIMPLEMENTED;
   if (nargs < 1) {
     PyErr_Format(PyExc_TypeError, "%U() needs a communicator: call it as comm.%U(...)",
                  self->head.name, self->head.name);
     return nullptr;
   }
-  PyObject* method = PyObject_GetAttr(args[0], words.call);
+  PyObject* method = PyObject_GetAttr(held != nullptr ? held : args[0], words.call);
   if (method == nullptr) return nullptr;
   PyObject* positional = PyTuple_New(nargs - 1);
   PyObject* keywords = PyDict_New();
@@ -132,29 +135,15 @@ bool overlaps(const View& a, const View& b) {
   return a0 < b1 && b0 < a1;
 }
 
-// The classes of communicators that were seen, kept for ever: asking nanobind takes longer.
-bool is_group(PyObject* object) {
-  static PyTypeObject* seen[4] = {};
-  PyTypeObject* const type = Py_TYPE(object);
-  for (PyTypeObject*& known : seen) {
-    if (type == known) return true;
-    if (known != nullptr) continue;
-    if (!nb::isinstance<Group>(nb::handle(object))) return false;
-    Py_INCREF(type);
-    known = type;
-    return true;
-  }
-  return nb::isinstance<Group>(nb::handle(object));
-}
-
 PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargsf,
                          PyObject* kwnames) {
   auto* self = reinterpret_cast<Operation*>(callable);
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
   const Py_ssize_t expected = self->takes_x ? 2 : 1;
-  auto slow = [&] { return hand_over(self, args, nargs, kwnames); };
-  if (nargs != expected || !is_group(args[0])) return slow();
-  Group& group = *nb::inst_ptr<Group>(nb::handle(args[0]));
+  PyObject* const held = nargs > 0 ? group_of(args[0]) : nullptr;
+  auto slow = [&] { return hand_over(self, held, args, nargs, kwnames); };
+  if (nargs != expected || held == nullptr) return slow();
+  Group& group = *nb::inst_ptr<Group>(nb::handle(held));
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
 
@@ -212,7 +201,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (group.fusion != nullptr && nonblocking && self->fuses) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};
-    PyObject* const found = run_cached(args[0], asked);
+    PyObject* const found = run_cached(held, asked);
     return found != nullptr || PyErr_Occurred() ? found : slow();
   };
   if (stream != nullptr || is_limited) return elsewhere();
@@ -243,7 +232,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
         return slow();
       }
       try {
-        return group.fusion->add(nb::handle(args[0]), call);
+        return group.fusion->add(nb::handle(held), call);
       } catch (nb::python_error& e) {
         e.restore();
         return nullptr;
@@ -282,7 +271,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   PyObject* result = out_object != nullptr ? out_object : self->takes_x ? args[1] : Py_None;
   if (!has_output) result = Py_None;
   try {
-    nb::object value = run_plan(nb::handle(args[0]), plan, x.data, out.data,
+    nb::object value = run_plan(nb::handle(held), plan, x.data, out.data,
                                 count >= 0 ? nb::handle(args[1]) : nb::handle(),
                                 nb::handle(out_object), nb::handle(result),
                                 nb::handle(self->head.name), nonblocking, timeout_s);

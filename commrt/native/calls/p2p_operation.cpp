@@ -5,6 +5,7 @@
 // plain arrays of numpy and of torch, ints in range and bools; every other call goes to the Python function
 // that it wraps, which runs it or raises the precise error.
 #include "arrays/tensor_view.hpp"
+#include "calls/front.hpp"
 #include "calls/group.hpp"
 #include "calls/method_descriptor.hpp"
 #include "engine/p2p.hpp"
@@ -159,8 +160,9 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
   auto* self = reinterpret_cast<MessageMethod*>(callable);
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
   auto slow = [&] { return PyObject_Vectorcall(self->head.function, args, nargsf, kwnames); };
-  if (nargs < 1 || !nb::isinstance<Group>(nb::handle(args[0]))) return slow();
-  const nb::handle group_object = args[0];
+  PyObject* const held = nargs > 0 ? group_of(args[0]) : nullptr;
+  if (held == nullptr) return slow();
+  const nb::handle group_object = held;
   const Group& group = *nb::inst_ptr<Group>(group_object);
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();

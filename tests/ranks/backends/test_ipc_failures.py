@@ -18,6 +18,7 @@ from ipc_ranks import IpcSimRanks, ipc_here, on_ipc_threads
 from staged_ranks import Rank, forget_ranks
 
 from commrt.backends.ipc import sharing
+from commrt.comm import core_of
 from commrt.errors import (
     ClosedError,
     CommError,
@@ -91,7 +92,7 @@ def test_peers_of_a_rank_that_gave_up_do_not_wait_for_their_own_limit() -> None:
         meet(rank, "warm")
         if rank.rank == 1:
             meet(rank, "started")
-            rank.comm.give_up("it was told to")
+            core_of(rank.comm).give_up("it was told to")
             return
         request = rank.comm.allreduce(x, nonblocking=True)
         meet(rank, "started")
@@ -156,7 +157,7 @@ def one_rank_is_gone(queues: int, seed: int, bug: str | None) -> list[str]:
 
     def main(rank: Rank) -> list[str]:
         if rank.rank == 1:
-            rank.comm.give_up("it was told to")
+            core_of(rank.comm).give_up("it was told to")
             return []
         said = []
         for number in range(3):
@@ -214,7 +215,7 @@ def peer_is_late(seed: int, bug: str | None) -> str:
             rank.device.pause()
 
     def first(rank: Rank) -> str:
-        comm, ipc = rank.comm, rank.comm.attached["ipc"]
+        comm, ipc = rank.comm, core_of(rank.comm).attached["ipc"]
         xs = [ones(rank), ones(rank)]  # to allocate may wait for the device
         rank.device.flag_store(held, 0)
         requests = [comm.allreduce(xs[0], nonblocking=True)]
@@ -222,9 +223,9 @@ def peer_is_late(seed: int, bug: str | None) -> str:
         requests.append(comm.allreduce(xs[1], nonblocking=True))
         for request in requests:
             request.be_quiet()
-        comm.give_up("it was told to")
+        core_of(comm).give_up("it was told to")
         while ipc.outstanding > 1:
-            if not comm.world.engine.step():
+            if not core_of(comm).world.engine.step():
                 rank.device.pause()
         tell(rank, "gave up")
         wait(rank, "made its call")
@@ -283,16 +284,16 @@ def reader_is_late(seed: int, bug: str | None) -> str:
     done: set[str] = set()
 
     def main(rank: Rank) -> str:
-        comm, ipc = rank.comm, rank.comm.attached["ipc"]
+        comm, ipc = rank.comm, core_of(rank.comm).attached["ipc"]
         xs = [rank.array(np.full(40, number, "f4")) for number in (1, 2, 3)]
         if rank.rank == 0:
             requests = [comm.bcast(x, nonblocking=True) for x in xs]
             for request in requests:
                 request.be_quiet()
             while ipc.outstanding > 1:
-                if not comm.world.engine.step():
+                if not core_of(comm).world.engine.step():
                     rank.device.pause()
-            comm.give_up("it was told to")
+            core_of(comm).give_up("it was told to")
             rank.finish()
             done.add("gave up")
             rank.device.flag_store(rank.stop, 0)  # something has changed
@@ -355,9 +356,9 @@ def test_what_is_dropped_is_ended_later_and_not_by_the_collector() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm.dup()
         sums_to(rank, comm, 3.0)
-        while comm.devices.outstanding:
-            comm.world.engine.step()
-        shared = comm.attached["ipc"]._shared
+        while core_of(comm).devices.outstanding:
+            core_of(comm).world.engine.step()
+        shared = core_of(comm).attached["ipc"]._shared
         assert shared is not None
         memory = shared.memory
         del comm, shared

@@ -12,6 +12,7 @@ from layout_cases import move_drawn, part
 
 import commrt.boxes.host_plans as box_plans
 from commrt import Block, Cyclic, Layout
+from commrt.comm import core_of
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.local import run
 
@@ -118,11 +119,11 @@ def test_wrong_arguments_are_refused_before_anything_is_said(
     call: Any, error: type[Exception], message: str
 ) -> None:
     def rank_main(comm: Any) -> bool:
-        before = comm.next_seq
+        before = core_of(comm).next_seq
         if comm.rank == 1:
             with pytest.raises(error, match=message):
                 call(comm.plan)
-        assert comm.next_seq == before
+        assert core_of(comm).next_seq == before
         got = comm.plan.redistribute(np.full((2, 6), comm.rank), ROWS, COLUMNS)()
         return bool(got.tolist() == [[0] * 3] * 2 + [[1] * 3] * 2)
 
@@ -134,7 +135,7 @@ def test_ranks_that_differ_all_get_the_same_error() -> None:
         target = ROWS if comm.rank else COLUMNS
         with pytest.raises(MismatchError, match="the ranks disagree") as raised:
             comm.plan.redistribute(X.copy(), ROWS, target)
-        assert comm.next_seq == 0
+        assert core_of(comm).next_seq == 0
         return str(raised.value)
 
     first, second = run(2, rank_main, timeout_s=20)

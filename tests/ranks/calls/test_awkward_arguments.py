@@ -20,7 +20,7 @@ import pytest
 from awkward_values import AWKWARD
 from public_calls import CALLS, FUNCTIONS, Place, PublicCall
 
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import (
     CommError,
     DeviceError,
@@ -86,7 +86,9 @@ def end_of(call: PublicCall, place: Place, argument: str, name: str) -> End:
         words = (argument, *SAID_AS.get(argument, ()))
         named = any(word in str(error) for word in words)
         elsewhere = isinstance(error, ELSEWHERE)
-        is_lost = isinstance(error, RevokedError) or bool(place and place.comm.failure)
+        is_lost = isinstance(error, RevokedError) or bool(
+            place and core_of(place.comm).failure
+        )
         wrong = "" if named or elsewhere else f"does not name it: {error!r}"
         return End(True, wrong, is_lost)
     except Exception as error:  # noqa: BLE001  the very thing that is looked for
@@ -175,7 +177,7 @@ def tried(cases: Sequence[Case], found: list[str]) -> int:
 def give_up(place: Place) -> None:
     """Leave what is out of step, so that nobody waits at its end."""
     for each in (place.comm, place.cart, place.graph):
-        each.give_up("out of step")
+        core_of(each).give_up("out of step")
 
 
 @pytest.mark.usefixtures("quick_turns")

@@ -17,6 +17,7 @@ import pytest
 from wrong_calls import ARGUMENTS, BUFFERS
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import ClosedError, UsageError
 from commrt.local import LocalRanks, run
 
@@ -35,15 +36,15 @@ def test_refused_before_anything_is_sent(
         # A plan for these arguments is in the cache: neither way may let them pass.
         comm.bcast(np.zeros(4, F))
         comm.allreduce(np.zeros(4, F))
-        before = comm.next_seq
+        before = core_of(comm).next_seq
         if comm.rank == 1:
             with pytest.raises(error, match=message):
                 call(comm)
             with pytest.raises(error, match=message):
                 call(comm)
-        assert comm.next_seq == before
+        assert core_of(comm).next_seq == before
         total = comm.allreduce(np.ones(4, F))
-        return comm.next_seq, float(total.sum())
+        return core_of(comm).next_seq, float(total.sum())
 
     assert run(2, rank_main, timeout_s=20) == [(3, 8.0)] * 2
 

@@ -13,6 +13,7 @@ from rounding import REDUCING, TYPES, from_the_left, same_numbers, telling
 
 import commrt
 from commrt.bench.price import measure
+from commrt.comm import core_of
 from commrt.errors import MismatchError, UsageError
 from commrt.local import LocalRanks, run
 from commrt.vocabulary.dtypes import dtype_by_name
@@ -207,7 +208,7 @@ def test_a_users_reduction_meets_from_the_left() -> None:
 def test_nonblocking_beside_others_and_with_a_progress_thread(thread: bool) -> None:
     def rank_main(comm: Any) -> bool:
         with comm.dup(deterministic=True) as same:
-            engine = comm.world.engine
+            engine = core_of(comm).world.engine
             if thread:
                 engine.start_thread()
             try:

@@ -13,7 +13,8 @@ import pytest
 from cases import Case, legal_pairs, numpy_dtype, run_cases, sample
 
 from commrt import algorithms
-from commrt.comm import Communicator
+from commrt.comm import core_of
+from commrt.core import Core
 from commrt.errors import UsageError
 from commrt.local import LocalRanks, run
 from commrt.vocabulary.dtypes import DTYPES
@@ -174,13 +175,13 @@ def test_ranks_without_an_x_are_served_by_the_dispatcher_too(
 ) -> None:
     """What it does not recognise goes through ``_call``, thirty times slower."""
     calls = []
-    slow = Communicator._call
+    slow = Core._call
 
     def counted(comm: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(comm.rank)
         return slow(comm, *args, **kwargs)
 
-    monkeypatch.setattr(Communicator, "_call", counted)
+    monkeypatch.setattr(Core, "_call", counted)
 
     def rank_main(comm: Any) -> list[float]:
         found = []
@@ -232,7 +233,7 @@ def test_plans_never_keep_the_factor_of_another_call(size: int) -> None:
         factors = [2.0, 0.5, 0.5, 3, -1.0, 0.0, 2.0, np.float32(0.25)]
         x = np.full(3, 8.0, np.float32)
         comm.allreduce(x, out=np.empty_like(x), op="premul_sum", factor=1.0)
-        before = comm.stats().plans, len(comm.host.plans)
+        before = comm.stats().plans, len(core_of(comm).host.plans)
         for factor in [*factors, *range(100)]:
             for number, kind in ((3, "float32"), (5000, "float64")):
                 x = np.full(number, 8, kind)
@@ -244,7 +245,7 @@ def test_plans_never_keep_the_factor_of_another_call(size: int) -> None:
         return [
             now - then
             for now, then in zip(
-                (comm.stats().plans, len(comm.host.plans)), before, strict=True
+                (comm.stats().plans, len(core_of(comm).host.plans)), before, strict=True
             )
         ]
 

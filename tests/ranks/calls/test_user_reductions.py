@@ -15,6 +15,7 @@ import pytest
 from affine import AFFINE, REDUCING, compose, in_c, maps, run_all, wanted
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import (
     BufferError_,
     MismatchError,
@@ -278,7 +279,7 @@ def test_a_progress_thread_leaves_python_to_those_who_wait(language: str) -> Non
         return compose(a, b)
 
     def rank_main(comm: Any) -> bool:
-        engine = comm.world.engine
+        engine = core_of(comm).world.engine
         engine.start_thread()
         try:
             op = commrt.reduction(noted)
@@ -366,7 +367,7 @@ def test_functions_die_with_their_plans_and_not_before() -> None:
         plan = comm.plan.allreduce(
             np.ones(3), op=commrt.reduction(Sum(), commutative=True)
         )
-        comm.host.plans.clear()
+        core_of(comm).host.plans.clear()
         assert plan().tolist() == [comm.size] * 3
 
     run(2, rank_main, timeout_s=20)
@@ -424,7 +425,7 @@ def test_what_is_no_reduction_is_refused(call: Any, message: str) -> None:
 def test_wrong_calls_send_nothing() -> None:
     def rank_main(comm: Any) -> None:
         only = commrt.reduction(in_c(), name="maps", dtype=AFFINE)
-        before = comm.next_seq
+        before = core_of(comm).next_seq
         for x, op, kind, message in (
             (np.ones(3), only, UsageError, "float64, and the reduction maps takes"),
             (np.array([{}]), commrt.reduction(np.add), BufferError_, "references"),
@@ -434,7 +435,7 @@ def test_wrong_calls_send_nothing() -> None:
         ):
             with pytest.raises(kind, match=message):
                 comm.allreduce(x, op=op)
-        assert comm.next_seq == before
+        assert core_of(comm).next_seq == before
 
     run(2, rank_main, timeout_s=20)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt import algorithms
+from commrt.comm import core_of
 from commrt.local import run
 from commrt.vocabulary.operations import OPERATIONS
 
@@ -231,10 +232,10 @@ def test_an_exchange_of_counts_is_an_operation_of_its_own() -> None:
     def rank_main(comm: Any) -> list[int]:
         sent = [comm.rank + 1] * comm.size
         x = np.full(sum(sent), comm.rank)
-        before = comm.next_seq
+        before = core_of(comm).next_seq
         got = comm.alltoallv(x, send_counts=sent)
-        exchanged = comm.next_seq - before
+        exchanged = core_of(comm).next_seq - before
         comm.alltoallv(x, send_counts=sent, recv_counts=[1, 2], out=got)
-        return [exchanged, comm.next_seq - before, *got.tolist()]
+        return [exchanged, core_of(comm).next_seq - before, *got.tolist()]
 
     assert run(2, rank_main, timeout_s=30) == [[2, 3, 0, 1, 1]] * 2

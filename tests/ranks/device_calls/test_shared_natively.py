@@ -17,6 +17,7 @@ from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, on_threads
 
 from commrt import _native, nccl
+from commrt.comm import core_of
 from commrt.nccl.orders import order_of
 
 
@@ -59,7 +60,7 @@ def test_of_the_order_of_a_devices_work(engine: str) -> None:
         library = nccl.library()
         with no_reference_to(library.native):
             made = nccl.NcclComm.create(
-                comm.world.bootstrap, taken=library, device=device
+                core_of(comm).world.bootstrap, taken=library, device=device
             ).hand_over()
         with no_reference_to(order, made):
             work = _native.NcclWork(comm, order, made)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt.comm import core_of
 from commrt.local import run
 from commrt.request import wait_all
 
@@ -32,7 +33,7 @@ def test_sums_are_right_wherever_their_slots_lie(
     way = f"local/{algorithm}"
 
     def main(comm: Any) -> list[Any]:
-        comm.set_slot_window(window)
+        core_of(comm).set_slot_window(window)
         wrong = []
         for call in range(40):
             count = COUNTS[call % len(COUNTS)]
@@ -49,7 +50,7 @@ def test_sums_are_right_wherever_their_slots_lie(
 @pytest.mark.parametrize("window", [50_000, 1 << 20])
 def test_many_in_flight_share_lanes_and_windows(window: int) -> None:
     def main(comm: Any) -> list[int]:
-        comm.set_slot_window(window)
+        core_of(comm).set_slot_window(window)
         counts = [COUNTS[call % len(COUNTS)] for call in range(60)]
         outs = [np.empty(count, np.float32) for count in counts]
         wait_all(
@@ -73,7 +74,7 @@ def test_many_in_flight_share_lanes_and_windows(window: int) -> None:
 
 def test_ranks_need_not_agree_about_windows() -> None:
     def main(comm: Any) -> bool:
-        comm.set_slot_window((0, 1 << 20, 200_000)[comm.rank])
+        core_of(comm).set_slot_window((0, 1 << 20, 200_000)[comm.rank])
         for call in range(30):
             x = numbers(comm.rank, call, 20_000)
             want = np.concatenate([numbers(rank, call, 20_000) for rank in range(3)])
@@ -89,7 +90,9 @@ def test_both_ways_are_measured_or_neither() -> None:
     """Threads may be off their cores: then time runs out, for both."""
 
     def main(comm: Any) -> list[tuple[float, float]]:
-        return [comm.probe_slots_ns(1 - comm.rank, 1 << 20, 5.0) for _ in range(2)]
+        return [
+            core_of(comm).probe_slots_ns(1 - comm.rank, 1 << 20, 5.0) for _ in range(2)
+        ]
 
     for found in zip(*run(2, main, timeout_s=60), strict=True):
         for same_ns, moving_ns in found:
@@ -100,10 +103,10 @@ def test_a_probe_whose_partner_does_not_come_gives_up_and_spoils_nothing() -> No
     def main(comm: Any) -> tuple[float, float]:
         found = (0.0, 0.0)
         if comm.rank == 0:
-            found = comm.probe_slots_ns(1, 1 << 20, 0.01)
+            found = core_of(comm).probe_slots_ns(1, 1 << 20, 0.01)
         comm.barrier()
         if comm.rank == 1:  # the partner of a probe that is over
-            found = comm.probe_slots_ns(0, 1 << 20, 0.01)
+            found = core_of(comm).probe_slots_ns(0, 1 << 20, 0.01)
         comm.barrier()
         x = numbers(comm.rank, 0, 50_000)
         want = numbers(0, 0, 50_000) + numbers(1, 0, 50_000)

@@ -14,6 +14,7 @@ from fake_mpi import ERR_TRUNCATE, FakeMpi, settle
 
 from commrt import _native, algorithms
 from commrt.algorithms import _registry
+from commrt.comm import core_of
 from commrt.errors import BackendError, MismatchError, RevokedError
 from commrt.schedule.builder import Builder
 from commrt.schedule.verify import verify
@@ -207,7 +208,7 @@ def test_whichever_call_fails_nothing_hangs_and_nothing_is_wrong(
         requests = [started(start(comm)) for comm in ranks.comms]
         settle(ranks)
         ended = [[outcome(request) for request in row] for row in requests]
-        broken = [comm for comm in ranks.comms if comm.failure]
+        broken = [comm for comm in ranks.comms if core_of(comm).failure]
         if not broken:
             assert ended[0] == ended[1] == ["done"] * len(ended[0])
             break
@@ -270,7 +271,7 @@ def native_allreduce(comm: Any, x: Any, *, nonblocking: bool) -> Any:
         label="mpi/native", datatype=0, op=0, comm=0, count=x.size, returns_out=True,
     )  # fmt: skip
     address = x.ctypes.data
-    return comm.run_plan(
+    return core_of(comm).run_plan(
         plan, address, address, x, None, x, "allreduce", nonblocking, 20.0
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt.comm import core_of
 from commrt.errors import TimeoutError_
 from commrt.job import world
 from commrt.local import run
@@ -37,7 +38,7 @@ def with_thread(rank_main: Callable[[Any], None]) -> Callable[[Any], None]:
     """Run ``rank_main`` with a progress thread for its rank."""
 
     def main(comm: Any) -> None:
-        engine = comm.world.engine
+        engine = core_of(comm).world.engine
         engine.start_thread()
         try:
             rank_main(comm)
@@ -61,7 +62,7 @@ def test_operations_end_while_nobody_waits_for_them(size: int) -> None:
 
 def test_the_thread_parks_when_idle_and_wakes_for_the_next_operation() -> None:
     def rank_main(comm: Any) -> None:
-        engine = comm.world.engine
+        engine = core_of(comm).world.engine
         for _ in range(20):
             until(lambda: engine.is_parked)
             request = comm.allreduce(np.ones(50_000), nonblocking=True)
@@ -73,15 +74,15 @@ def test_the_thread_parks_when_idle_and_wakes_for_the_next_operation() -> None:
 
 def test_the_thread_takes_over_what_a_call_gave_up_waiting_for() -> None:
     def rank_main(comm: Any) -> None:
-        engine = comm.world.engine
+        engine = core_of(comm).world.engine
         until(lambda: engine.is_parked)
         if comm.rank == 1:
-            comm.world.meet(range(2), "rank 0 has given up")
+            core_of(comm).world.meet(range(2), "rank 0 has given up")
             assert comm.allreduce(np.ones(50_000))[-1] == 2.0
             return
         with pytest.raises(TimeoutError_) as raised:
             comm.allreduce(np.ones(50_000), timeout_s=0.05)
-        comm.world.meet(range(2), "rank 0 has given up")
+        core_of(comm).world.meet(range(2), "rank 0 has given up")
         request = raised.value.request  # type: ignore[attr-defined]
         until(partial(is_done, request))
         assert request.wait()[-1] == 2.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import CommError, MismatchError, RevokedError, UsageError
 from commrt.local import run
 
@@ -153,7 +154,7 @@ def test_a_broken_communicator_ends_the_context() -> None:
     def rank_main(comm: Any) -> None:
         with comm.fused():
             request = comm.allreduce(np.ones(3), nonblocking=True)
-            comm.give_up("enough")
+            core_of(comm).give_up("enough")
             with pytest.raises(RevokedError, match="enough"):
                 comm.allreduce(np.ones(3), nonblocking=True)
         for _ in range(2):
@@ -176,6 +177,6 @@ def test_what_nothing_can_run_is_refused_in_the_call(
             pytest.raises(UsageError, match="'local/nonsense', which does not exist"),
         ):
             comm.allreduce(np.ones(3), nonblocking=True)
-        return int(comm.next_seq)
+        return int(core_of(comm).next_seq)
 
     assert run(2, rank_main) == [0, 0]

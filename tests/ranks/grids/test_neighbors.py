@@ -12,6 +12,7 @@ import pytest
 from neighbor_cases import check_all, draw_graph, draw_grid, grid_edges
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import (
     BufferError_,
     CommError,
@@ -132,7 +133,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(
         if comm.rank == 1:
             with pytest.raises(error, match=message):
                 call(cart)
-        assert cart.next_seq == 0
+        assert core_of(cart).next_seq == 0
         found: list[float] = cart.neighbor_allgather(np.array([1.0 + comm.rank]))[:, 0]
         return list(found)
 
@@ -282,7 +283,7 @@ def test_check_mode_compares_types(monkeypatch: pytest.MonkeyPatch) -> None:
         x = np.zeros(4, np.int64 if comm.rank == 1 else np.float64)
         with pytest.raises(MismatchError, match="disagree on dtype") as raised:
             cart.neighbor_allgather(x)
-        assert cart.next_seq == 0
+        assert core_of(cart).next_seq == 0
         other = cart.neighbor_allgather if comm.rank else cart.allreduce
         with pytest.raises(MismatchError, match="disagree on operation"):
             other(np.zeros(4))
@@ -299,11 +300,11 @@ def test_check_mode_compares_counts_before_anything_is_sent(
     def rank_main(comm: Any) -> str:
         cart = comm.cart((3,))
         assert cart.neighbor_allgather(np.ones(2)).sum() in (2, 4)
-        before = cart.next_seq
+        before = core_of(cart).next_seq
         x = np.zeros(4 + (comm.rank == 1))
         with pytest.raises(MismatchError, match="sends 32 bytes to rank 1") as raised:
             cart.neighbor_allgather(x)
-        assert cart.next_seq == before
+        assert core_of(cart).next_seq == before
         other = cart.neighbor_alltoall if comm.rank else cart.neighbor_allgather
         with pytest.raises(MismatchError, match="disagree on operation"):
             other(x[:4])

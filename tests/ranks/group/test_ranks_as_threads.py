@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from commrt.comm import core_of
 from commrt.errors import CommError
 from commrt.local import run
 
@@ -22,7 +23,7 @@ def test_the_first_error_is_raised_and_wakes_the_ranks_that_wait() -> None:
     def rank_main(comm) -> None:
         if comm.rank == 1:
             raise KeyError("no such batch")
-        comm.world.bootstrap.exchange(range(comm.size), "never", b"", 600)
+        core_of(comm).world.bootstrap.exchange(range(comm.size), "never", b"", 600)
 
     with pytest.raises(KeyError, match="no such batch"):
         run(3, rank_main, timeout_s=20)

@@ -13,6 +13,7 @@ import pytest
 from cases import Attempt, Case, run_cases, sample
 from heap_memory import HeapMemory
 
+from commrt.comm import core_of
 from commrt.errors import (
     BackendError,
     ClosedError,
@@ -302,14 +303,14 @@ def test_other_arguments_are_found_out() -> None:
 def test_a_deadline_that_not_all_ranks_missed() -> None:
     def rank_main(comm: Any) -> float:
         kept = comm.empty(40_000)
-        share = comm.symmetric.heap._share
+        share = core_of(comm).symmetric.heap._share
 
         def too_late(*arguments: Any) -> None:
             share(*arguments).close()
             raise TimeoutError_("too late")
 
         if comm.rank == 0:
-            comm.symmetric.heap._share = too_late
+            core_of(comm).symmetric.heap._share = too_late
             with pytest.raises(TimeoutError_, match="too late"):
                 comm.empty(1_000_000)
         else:
@@ -334,7 +335,7 @@ def test_a_deadline_that_all_ranks_missed_changes_nothing() -> None:
         with pytest.raises(TimeoutError_):
             comm.empty(10)
         first.set()
-        comm.world.meet(range(2), "both missed it")
+        core_of(comm).world.meet(range(2), "both missed it")
         comm.timeout_s = DEADLINE_S
         return float(comm.allreduce(comm.empty(40_000) + 1)[0])
 

@@ -16,7 +16,7 @@ from fake_mpi import FakeMpi
 
 from commrt import _native
 from commrt._native import Request
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import (
     BufferError_,
     ClosedError,
@@ -124,7 +124,7 @@ def test_drawn_messages_arrive_in_any_order_of_the_lists(
             for out, m in zip(outs, coming, strict=True):
                 assert np.array_equal(out, m.sent())
                 compared += 1
-        assert comm.comes_to_rest()  # answers may be on their way
+        assert core_of(comm).comes_to_rest()  # answers may be on their way
         return compared
 
     assert sum(run(size, rank_main, timeout_s=60)) == sum(map(len, rounds))
@@ -158,7 +158,7 @@ def test_empty_lists_end_at_once(way: str, form: str) -> None:
         comm = ranks.comms[0]
         assert call(WAYS[way], form, comm, sends=[], recvs=()) == ()
         assert comm.multi_sendrecv() == ()
-        assert comm._records() == []
+        assert core_of(comm)._records() == []
         out = np.zeros(2)
         ranks.comms[1].send(np.ones(2), dest=0)
         assert call(WAYS[way], form, comm, sends=(), recvs=[(out, 1)])[0] is out
@@ -294,8 +294,8 @@ def test_a_wrong_call_sends_nothing(
         if not {"nonblocking", "timeout_s"} & {*given}:
             with pytest.raises(error, match=text):
                 comm.plan.multi_sendrecv(**given)
-        assert comm._records() == []
-        assert comm.idle
+        assert core_of(comm)._records() == []
+        assert core_of(comm).idle
 
 
 def test_lists_are_keyword_arguments() -> None:
@@ -437,7 +437,7 @@ def test_what_a_peer_that_gave_up_will_not_answer_ends(how: str) -> None:
         nonblocking=True,
     )
     assert not request.test()
-    second.give_up("it had enough")
+    core_of(second).give_up("it had enough")
     gone = (
         r"rank 1 gave up at operation #0 and makes no matching call any more: look for "
         r"the error of that rank"
@@ -460,7 +460,7 @@ def test_a_communicator_that_is_over_says_so(state: str) -> None:
     comm = LocalRanks(2).comms[0]
     planned = comm.plan.multi_sendrecv(sends=[(X, 0)], recvs=[(OUT, 0)])
     planned()
-    comm.free() if state == "freed" else comm.give_up("I had enough")
+    comm.free() if state == "freed" else core_of(comm).give_up("I had enough")
     for attempt in (
         lambda: comm.multi_sendrecv(sends=[(X, 0)], recvs=[(OUT, 0)]),
         lambda: PYTHON(comm, sends=[(X, 0)]),
@@ -495,7 +495,7 @@ def test_dropped_request_warns_and_its_buffers_outlive_it() -> None:
         other = ranks.comms[1].multi_sendrecv(
             sends=[(np.full(50_000, 2.0), 0)], recvs=[(got, 0)], nonblocking=True
         )
-        while not (other.done and ranks.comms[0].idle):
+        while not (other.done and core_of(ranks.comms[0]).idle):
             ranks.step(0), ranks.step(1)
         other.wait()
         assert (got == 1.0).all()
@@ -522,10 +522,10 @@ def test_each_message_has_its_record() -> None:
             (1, recv, uint8, 0, 24, 0, done),
             (2, recv, uint8, 0, 8, 0, running),
         ]
-        assert [row[:7] for row in first._records()] == rows
+        assert [row[:7] for row in core_of(first)._records()] == rows
         second.send(np.ones(1), dest=0, tag=5)
         request.wait(timeout_s=20)
-        assert [row[6] for row in first._records()] == [done] * 3
+        assert [row[6] for row in core_of(first)._records()] == [done] * 3
         second.recv(np.zeros(2), source=0, tag=7)
 
 

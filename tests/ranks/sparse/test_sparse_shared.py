@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt.comm import core_of
 from commrt.errors import BackendError
 from commrt.job import world
 from commrt.local import LocalRanks, run
@@ -178,7 +179,7 @@ def test_memory_that_one_rank_cannot_have_is_an_error_of_all(
 
     def rank_main(comm: Any) -> list[bool]:
         with pytest.raises(BackendError, match=r"cannot share .*: rank 0: none left"):
-            comm.world.share_memory(range(3), "test", 4 << 20, 30.0)
+            core_of(comm).world.share_memory(range(3), "test", 4 << 20, 30.0)
         mine = entries(comm.rank, 0, 0.02)
         result = comm.sparse_allreduce((*mine, LENGTH), algorithm="split")
         same = np.array_equal(dense_of(result), total(3, 0, 0.02))

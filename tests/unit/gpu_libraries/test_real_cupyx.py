@@ -27,6 +27,7 @@ from commrt.bench.device_memory import DeviceMemory
 from commrt.bench.launch import make_job
 from commrt.bench.peer_cupyx import CupyxPeer
 from commrt.bench.worker import CommrtPeer
+from commrt.comm import core_of
 from commrt.devices import ThreadDevice
 from commrt.errors import UsageError
 from commrt.local import run
@@ -83,7 +84,7 @@ class Communicator:
         memory = peer.memory
         assert isinstance(memory, DeviceMemory)
         self._nccl = nccl.NcclComm.create(
-            peer.comm.world.bootstrap,
+            core_of(peer.comm).world.bootstrap,
             config=nccl.NcclConfig(blocking=True),
             taken=nccl.library(),
             name="cupyx",

@@ -25,7 +25,7 @@ LAYERS = (
     ("messages", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
-    ("subgroups", "comm", "runtime", "local", "commrt"),
+    ("subgroups", "core", "comm", "runtime", "local", "commrt"),
     ("torch",),
     ("layers",),
     ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),

@@ -232,7 +232,8 @@ def run_again() -> list[int]:
     """Groups that are freed leave theirs to the next ones of the same ranks."""
     made = []
     with job(pg_options=NATIVE):
-        lender = dist.group.WORLD.communicator.world.gloo_groups  # type: ignore[union-attr]
+        comm = dist.group.WORLD.communicator  # type: ignore[union-attr]
+        lender = core_of(comm).world.gloo_groups
         for _ in range(4):
             group = dist.new_group([0, 1], pg_options=NATIVE)
             x = torch.ones(50_000)

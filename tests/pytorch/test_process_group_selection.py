@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from commrt import _native
 from commrt.arrays.host import view
 from commrt.calls.methods import if_cached
+from commrt.comm import core_of
 from commrt.errors import BufferError_, CommError, MismatchError, TableError, UsageError
 from commrt.torch import Options, explain, using
 from commrt.vocabulary.dtypes import DTYPES
@@ -118,7 +119,9 @@ def chosen(table: str) -> dict[str, Any]:
             dist.group.WORLD.allreduce_coalesced(coalesced).wait()
         found["coalesced"] = [one.sum().item() for one in coalesced]
         found["sum"] = [x[0].item(), x[-1].item()]
-        labels = {plan.label for plan in world.communicator.host.plans.values()}
+        labels = {
+            plan.label for plan in core_of(world.communicator).host.plans.values()
+        }
         found["labels"] = sorted(labels)
         with using("rign"), pytest.raises(RuntimeError, match="call asks for 'rign'"):
             dist.all_reduce(x)

@@ -309,7 +309,7 @@ def test_arrays_that_mpi_may_still_use_are_kept_for_ever(nonblocking: bool) -> N
     before = sys.getrefcount(kept)
     with pytest.raises(BackendError):
         native_allreduce(first, kept, nonblocking=nonblocking).wait()
-    first.world.engine.step()
+    core_of(first).world.engine.step()
     assert sys.getrefcount(kept) > before
 
 

@@ -38,6 +38,38 @@ class FusedRequest(request.Request):
 class MessageMethod: ...
 class Operation: ...
 
+class AllRounds:
+    """The rounds of all ranks."""
+
+    def check(
+        self,
+        rows: Sequence[NDArray[Any]],
+        *,
+        distances: int,
+        messages: int,
+        goal: OperationGoal,
+        rule: int,
+        in_place_too: bool,
+    ) -> int:
+        """Check what all ranks run; return the calls of the largest group."""
+
+    def num_rounds(self, rank: int) -> int: ...
+    def num_slots(self, rank: int) -> int: ...
+    def rows(self, rank: int) -> NDArray[Any]:
+        """Return a rank's messages and work."""
+
+    def sequence(
+        self,
+        rank: int,
+        *,
+        size: int,
+        fragments: int,
+        lag: int,
+        distances: int,
+        messages: int,
+    ) -> NDArray[Any]:
+        """Return what a rank's stream runs."""
+
 class CallSites:
     """Places that calls have come from."""
 
@@ -441,6 +473,13 @@ class Engine:
 
     def stop_thread(self) -> None: ...
 
+class EngineOrder:
+    """An order in which all ranks run."""
+
+    def __len__(self) -> int: ...
+    def rows(self) -> NDArray[Any]:
+        """Return rank, fragment and instruction of each place."""
+
 class GlooGroup:
     """Keeps the collectives of a group of gloo in order."""
 
@@ -655,6 +694,38 @@ class HostWork(DeviceWork):
 
     def wait_until_come(self, call: DeviceCall, limit_s: float) -> bool:
         """The same once it is so, or after that time, 0.05 s at most."""
+
+class LoweredPrograms:
+    """The lowered programs of all ranks."""
+
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        rank: int,
+        spaces: SpaceTable,
+        inputs: NDArray[Any],
+        input_ptr: NDArray[Any],
+        outputs: NDArray[Any],
+        output_ptr: NDArray[Any],
+        deps: NDArray[Any],
+        dep_ptr: NDArray[Any],
+        messages_in: dict[int, int],
+        messages_out: dict[int, int],
+    ) -> None: ...
+    def check(self) -> None: ...
+    def check_meaning(
+        self,
+        order: EngineOrder,
+        fragments: int,
+        goal: OperationGoal,
+        rule: int,
+        in_place_too: bool,
+    ) -> None: ...
+    def rounds(self) -> AllRounds: ...
+    def run(
+        self, fragments: int, lines: int, has_lines: Callable[[int, int], bool] | None
+    ) -> EngineOrder:
+        """Return an order in which all of it runs."""
 
 class MessageStager(DeviceWork):
     """A communicator's messages on one device."""
@@ -931,6 +1002,19 @@ class NcclWork(DeviceWork):
         timeout_s: float,
     ) -> DeviceCall:
         """The same of any number of arrays."""
+
+class OperationGoal:
+    """What an operation starts from and must reach."""
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        shape: int,
+        per_rank_input: bool,
+        idempotent: bool,
+        holders: Sequence[tuple[int, int]],
+    ) -> None: ...
 
 class PeerExchange:
     """Exchange memory that peers have opened."""
@@ -1258,6 +1342,9 @@ class Request(request.Request):
         leaves the request pending.
         """
 
+class ScheduleFaultError(Exception):
+    """What is wrong with a schedule: kind, numbers, contents."""
+
 class SimDevice(Device):
     """A simulated device; SimWorld makes them."""
 
@@ -1321,6 +1408,13 @@ class SimWorld:
     @property
     def violations(self) -> list[str]:
         """The first 64 violations that were found."""
+
+class SpaceTable:
+    """The spaces of one rank."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, int, int, bool, int, int, int, Sequence[int]]]
+    ) -> None: ...
 
 class StagedLaunch:
     """A launch of boxes that is part of a call."""
@@ -1430,6 +1524,79 @@ class Stager(DeviceWork):
         timeout_s: float,
     ) -> DeviceCall:
         """The same of any number of arrays."""
+
+class StepColumns:
+    """The steps of one rank, in columns."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def append(
+        self,
+        op: int,
+        src: tuple[int, int, int] | None,
+        dst: tuple[int, int, int] | None,
+        peer: int,
+        deps: tuple[int, ...],
+        after: tuple[int, ...],
+    ) -> int:
+        """Add a step as it is; return its index."""
+
+    def peers(self) -> list[int]:
+        """Return the ranks that messages go to or come from."""
+
+    def place(self, first: Sequence[int]) -> None:
+        """Say where the blocks of each space are numbered from."""
+
+    def record(
+        self,
+        op: int,
+        src: tuple[int, int, int] | None,
+        dst: tuple[int, int, int] | None,
+        peer: int,
+        after: tuple[int, ...],
+    ) -> int:
+        """Add a step that waits for what its data and `after` demand; return its
+        index.
+        """
+
+    def row(
+        self, index: int
+    ) -> tuple[
+        int,
+        tuple[int, int, int] | None,
+        tuple[int, int, int] | None,
+        int,
+        tuple[int, ...],
+        tuple[int, ...],
+    ]:
+        """Return op, src, dst, peer, deps and after of a step."""
+
+class StepPrograms:
+    """The steps of all ranks."""
+
+    def __init__(self, programs: list[Any]) -> None: ...
+    def check_input_lasts(self) -> None: ...
+    def check_lengths(self) -> None: ...
+    def check_meaning(
+        self, goal: OperationGoal, rule: int, in_place_too: bool
+    ) -> None: ...
+    def check_races(self) -> None: ...
+    def check_well_formed(self) -> None: ...
+    def events(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+        """Return what runs, step by step, who sent it, and the longest chain of
+        messages.
+        """
+
+    def longest_chain(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    def partners(self) -> NDArray[Any]:
+        """Return for each step of all ranks the other end of its message, or -1."""
+
+    def sent(self, rank: int) -> tuple[list[int], int]:
+        """Return the blocks that a rank sends, by space, and its most messages to one
+        rank.
+        """
 
 class StreamProgram:
     """Commands that a stream runs for a schedule."""
@@ -1606,6 +1773,22 @@ def leave_arrays(leaves: bool) -> None:
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...
+def lower_steps(
+    steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes
+) -> tuple[
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    list[tuple[int, int]],
+    list[tuple[int, int]],
+    list[int],
+    int,
+]:
+    """Return the tables of a rank's lowered program."""
+
 def make_box_plan(
     group: Group,
     *,

@@ -26,6 +26,7 @@ void bind_plan(nb::module_& m);
 void bind_programs(nb::module_& m);
 void bind_recording(nb::module_& m);
 void bind_relay(nb::module_& m);
+void bind_schedules(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_staging(nb::module_& m);
 void bind_wire(nb::module_& m);

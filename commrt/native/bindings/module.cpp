@@ -26,6 +26,7 @@ NB_MODULE(_native, m) {
   commrt::bind_wire(m);
   commrt::bind_device(m);
   commrt::bind_programs(m);
+  commrt::bind_schedules(m);
   commrt::bind_nccl(m);
   commrt::bind_device_work(m);
   commrt::bind_device_request(m);

@@ -66,7 +66,7 @@ class RunThreads(Protocol):
     """Type of the ``run_threads`` fixture."""
 
     def __call__(
-        self, nranks: int, fn: Callable[[int], T], deadline_s: float = 20.0
+        self, nranks: int, fn: Callable[[int], T], deadline_s: float = 300.0
     ) -> list[T]: ...
 
 
@@ -130,7 +130,7 @@ def run_threads() -> RunThreads:
 
 
 def _run_threads(
-    nranks: int, fn: Callable[[int], T], deadline_s: float = 20.0
+    nranks: int, fn: Callable[[int], T], deadline_s: float = 300.0
 ) -> list[T]:
     results: dict[int, T] = {}
     errors: list[BaseException] = []

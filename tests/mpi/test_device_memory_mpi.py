@@ -53,7 +53,7 @@ def given_as_they_lie(seed: int, memory_flags: bool) -> list[str]:
 def test_every_operation(
     mpirun: Any, size: int, where: str, memory_flags: bool, seed: int
 ) -> None:
-    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
+    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "300"} if where else {}
     env["COMMRT_CUDA_AWARE_MPI"] = "flags" if memory_flags else "events"
     found = mpirun(
         size, given_as_they_lie, env=env, seed=seed, memory_flags=memory_flags

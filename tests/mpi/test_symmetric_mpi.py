@@ -20,7 +20,7 @@ NODES = [(2, ""), (3, ""), (3, "2,1"), (4, ""), (4, "2,2"), (4, "1,3")]
 
 def nodes(text: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_samples(seed: int, number: int) -> list[str]:

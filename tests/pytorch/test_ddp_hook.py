@@ -17,7 +17,7 @@ from commrt.errors import UsageError
 from commrt.layers.data import GradientReducer
 from commrt.layers.data.ddp import HookState, reduce_bucket
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 def made() -> nn.Module:

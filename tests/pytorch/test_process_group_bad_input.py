@@ -83,7 +83,7 @@ def program(text: str, folder: Path, **env: str) -> subprocess.CompletedProcess[
         [sys.executable, str(file)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env={**child_environment(sys.executable), **env},
     )
 

@@ -19,7 +19,7 @@ from commrt.local import run
 from commrt.torch import shared_storages
 from commrt.torch.shared_storages import share_storage
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 COUNT = 20_001
 
 

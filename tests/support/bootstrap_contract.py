@@ -119,7 +119,7 @@ def test_who_gives_up_is_met_when_it_comes_again(make: Maker, run_threads) -> No
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 1:
-            gave_up.wait(60)
+            gave_up.wait(300)
             return peers.exchange([0, 1], "k", b"late", 60)
         with pytest.raises(TimeoutError_):
             peers.exchange([0, 1], "k", b"old", 0.05)
@@ -132,7 +132,7 @@ def test_who_gives_up_is_met_when_it_comes_again(make: Maker, run_threads) -> No
 def test_who_never_came_need_not_make_up_for_it(make: Maker, run_threads) -> None:
     """As after an error on rank 1, which the others wait for in vain, twice."""
     join = make(3)
-    turns = threading.Barrier(3, timeout=60)
+    turns = threading.Barrier(3, timeout=300)
 
     def rank_main(rank: int) -> list[list[bytes]]:
         peers = join(rank)
@@ -154,7 +154,7 @@ def test_who_waits_longer_meets_those_that_come_again(make: Maker, run_threads) 
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 2:
-            gave_up.wait(60)
+            gave_up.wait(300)
         elif rank == 0:
             with pytest.raises(TimeoutError_):
                 peers.exchange(range(3), "k", b"old", 0.05)
@@ -171,7 +171,7 @@ def test_what_interrupts_a_wait_withdraws_the_blob(make: Maker, run_threads) -> 
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 1:
-            interrupted.wait(60)
+            interrupted.wait(300)
         else:
             peers.idle = _interrupt
             with pytest.raises(KeyboardInterrupt):

@@ -59,7 +59,7 @@ def build(name: str, source: str, folder: Path) -> Path:
     made = folder / name
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-DCOMMRT_SILENT"]
     command = [compiler, *flags, "-o", str(made), str(_SOURCES / source)]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=300)
     return made
 
 

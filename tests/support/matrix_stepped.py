@@ -32,7 +32,7 @@ from commrt.planning import host_plans
 Array = np.ndarray[Any, Any]
 
 _MOST_TURNS = 100_000
-_DEADLINE_S = 60.0
+_DEADLINE_S = 300.0
 _SWITCH_S = 2e-5
 """After which Python's lock changes hands: a call that blocks ends when it is done, and
 not when the thread that steps the others has had its usual 5 ms."""

@@ -21,7 +21,7 @@ from commrt.runtime import open_world
 
 __all__ = ["CarriedRelay", "RelayRanks"]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 Pair = tuple[int, int]
 
 

@@ -46,7 +46,7 @@ def test_who_waits_in_vain_goes_on_and_others_still_work(flags: bool) -> None:
             x = ones(rank)
             request = lost.allreduce(x, nonblocking=True, timeout_s=0.2)
             with pytest.raises(TimeoutError_, match=r"allreduce #1 on .*rank 0") as e:
-                request.synchronize(timeout_s=20)
+                request.synchronize(timeout_s=300)
             assert "rank 1 on this node has not started it" in str(e.value)
             with pytest.raises(RevokedError, match="came too late"):
                 lost.allreduce(x)
@@ -124,7 +124,7 @@ def test_a_call_that_the_library_fails(
         x = ones(rank)
         request = rank.comm.allreduce(x, nonblocking=True)
         with pytest.raises(BackendError, match=f"{what} failed: pretended error 16"):
-            request.synchronize(timeout_s=20)
+            request.synchronize(timeout_s=300)
         with pytest.raises(CommError):
             rank.comm.allreduce(x)
         rank.stream.synchronize()
@@ -138,7 +138,7 @@ def test_ranks_that_differ_are_told() -> None:
         sums_to(rank, rank.comm, 3.0)
         request = rank.comm.allreduce(ones(rank, 8 + rank.rank), nonblocking=True)
         with pytest.raises((MismatchError, RevokedError)):
-            request.synchronize(timeout_s=20)
+            request.synchronize(timeout_s=300)
         rank.stream.synchronize()
 
     on_mpi_threads(2, main, survives=False)

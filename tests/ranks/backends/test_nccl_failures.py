@@ -121,7 +121,7 @@ def test_peers_of_a_rank_that_gave_up_do_not_wait_for_their_own_limit(
         request = rank.comm.allreduce(x, nonblocking=True)
         rank.comm.world.bootstrap.exchange([0, 1], "started", b"", 20)
         with pytest.raises(RevokedError, match="rank 1 gave up at operation #1"):
-            request.synchronize(timeout_s=20)
+            request.synchronize(timeout_s=300)
         rank.stream.synchronize()
 
     on_nccl_threads(2, main)
@@ -157,7 +157,7 @@ def test_an_error_in_the_background_comes_at_wait(nccl: FakeNccl) -> None:
         _, work = rank.comm.attached["nccl"]._made
         nccl.async_error(SimpleNamespace(pointer=work.comm_pointer), REMOTE)
         with pytest.raises(PeerFailedError, match="remote process exited"):
-            request.synchronize(timeout_s=20)
+            request.synchronize(timeout_s=300)
         with pytest.raises(PeerFailedError):
             request.wait()
 
@@ -185,7 +185,7 @@ def test_a_device_that_fails_is_told_by_name(nccl: FakeNccl) -> None:
         rank.device.fail_after(2)
         with pytest.raises(DeviceFailedError, match="failed earlier"):
             # At the call, where the device says so by then.
-            rank.comm.allreduce(x, nonblocking=True).synchronize(timeout_s=20)
+            rank.comm.allreduce(x, nonblocking=True).synchronize(timeout_s=300)
         rank.arrays.clear()
         rank.pinned.clear()
         rank.stream.synchronize = lambda: None  # type: ignore[method-assign]
@@ -541,7 +541,7 @@ def test_the_end_of_a_process_ends_what_it_made(forks: bool, tmp_path: Path) -> 
         [sys.executable, "-W", "ignore", "-c", _ENDS.format(paths=paths, forks=forks)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=tmp_path,  # here would be the sources, which have no engine in them
         env={
             **os.environ,

@@ -207,7 +207,7 @@ def test_a_device_that_fails_between_rounds_is_told_by_name() -> None:
         rank.device.fail_after(4)
         with pytest.raises((DeviceFailedError, RevokedError)) as caught:
             rank.comm.allreduce(x, algorithm="nccl/ring", nonblocking=True).synchronize(
-                timeout_s=20
+                timeout_s=300
             )
         if isinstance(caught.value, DeviceFailedError):
             assert "failed earlier" in str(caught.value)

@@ -23,7 +23,7 @@ def _all_right(size: int, seed: str, cases: int) -> None:
         rng = random.Random(seed)
         return sum(move_drawn(comm, rng) for _ in range(cases))
 
-    assert sum(run(size, rank_main, timeout_s=120)) > 0
+    assert sum(run(size, rank_main, timeout_s=300)) > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -42,7 +42,6 @@ def test_many_short_messages_and_few_slots(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", SIZES)
 def test_hundreds_of_layouts_agree_with_numpy(size: int, seed: int) -> None:
     for turn in range(10):
@@ -62,7 +61,7 @@ def test_a_long_array_is_transposed_between_ranks() -> None:
         right = part(whole, columns, comm.rank)
         return bool(np.array_equal(turned, right) and np.array_equal(back, mine))
 
-    assert run(4, rank_main, timeout_s=30) == [True] * 4
+    assert run(4, rank_main, timeout_s=300) == [True] * 4
 
 
 ROWS = Layout((4, 6), (2,), (Block(0), None))
@@ -126,7 +125,7 @@ def test_wrong_arguments_are_refused_before_anything_is_said(
         got = comm.plan.redistribute(np.full((2, 6), comm.rank), ROWS, COLUMNS)()
         return bool(got.tolist() == [[0] * 3] * 2 + [[1] * 3] * 2)
 
-    assert run(2, rank_main, timeout_s=20) == [True, True]
+    assert run(2, rank_main, timeout_s=300) == [True, True]
 
 
 def test_ranks_that_differ_all_get_the_same_error() -> None:
@@ -137,6 +136,6 @@ def test_ranks_that_differ_all_get_the_same_error() -> None:
         assert comm.next_seq == 0
         return str(raised.value)
 
-    first, second = run(2, rank_main, timeout_s=20)
+    first, second = run(2, rank_main, timeout_s=300)
     assert first == second
     assert "rank 1: source=Layout" in first

@@ -159,7 +159,7 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", _FORKS.format(paths=paths)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=tmp_path,
         env={**os.environ, "COMMRT_LAUNCH": "single"},
     )

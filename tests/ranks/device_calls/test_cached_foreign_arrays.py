@@ -245,12 +245,12 @@ def on_ranks(function: Callable[[Rank], None]) -> None:
 
     def main(rank: Rank) -> None:
         devices[rank.rank] = registry._CUDA[rank.rank] = rank.device
-        ready.wait(30)
+        ready.wait(300)
         try:
             function(rank)
         finally:
             rank.stream.synchronize()
-            ready.wait(30)
+            ready.wait(300)
             registry._CUDA.pop(rank.rank)
 
     on_threads(2, main)

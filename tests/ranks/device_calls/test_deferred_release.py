@@ -400,7 +400,7 @@ def test_on_devices_of_threads_a_rank_that_came_too_late_costs_nothing() -> None
         if rank.rank == 0:
             request = lost.allreduce(x, nonblocking=True, timeout_s=0.05)
             with pytest.raises(CommError):
-                request.synchronize(timeout_s=20)
+                request.synchronize(timeout_s=300)
         lost.give_up("enough")
         lost.free()
         deadline = time.monotonic() + 20

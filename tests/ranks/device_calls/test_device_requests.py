@@ -102,7 +102,7 @@ def test_several_requests_are_waited_for_together() -> None:
         xs = [ones(rank, count) for count in (1, 5, 9)]
         requests = [rank.comm.allreduce(x, nonblocking=True) for x in xs]
         assert wait_all(requests) == xs
-        assert wait_all(requests, timeout_s=60) == xs
+        assert wait_all(requests, timeout_s=300) == xs
         assert test_all(requests)
         assert wait_any(requests)[1] is xs[0]
 
@@ -454,7 +454,7 @@ def test_a_peer_that_never_comes_is_a_timeout_and_streams_go_on() -> None:
         request = rank.comm.allreduce(x, nonblocking=True, timeout_s=0.05)
         request.wait()  # its stream waits for what does not come
         with pytest.raises(TimeoutError_, match=r"rank 1 on this node has not started"):
-            request.synchronize(timeout_s=30)
+            request.synchronize(timeout_s=300)
         with pytest.raises(TimeoutError_, match="its streams were let go"):
             request.wait()
         rank.stream.synchronize()
@@ -479,7 +479,7 @@ def test_a_wait_that_ran_out_of_time_can_be_repeated() -> None:
             assert request.synchronize() is x
         else:
             x = ones(rank)
-            assert first_waits.wait(30)
+            assert first_waits.wait(300)
             rank.comm.allreduce(x, nonblocking=True).synchronize()
 
     on_threads(2, both)

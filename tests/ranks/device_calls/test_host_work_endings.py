@@ -18,7 +18,7 @@ from commrt.device_calls.host_thread import _close, _Feed
 from commrt.errors import CommError
 from commrt.group.deferred_release import release_finished
 
-LIMIT_S = 20
+LIMIT_S = 300.0
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -38,7 +38,7 @@ def warm(rank: Rank) -> tuple[Any, Any]:
 
 
 def started(comm: Any, x: Any) -> Any:
-    return comm.allreduce(x, compress="float16", nonblocking=True, timeout_s=60)
+    return comm.allreduce(x, compress="float16", nonblocking=True, timeout_s=300)
 
 
 def at_work(comm: Any, x: Any) -> Any:

@@ -43,7 +43,7 @@ def test_sums_are_right_wherever_their_slots_lie(
                 wrong.append((call, count))
         return wrong
 
-    assert run(size, main, timeout_s=60) == [[]] * size
+    assert run(size, main, timeout_s=300) == [[]] * size
 
 
 @pytest.mark.parametrize("window", [50_000, 1 << 20])
@@ -68,7 +68,7 @@ def test_many_in_flight_share_lanes_and_windows(window: int) -> None:
             )
         ]
 
-    assert run(3, main, timeout_s=60) == [[]] * 3
+    assert run(3, main, timeout_s=300) == [[]] * 3
 
 
 def test_ranks_need_not_agree_about_windows() -> None:
@@ -82,7 +82,7 @@ def test_ranks_need_not_agree_about_windows() -> None:
                 return False
         return True
 
-    assert run(3, main, timeout_s=60) == [True] * 3
+    assert run(3, main, timeout_s=300) == [True] * 3
 
 
 def test_both_ways_are_measured_or_neither() -> None:
@@ -91,7 +91,7 @@ def test_both_ways_are_measured_or_neither() -> None:
     def main(comm: Any) -> list[tuple[float, float]]:
         return [comm.probe_slots_ns(1 - comm.rank, 1 << 20, 5.0) for _ in range(2)]
 
-    for found in zip(*run(2, main, timeout_s=60), strict=True):
+    for found in zip(*run(2, main, timeout_s=300), strict=True):
         for same_ns, moving_ns in found:
             assert (same_ns > 0) == (moving_ns > 0)
 
@@ -110,4 +110,4 @@ def test_a_probe_whose_partner_does_not_come_gives_up_and_spoils_nothing() -> No
         assert np.array_equal(comm.allreduce(x), want)
         return found
 
-    assert run(2, main, timeout_s=60) == [(-1.0, -1.0)] * 2
+    assert run(2, main, timeout_s=300) == [(-1.0, -1.0)] * 2

@@ -24,7 +24,7 @@ from commrt.fusion.device_copies import BucketCopies
 from commrt.fusion.device_requests import FusedDeviceRequest
 from commrt.group.deferred_release import release_finished
 
-LIMIT_S = 20
+LIMIT_S = 300.0
 WAYS = ["nccl", "ipc", "mpi"]
 
 

@@ -130,7 +130,7 @@ def drawn(comm: Any, seed: int, limit: float | None, turns: int = 40) -> int:
 def test_drawn_calls_give_what_numpy_gives(
     size: int, limit: float | None, seed: int
 ) -> None:
-    done = run(size, lambda comm: drawn(comm, seed, limit), timeout_s=60)
+    done = run(size, lambda comm: drawn(comm, seed, limit), timeout_s=300)
     assert min(done) >= 40
 
 
@@ -338,7 +338,7 @@ def test_a_request_has_what_an_ordinary_one_has() -> None:
         assert repr(first) == "<commrt.Request allreduce #0 on local: done>"
         for request, out in zip(requests, outs, strict=True):
             assert request.wait() is out
-            assert request.wait(timeout_s=1) is out
+            assert request.wait(timeout_s=300) is out
             assert request.synchronize() is out
             assert request.test()
             assert out.tolist() == [3.0] * 3

@@ -28,7 +28,7 @@ from commrt.local import run
 SIZE = 3
 ODD_ONE = 1
 IN_VAIN_S = 0.05
-LIMIT_S = 60
+LIMIT_S = 300.0
 ROWS = Layout((6, 6), (SIZE,), (Block(0), None))
 COLUMNS = Layout((6, 6), (SIZE,), (None, Cyclic(0)))
 

@@ -291,7 +291,7 @@ def test_timeout_of_a_blocking_call_hands_the_request_over() -> None:
             result = comm.allreduce(np.ones(3))
         return float(result[0] + comm.allreduce(np.ones(1))[0])
 
-    assert run(3, rank_main, timeout_s=20) == [6.0] * 3
+    assert run(3, rank_main, timeout_s=300) == [6.0] * 3
 
 
 def test_hundreds_in_flight_are_waited_for_in_any_order(seed: int) -> None:
@@ -304,7 +304,7 @@ def test_hundreds_in_flight_are_waited_for_in_any_order(seed: int) -> None:
         return [float(array[-1]) for array in arrays]
 
     expected = [3.0 * i for i in range(300)]
-    assert run(3, rank_main, timeout_s=60) == [expected] * 3
+    assert run(3, rank_main, timeout_s=300) == [expected] * 3
 
 
 def test_public_names() -> None:

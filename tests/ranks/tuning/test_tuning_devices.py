@@ -53,7 +53,7 @@ def measured(
             comm.free()
             memory.close()
 
-    run(size, main, timeout_s=120)
+    run(size, main, timeout_s=300)
     found = Recording() if recording is None else recording
     launch = len(found.launches)
     for text in lines:

@@ -100,7 +100,7 @@ def built(folder: Path) -> Path:
     assert compiler is not None, "building commrt needs g++, too"
     path = folder / "libfakecuda.so"
     command = [compiler, "-std=c++17", "-shared", "-fPIC", "-o", str(path), str(SOURCE)]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=300)
     return path
 
 

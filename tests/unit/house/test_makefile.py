@@ -38,7 +38,7 @@ def check_tools(
         env={"PATH": str(folder), "LC_ALL": "C"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode == 0) == (done.stderr == ""), done.stderr
@@ -88,7 +88,7 @@ def test_tuning_and_tests_begin_with_that_check(tmp_path: Path) -> None:
             env={"PATH": os.environ["PATH"]},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         ).stdout
         lines = [line for line in plan.splitlines() if line]

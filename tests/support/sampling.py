@@ -26,8 +26,8 @@ from busy_machine import Moment, describe, now
 _BEGIN = pytest.StashKey[Moment]()
 _NOTE = pytest.StashKey[str]()
 _TALLY = pytest.StashKey[Counter[str]]()
-CASES, ALL_CASES = 50_200, 502_000
-"""Of the matrix of ranks in one thread, in an ordinary run and in a full one: 50,000
+CASES, ALL_CASES = 25_200, 502_000
+"""Of the matrix of ranks in one thread, in an ordinary run and in a full one: 25,000
 and 500,000, and some for what is rounded."""
 
 

@@ -90,8 +90,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 def aggregate(launches: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     """Return one comparison per operation, number of ranks and class, with figures.
 
-    Where no row of an operation gave a figure, one of class ``mixed`` says so. A launch has ``peer``, ``coll``, ``ranks`` and ``rows``; launches are in the order
-    in which they ran.
+    Where no row of an operation gave a figure, one of class ``mixed`` says so. A launch
+    has ``peer``, ``coll``, ``ranks`` and ``rows``; launches are in the order in which
+    they ran.
     """
     times: dict[tuple[str, int, str], dict[tuple[int, str], list[float]]] = {}
     mixed: dict[tuple[str, int], int] = {}

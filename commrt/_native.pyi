@@ -38,6 +38,28 @@ class FusedRequest(request.Request):
 class MessageMethod: ...
 class Operation: ...
 
+class CallShape:
+    """A call without its lengths, and how those of its arrays follow."""
+
+    def __init__(
+        self,
+        *,
+        coll: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        label: str,
+        returns_out: bool,
+        counts: int,
+        x_part: tuple[int, int],
+        out_part: tuple[int, int],
+        x_is_own: bool,
+        out_is_own: bool,
+        has_in: bool,
+        has_out: bool,
+        divides: bool,
+    ) -> None: ...
+
 class CallSites:
     """Places that calls have come from."""
 
@@ -477,32 +499,42 @@ class Group:
     def add_mirror(self, address: int, nbytes: int, original: int) -> bool:
         """Tell that memory of the symmetric heap is mapped at another address, too."""
 
+    def add_template(
+        self, family: PlanFamily, lo: int, hi: int, template: PlanTemplate
+    ) -> None:
+        """Let a family make the plans of vectors of `lo` to below `hi` elements."""
+
     def attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
     def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
     def attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
+    def drop_family(self, family: PlanFamily) -> None:
+        """Drop a family with its plans."""
+
     @property
     def failure(self) -> str: ...
+    def find_plan(self, family: PlanFamily, count: int, counts: Sequence[int]) -> Plan:
+        """Return the plan of a call, made of its family's template if need be; None:
+        neither.
+        """
+
     @property
     def idle(self) -> bool: ...
     def keep_plan(
-        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
-    ) -> None: ...
-    def keep_vector_plan(
-        self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: Sequence[int],
-        arg6: Plan,
-        /,
-    ) -> None: ...
+        self, family: PlanFamily, count: int, counts: Sequence[int], plan: Plan
+    ) -> None:
+        """Keep the plan of a call."""
+
+    def kept_plans(self) -> list[Plan]:
+        """Return the plans that it keeps, the last used first."""
+
     @property
     def least_spins(self) -> int:
         """Number of looks of a wait, now, before it yields."""
+
+    def least_used_family(self) -> PlanFamily:
+        """Return the family to drop, where all of them take too much; else None."""
 
     @property
     def name(self) -> str: ...
@@ -513,6 +545,23 @@ class Group:
     def num_device_work(self) -> int: ...
     @property
     def num_plans(self) -> int: ...
+    def plan_family(
+        self, coll: int, dtype: int, redop: int, root: int, unit: int, is_plain: bool
+    ) -> PlanFamily:
+        """Make a family of calls that differ only in lengths; the dispatcher knows
+        plain ones.
+        """
+
+    @property
+    def plans_limit_nbytes(self) -> int:
+        """Most bytes of them."""
+
+    @plans_limit_nbytes.setter
+    def plans_limit_nbytes(self, arg: int, /) -> None: ...
+    @property
+    def plans_nbytes(self) -> int:
+        """Bytes of the plans that it keeps, and of what new ones are made of."""
+
     def probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
     def probe_slots_ns(
         self, peer: int, window_nbytes: int, timeout_s: float
@@ -1051,6 +1100,10 @@ class Plan:
     """One rank's operation, ready to be started any number of times."""
 
     @property
+    def bounds(self) -> list[list[int]]:
+        """Boundaries of the blocks of each space, in elements."""
+
+    @property
     def fragments(self) -> int: ...
     @property
     def in_elems(self) -> int: ...
@@ -1059,17 +1112,71 @@ class Plan:
     @property
     def label(self) -> str: ...
     @property
+    def landings(self) -> list[int]:
+        """Where each message may land in its peer's result, in elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    @property
     def out_elems(self) -> int: ...
+    @property
+    def pair_fragments(self) -> list[tuple[int, int, int]]:
+        """Each peer, and the fragments that have messages to it and from it."""
+
     @property
     def slot_nbytes(self) -> int: ...
     @property
     def slots(self) -> int: ...
+    @property
+    def stores(self) -> tuple[int, int]:
+        """Codes of the stores that it begins with, and that it learns about."""
+
     @property
     def tmp_nbytes(self) -> int: ...
     def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
+
+class PlanFamily:
+    """Calls that differ only in their lengths."""
+
+    def named(self, label: str) -> PlanTemplate:
+        """Return its template of that name, to be added for more lengths; None: it has
+        none.
+        """
+
+    @property
+    def unit(self) -> int:
+        """Elements of the full vector for each of a count."""
+
+class PlanTemplate:
+    """What calls have in common that differ in their lengths alone."""
+
+    @property
+    def label(self) -> str: ...
+    def lacks_reach(self, num_elements: int) -> bool:
+        """Return whether plans of this length need set_reach() first."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    def plan(self, group: Group, num_elements: int, counts: Sequence[int]) -> Plan:
+        """The plan for so many elements; None if there can be none."""
+
+    def set_reach(
+        self,
+        *,
+        exposable: NDArray[Any],
+        operand_exposable: NDArray[Any],
+        deliverable: NDArray[Any],
+        spaces: Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]],
+        landings: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Say what peers may reach of buffers in the symmetric heap."""
 
 class RecordCounter:
     """Counter of the calls of a group, or of the messages of a pair."""
@@ -1652,25 +1759,18 @@ def make_message_method(name: str, kind: int, function: Any) -> Any:
     multi_sendrecv (3) around the Python function that takes all other calls.
     """
 
-def make_native_plan(
+def make_native_template(
+    group: Group,
+    shape: CallShape,
     *,
-    coll: int,
-    dtype: int,
-    redop: int,
-    root: int,
-    in_elems: int,
-    out_elems: int,
-    label: str,
     datatype: int,
     op: int,
     comm: int,
-    count: int,
-    returns_out: bool,
-    send_counts: Sequence[int] = [],
-    send_at: Sequence[int] = [],
-    recv_counts: Sequence[int] = [],
-    recv_at: Sequence[int] = [],
-) -> Plan: ...
+    unit: int,
+    is_blocked: bool,
+) -> PlanTemplate:
+    """Plans of one collective of the MPI library."""
+
 def make_nccl_order(device: Device, first_value: int = 0) -> NcclOrder:
     """Make the order of NCCL's work on a device."""
 
@@ -1696,17 +1796,12 @@ def make_peer_exchange(
 ) -> PeerExchange:
     """One rank's exchange; `memory` is where each rank's is mapped here."""
 
-def make_schedule_plan(
+def make_schedule_template(
     group: Group,
+    shape: CallShape,
     *,
-    coll: int,
-    dtype: int,
-    redop: int,
-    root: int,
-    in_elems: int,
-    out_elems: int,
-    label: str,
-    spaces: Sequence[tuple[int, Sequence[int]]],
+    spaces: Sequence[tuple[int, tuple[int, int, int, Sequence[int], Sequence[int]]]],
+    share: int,
     peers: Sequence[tuple[int, int, int]],
     inputs: NDArray[Any],
     input_ptr: NDArray[Any],
@@ -1714,31 +1809,32 @@ def make_schedule_plan(
     output_ptr: NDArray[Any],
     deps: NDArray[Any],
     dep_ptr: NDArray[Any],
-    fragments: int,
+    messages: Sequence[tuple[int, int, int, int]],
+    publishes: int,
+    chunk_nbytes: int,
+    long_from_nbytes: int,
+    long_chunk_nbytes: int,
     lane_nbytes: int,
     depth: int,
     slot_reuse: int,
     spins: int,
     most_inline: int,
-    store: int,
-    adaptive: int,
+    stores: tuple[int, int, Sequence[tuple[int, int]]],
+    on_node: int,
     factor: float,
     integer_factor: int,
     divisor: int,
     alone: bool,
-    returns_out: bool,
     itemsize: int,
     user_function: int,
     user_owner: Any | None,
     rounds_scaled: bool,
-    shows_result: bool,
-    exposable: NDArray[Any],
-    operand_exposable: NDArray[Any],
-    deliverable: NDArray[Any],
-    landings: NDArray[Any],
-    instr_fragments: Sequence[int] = [],
-    peer_fragments: Sequence[tuple[int, int]] = [],
-) -> Plan: ...
+    shows_from_nbytes: int,
+    wants_reach: bool,
+    instr_pairs: Sequence[int],
+) -> PlanTemplate:
+    """Plans of one lowered schedule, and the rules of their lengths."""
+
 def make_stream_program(
     commands: NDArray[Any],
     *,

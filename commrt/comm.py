@@ -265,7 +265,7 @@ class Communicator(Channel):
 
     def _forget_reach(self) -> None:
         """Forget plans, which do not know what peers may reach from now on."""
-        self.host.plans.clear()
+        self.host.forget()
         self.devices.forget_plans()
 
     # -- selection ---------------------------------------------------------------

@@ -246,6 +246,15 @@ VARIABLES: tuple[Variable, ...] = (
         _count,
     ),
     Variable(
+        "COMMRT_PLAN_CACHE_NBYTES",
+        "bytes",
+        "1048576",
+        "Most memory that a communicator keeps plans in; those that were not used for "
+        "longest go first, and the last one stays.",
+        False,
+        _count,
+    ),
+    Variable(
         "COMMRT_TIMEOUT_S",
         "seconds",
         "600",

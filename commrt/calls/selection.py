@@ -17,13 +17,12 @@ from commrt.planning import host_plans
 from commrt.planning.ordering import wanted_order
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query, without_compression
-from commrt.select.policy import Explanation, Policy
+from commrt.select.policy import Explanation, Policy, Span
 from commrt.select.schema import DEVICES
 from commrt.select.table import Table
 from commrt.select.wishes import Wishes
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import BoundReduction, Reduction
-from commrt.vocabulary.wire_formats import COMPRESS
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
@@ -31,38 +30,43 @@ if TYPE_CHECKING:
 __all__ = ["Selection"]
 
 
-_MOST_KEPT = 1024
+_MOST_SPANS = 256
+"""Spans that a communicator keeps, of some 400 bytes each."""
 
 
 class Choices:
-    """Keeps what the policy chose for vector operations and for compressed calls.
+    """Keeps what the policy chose, with the lengths for which that holds.
 
-    Programs may have new counts in every call. An alltoallv's query is the same for all
-    of them, and asking the model takes longer than all the rest of making a plan. The
-    dispatcher knows no plan of what is compressed, so that is asked every time.
+    Asking the model takes longer than all the rest of making a plan, and programs may
+    have a new length in every call.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._kept: dict[Any, Candidate] = {}
+        self._kept: dict[Any, list[Span]] = {}
+        self._num_spans = 0
 
     def forget(self) -> None:
         """Ask again from here on: what can run has changed."""
         self._kept.clear()
+        self._num_spans = 0
 
-    def of(self, query: Query, call: Call) -> Candidate:
+    def of(self, query: Query, call: Call) -> Span:
         """Return what runs ``query``, for a call's wishes."""
         params = tuple(sorted((call.params or {}).items()))
-        key = query, call.backend, call.algorithm, params
-        found = self._kept.get(key)
-        if found is None:
-            wishes = {"backend": call.backend, "algorithm": call.algorithm}
-            choice = self._policy.choose(query, **wishes, params=call.params)
-            found = choice.candidate
-            if call.spec.count_arguments or COMPRESS in found.params:
-                if len(self._kept) >= _MOST_KEPT:
-                    self._kept.clear()
-                self._kept[key] = found
+        key = replace(query, nbytes=0), call.backend, call.algorithm, params
+        spans = self._kept.pop(key, [])
+        self._kept[key] = spans  # the last used is the last
+        for span in spans:
+            if span.covers(query.nbytes):
+                return span
+        wishes = {"backend": call.backend, "algorithm": call.algorithm}
+        found = self._policy.span(query, **wishes, params=call.params)
+        spans.append(found)
+        self._num_spans += 1
+        while self._num_spans > _MOST_SPANS:
+            oldest = next(iter(self._kept))
+            self._num_spans -= len(self._kept.pop(oldest))
         return found
 
 
@@ -170,17 +174,26 @@ class Selection:
 
     def choose(self, call: Call, bound: Bound) -> Candidate:
         """Return what runs a call, without what a rule compresses it to."""
-        query, candidate = self.asked(call, bound)
+        return self.span(call, bound).candidate
+
+    def span(self, call: Call, bound: Bound) -> Span:
+        """Return what runs a call, and the rule's bytes for which that holds."""
+        query, span = self._spanned(call, bound)
         if call.spec.compresses:
-            candidate = without_compression(candidate)
+            span = replace(span, candidate=without_compression(span.candidate))
+        candidate = span.candidate
         # Parameters that the call gives make it another program.
         reason = self.offers.why_refused(query, candidate)
         if reason is not None:
             raise UsageError(f"{candidate} must not run {query}: {reason}")
-        return candidate
+        return span
 
     def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
         """Return a call as a query, and the policy's answer to it."""
+        query, span = self._spanned(call, bound)
+        return query, span.candidate
+
+    def _spanned(self, call: Call, bound: Bound) -> tuple[Query, Span]:
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize
         records = bound.dtype.kind == "bytes"
@@ -202,26 +215,28 @@ class Selection:
 
     def planned(self, call: Call, bound: Bound) -> Any:
         """Return the plan of a call, made anew by the backend that is to run it."""
-        candidate = self.choose(call, bound)
+        spec = self.spec(call, bound, self.choose(call, bound))
+        return self.offers.of(spec.candidate).plan(spec)
+
+    def spec(self, call: Call, bound: Bound, candidate: Candidate) -> PlanSpec:
+        """Return a call as backends are told of it."""
         user = None
         if call.user is not None and bound.x is not None:
             user = BoundReduction(call.user, numpy_type(bound.x))
-        return self.offers.of(candidate).plan(
-            PlanSpec(
-                op=call.spec,
-                num_elements=bound.num_elements,
-                dtype=bound.dtype,
-                reduction=call.reduction,
-                root=call.root,
-                candidate=candidate,
-                in_elements=bound.in_elements,
-                out_elements=bound.out_elements,
-                has_output=bound.result is not None,
-                counts=bound.counts,
-                factor=call.factor,
-                user=user,
-                device=_memory(call, bound),
-            )
+        return PlanSpec(
+            op=call.spec,
+            num_elements=bound.num_elements,
+            dtype=bound.dtype,
+            reduction=call.reduction,
+            root=call.root,
+            candidate=candidate,
+            in_elements=bound.in_elements,
+            out_elements=bound.out_elements,
+            has_output=bound.result is not None,
+            counts=bound.counts,
+            factor=call.factor,
+            user=user,
+            device=_memory(call, bound),
         )
 
 

@@ -168,6 +168,11 @@ void bind_group(nb::module_& m) {
                               "wait() on " + std::string(self.repr().c_str())).c_str());
       });
 
+  nb::class_<PlanFamily>(m, "PlanFamily", "Calls that differ only in their lengths.")
+      .def("named", &PlanFamily::named, nb::arg("label"),
+           "Return its template of that name, to be added for more lengths; None: it has none.")
+      .def_prop_ro("unit", &PlanFamily::unit, "Elements of the full vector for each of a count.");
+
   nb::class_<Group>(m, "Group", nb::is_weak_referenceable(), nb::dynamic_attr(),
                     "Native base of Communicator.")
       .def(nb::init<std::shared_ptr<Engine>, int, int, const std::string&>(),
@@ -181,7 +186,14 @@ void bind_group(nb::module_& m) {
       })
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
-      .def_prop_ro("num_plans", &Group::num_plans)
+      .def_prop_ro("num_plans", [](const Group& g) { return g.plans.num_plans(); })
+      .def_prop_ro("plans_nbytes", [](const Group& g) { return g.plans.nbytes(); },
+                   "Bytes of the plans that it keeps, and of what new ones are made of.")
+      .def_prop_rw("plans_limit_nbytes", [](const Group& g) { return g.plans.limit_nbytes; },
+                   [](Group& g, size_t nbytes) { g.plans.limit_nbytes = nbytes; },
+                   "Most bytes of them.")
+      .def("kept_plans", [](const Group& g) { return g.plans.all(); },
+           "Return the plans that it keeps, the last used first.")
       .def_prop_ro("num_device_work", [](const Group& g) { return g.device_work.size(); })
       .def_prop_ro("idle", [](const Group& g) {
         const auto all = g.device_work;  // another thread may make some meanwhile
@@ -215,7 +227,7 @@ void bind_group(nb::module_& m) {
            [](Group& g, uint64_t address, uint64_t part_nbytes) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
-             g.forget_plans();  // those made so far do not know what peers may reach
+             g.plans.forget_all();  // those made so far do not know what peers may reach
            }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
            "Add a segment to the symmetric heap: a part for each on-node rank.")
       .def("add_mirror",
@@ -268,20 +280,53 @@ void bind_group(nb::module_& m) {
            "Return a rank whose message of this tag no receive has asked for, looking from "
            "`first` on; -1: there is none.")
       .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
+      .def("plan_family",
+           [](Group& g, int coll, int dtype, int redop, int root, int64_t unit, bool is_plain) {
+             const uint32_t what = PlanKey::pack(coll, static_cast<DType>(dtype), redop, kHost);
+             return g.plans.add_family({-1, what, root}, unit, is_plain);
+           }, nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
+           nb::arg("unit"), nb::arg("is_plain"),
+           "Make a family of calls that differ only in lengths; the dispatcher knows plain ones.")
+      .def("add_template",
+           [](Group& g, PlanFamily& family, int64_t lo, int64_t hi,
+              std::shared_ptr<PlanTemplate> made) {
+             g.plans.add_range(family, lo, hi, std::move(made));
+           }, nb::arg("family"), nb::arg("lo"), nb::arg("hi"), nb::arg("template"),
+           "Let a family make the plans of vectors of `lo` to below `hi` elements.")
+      .def("drop_family", [](Group& g, const FamilyPtr& family) { g.plans.drop_family(family); },
+           nb::arg("family"), "Drop a family with its plans.")
+      .def("least_used_family", [](const Group& g) { return g.plans.too_much(); },
+           "Return the family to drop, where all of them take too much; else None.")
+      .def("find_plan",
+           [](Group& g, const PlanFamily& family, int64_t count,
+              std::vector<int64_t> counts) -> PlanPtr {
+             PlanKey key = family.key();
+             key.count = count;
+             const PlanPtr* found;
+             if (counts.empty()) {
+               found = g.plans.find(key);
+               if (found == nullptr) found = g.plans.make(key, *g.comm);
+             } else {
+               const VectorKey vector{key, std::move(counts)};
+               found = g.plans.find(vector, nullptr, 0);
+               if (found == nullptr) found = g.plans.make(vector, count, *g.comm);
+             }
+             return found == nullptr ? nullptr : *found;
+           }, nb::arg("family"), nb::arg("count"), nb::arg("counts"),
+           "Return the plan of a call, made of its family's template if need be; None: neither.")
       .def("keep_plan",
-           [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
-             const uint32_t what =
-                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
-             g.cache_plan({count, what, root}, std::move(plan));
-           })
-      .def("keep_vector_plan",
-           [](Group& g, int64_t count, int coll, int dtype, int redop, int root,
-              std::vector<int64_t> counts, PlanPtr plan) {
-             const uint32_t what =
-                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
-             g.cache_vector_plan({{count, what, root}, std::move(counts)}, std::move(plan));
-           })
-      .def("_forget_plans", &Group::forget_plans)
+           [](Group& g, const PlanFamily& family, int64_t count, std::vector<int64_t> counts,
+              PlanPtr plan) {
+             PlanKey key = family.key();
+             key.count = count;
+             if (counts.empty()) {
+               g.plans.keep(key, std::move(plan));
+             } else {
+               g.plans.keep(VectorKey{key, std::move(counts)}, std::move(plan));
+             }
+           }, nb::arg("family"), nb::arg("count"), nb::arg("counts"), nb::arg("plan"),
+           "Keep the plan of a call.")
+      .def("_forget_plans", [](Group& g) { g.plans.forget_all(); })
       .def("_records", &records_of,
            "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "
            "start_ticks, end_ticks, stream, device, peer, tag). Collectives and messages are "

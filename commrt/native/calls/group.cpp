@@ -21,9 +21,6 @@ namespace {
 
 constexpr int64_t kLongBytes = 32768;
 
-// Programs with endless different lengths would otherwise grow the cache for ever.
-constexpr size_t kMaxPlans = 4096;
-
 bool is_long(const Plan& plan) {
   return (plan.in_elems + plan.out_elems) * static_cast<int64_t>(plan.itemsize) > kLongBytes;
 }
@@ -46,49 +43,6 @@ Group::~Group() {
   // The next call would drop what ended calls have kept, but there may be none.
   if (engine->has_ended() && !Engine::forked.load(std::memory_order_relaxed)) drop_ended(*engine);
   forget_timed(*this);
-}
-
-const PlanPtr* Group::find_plan(const PlanKey& key) {
-  if (key == last_key_) return &last_plan_;
-  const auto it = plans_.find(key);
-  if (it == plans_.end()) return nullptr;
-  last_key_ = key;
-  last_plan_ = it->second;
-  return &last_plan_;
-}
-
-const PlanPtr* Group::find_vector_plan(const VectorKey& key, PyObject* const* given, int num) {
-  if (last_vector_plan_ == nullptr || !(key == last_vector_key_)) {
-    const auto it = vector_plans_.find(key);
-    if (it == vector_plans_.end()) return nullptr;
-    last_vector_key_ = key;
-    last_vector_plan_ = it->second;
-  }
-  for (int i = 0; i < num; ++i) {
-    // Kept, so that no other object gets its address.
-    last_arguments_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
-  }
-  return &last_vector_plan_;
-}
-
-void Group::cache_vector_plan(VectorKey key, PlanPtr plan) {
-  if (num_plans() >= kMaxPlans) forget_plans();
-  vector_plans_[std::move(key)] = std::move(plan);
-  last_vector_plan_.reset();
-}
-
-void Group::cache_plan(const PlanKey& key, PlanPtr plan) {
-  if (num_plans() >= kMaxPlans) forget_plans();
-  plans_[key] = std::move(plan);
-  last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
-}
-
-void Group::forget_plans() {
-  plans_.clear();
-  vector_plans_.clear();
-  last_vector_plan_.reset();
-  last_key_ = PlanKey{-1, 0, 0};
-  last_plan_.reset();
 }
 
 void keep_alive(Op& op, PyObject* first, PyObject* second) {

@@ -111,9 +111,11 @@ bool read_counts(PyObject* object, Py_ssize_t size, int64_t* counts) {
   return true;
 }
 
-// The plan of a call with counts. The very tuples of the call before need not be read again.
-const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num) {
-  if (group.is_asked_again(key, given, num)) return &group.last_vector_plan();
+// The plan of a call with counts, made if they are new. The very tuples of the call before need not
+// be read again. `given_elems`: of its x, or below 0 where it has none.
+const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num,
+                            int64_t given_elems) {
+  if (group.plans.is_asked_again(key, given, num)) return &group.plans.last_vector_plan();
   VectorKey& asked = group.asked;
   const auto size = static_cast<Py_ssize_t>(group.comm->size);
   asked.plain = key;
@@ -121,7 +123,9 @@ const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* g
   for (int i = 0; i < num; ++i) {
     if (given[i] == nullptr || !read_counts(given[i], size, &asked.counts[i * size])) return nullptr;
   }
-  return group.find_vector_plan(asked, given, num);
+  if (const PlanPtr* found = group.plans.find(asked, given, num)) return found;
+  if (group.plans.make(asked, given_elems, *group.comm) == nullptr) return nullptr;
+  return group.plans.find(asked, given, num);
 }
 
 bool overlaps(const View& a, const View& b) {
@@ -256,10 +260,15 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
                     PlanKey::pack(self->coll, x.dtype, reduction, x.device),
                     static_cast<int32_t>(root)};
   const PlanPtr* found = nullptr;
-  if (self->num_counts == 0) {
-    found = group.find_plan(key);
-  } else {
-    found = find_counted(group, key, counts_object, self->num_counts);
+  try {
+    if (self->num_counts == 0) {
+      found = group.plans.find(key);
+      if (found == nullptr) found = group.plans.make(key, *group.comm);
+    } else {
+      found = find_counted(group, key, counts_object, self->num_counts, count);
+    }
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
   }
   if (found == nullptr) return slow();
   const PlanPtr plan = *found;
@@ -270,11 +279,14 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       (x.dtype < DType::F16 || plan->factor.real != PyFloat_AS_DOUBLE(factor))) return slow();
   if (self->takes_x) {
     if (plan->in_elems != 0 && plan->in_elems != x.count) return slow();
+    if (has_output && plan->out_elems == 0 && out_object != nullptr && out.count != 0) {
+      return slow();
+    }
     if (plan->out_elems != 0) {
       if (out.count != plan->out_elems || !out.writable) return slow();
       const bool same = out.data == x.data;
       if ((!same && overlaps(x, out)) || (same && !self->in_place && x.count != 0 &&
-                                        !(self->num_counts == 2 && group.swaps()))) {
+                                        !(self->num_counts == 2 && group.plans.swaps()))) {
         return slow();
       }
     }

@@ -366,7 +366,7 @@ def test_functions_die_with_their_plans_and_not_before() -> None:
         plan = comm.plan.allreduce(
             np.ones(3), op=commrt.reduction(Sum(), commutative=True)
         )
-        comm.host.plans.clear()
+        comm.host.forget()
         assert plan().tolist() == [comm.size] * 3
 
     run(2, rank_main, timeout_s=20)

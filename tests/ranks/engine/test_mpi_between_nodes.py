@@ -265,10 +265,14 @@ def test_a_call_that_breaks_the_communicator_halfway_ends_with_the_reason() -> N
 
 def native_allreduce(comm: Any, x: Any, *, nonblocking: bool) -> Any:
     """Run the library's own collective, which never ends."""
-    plan = _native.make_native_plan(
-        coll=0, dtype=12, redop=0, root=0, in_elems=x.size, out_elems=x.size,
-        label="mpi/native", datatype=0, op=0, comm=0, count=x.size, returns_out=True,
+    shape = _native.CallShape(
+        coll=0, dtype=12, redop=0, root=0, label="mpi/native", returns_out=True,
+        counts=0, x_part=(1, 1), out_part=(1, 1), x_is_own=False, out_is_own=False,
+        has_in=True, has_out=True, divides=False,
     )  # fmt: skip
+    plan = _native.make_native_template(
+        comm, shape, datatype=0, op=0, comm=0, unit=1, is_blocked=False
+    ).plan(comm, x.size, [])
     address = x.ctypes.data
     return comm.run_plan(
         plan, address, address, x, None, x, "allreduce", nonblocking, 20.0

@@ -178,7 +178,7 @@ class Selection:
 
     def span(self, call: Call, bound: Bound) -> Span:
         """Return what runs a call, and the rule's bytes for which that holds."""
-        query, span = self._spanned(call, bound)
+        query, span = self.asked(call, bound)
         if call.spec.compresses:
             span = replace(span, candidate=without_compression(span.candidate))
         candidate = span.candidate
@@ -188,12 +188,8 @@ class Selection:
             raise UsageError(f"{candidate} must not run {query}: {reason}")
         return span
 
-    def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
+    def asked(self, call: Call, bound: Bound) -> tuple[Query, Span]:
         """Return a call as a query, and the policy's answer to it."""
-        query, span = self._spanned(call, bound)
-        return query, span.candidate
-
-    def _spanned(self, call: Call, bound: Bound) -> tuple[Query, Span]:
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize
         records = bound.dtype.kind == "bytes"

@@ -67,10 +67,15 @@ void PlanFamily::count_bytes() {
   }
 }
 
+// Where nothing is about to be dropped, nobody needs the order.
+void PlanCache::note_use(Order::iterator at) {
+  if (plans_nbytes_ > limit_nbytes / 4) order_.splice(order_.begin(), order_, at);
+}
+
 const PlanPtr* PlanCache::find_other(const PlanKey& key) {
   const auto it = plans_.find(key);
   if (it == plans_.end()) return nullptr;
-  order_.splice(order_.begin(), order_, it->second);
+  note_use(it->second);
   last_key_ = key;
   last_plan_ = it->second->plan;
   return &last_plan_;
@@ -80,7 +85,7 @@ const PlanPtr* PlanCache::find(const VectorKey& key, PyObject* const* given, int
   if (last_vector_plan_ == nullptr || !(key == last_vector_key_)) {
     const auto it = vector_plans_.find(key);
     if (it == vector_plans_.end()) return nullptr;
-    order_.splice(order_.begin(), order_, it->second);
+    note_use(it->second);
     last_vector_key_ = key;
     last_vector_plan_ = it->second->plan;
     for (nb::object& argument : last_arguments_) argument.reset();

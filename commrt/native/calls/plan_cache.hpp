@@ -150,9 +150,10 @@ class PlanCache {
     PlanPtr plan;
     size_t nbytes;
   };
-  using Order = std::list<Kept>;  // the last used first
+  using Order = std::list<Kept>;  // the last used first, once they take a quarter of the limit
 
   const PlanPtr* find_other(const PlanKey& key);
+  void note_use(Order::iterator at);
   void put(Order::iterator at, PlanPtr plan, size_t key_nbytes);
   void drop(Order::iterator at);
   void bound();

@@ -1548,6 +1548,11 @@ def fusion_method_names() -> list[str]:
 def group_method_names() -> list[str]:
     """Names that a Communicator must have, as the engine asks it for them."""
 
+def has_memory(tensor: Any) -> bool:
+    """True if a tensor is dense, of torch's own classes, and its elements lie in
+    its storage; False also where that cannot be seen at a glance.
+    """
+
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to
     it.

@@ -24,6 +24,7 @@ from commrt.arrays.host import (
     numpy_type,
     overlap,
     view_anywhere,
+    view_new,
 )
 from commrt.errors import BufferError_, UsageError, suggest
 from commrt.select.facts import Query
@@ -113,6 +114,10 @@ class Call:
         """Return the view of an argument, of a type that this call takes."""
         what = f"{self.spec.name}: {argument}"
         return view_anywhere(array, what, any_type=self.user is not None)
+
+    def view_new(self, made: Any, x: HostView, shape: tuple[int, ...]) -> HostView:
+        """Return the view of an output that was made for ``x`` with this shape."""
+        return view_new(made, x, shape, f"{self.spec.name}: out")
 
     @property
     def op(self) -> str | None:
@@ -428,7 +433,7 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
         check_pair(call, x, target, x.count)
         check_overlap(call, x, target)
     elif not is_root and never_changes(x):
-        target = call.view(_new(call, x), "out")
+        target = call.view_new(_new(call, x), x, x.shape)
     if not (is_root and target is x):
         check_writable(call.spec, target)
     result = output_object(call, target)
@@ -471,10 +476,10 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
             check_writable(spec, x)
             return x
         if spec.in_place:
-            return call.view(_new(call, x), "out")
+            return call.view_new(_new(call, x), x, x.shape)
         times = spec.out_count == "times_size"
         shape = (size, *x.shape) if times else block_shape(x, size)
-        return call.view(empty_like_array(x, shape), "out")
+        return call.view_new(empty_like_array(x, shape), x, shape)
     out = call.view(call.out, "out")
     count = x.count
     if spec.out_count == "times_size":

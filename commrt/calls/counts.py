@@ -224,8 +224,8 @@ def _bind_pairs(
 def _output(call: Call, x: HostView, counts: tuple[int, ...], total: int) -> HostView:
     spec = call.spec
     if call.out is None:
-        made = empty_like_array(x, _joined_shape(x, counts, total))
-        return call.view(made, "out")
+        shape = _joined_shape(x, counts, total)
+        return call.view_new(empty_like_array(x, shape), x, shape)
     out = call.view(call.out, "out")
     check_pair(call, x, out, total)
     check_writable(spec, out)

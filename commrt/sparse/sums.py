@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
+from commrt.arrays.host import (
+    HostView,
+    empty_like_array,
+    overlap,
+    view_anywhere,
+    view_new,
+)
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_thread import HostChannel
@@ -426,7 +432,13 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
     elif output.format == "dense":
         dtype = argument.dtype.name
         result = empty_like_array(argument.values, argument.shape, dtype)
-        out = view_anywhere(result, "sparse_allreduce: out")
+        out = view_new(
+            result,
+            argument.values,
+            argument.shape,
+            "sparse_allreduce: out",
+            dtype=dtype,
+        )
 
     def start(
         channel: HostChannel, copy_of: Callable[[HostView], Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.errors import TimeoutError_
 from commrt.torch.calls import Calls
-from commrt.torch.operands import movable, target
+from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
 from commrt.torch.profiling import profiled
 from commrt.torch.work import CommrtWork
@@ -30,7 +30,7 @@ class Messages:
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor to a rank of the group."""
-        x = one("send", tensors)
+        x = given(one("send", tensors), "send: tensor")
         calls = self.calls
         with calls.raising(), profiled("send"):
             request = calls.comm.send(
@@ -40,7 +40,7 @@ class Messages:
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from a rank of the group."""
-        x = one("recv", tensors)
+        x = given(one("recv", tensors), "recv: tensor")
         out, back = target(x)
         calls = self.calls
         with calls.raising(), profiled("recv"):
@@ -49,7 +49,7 @@ class Messages:
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from whichever rank sends one."""
-        x = one("recv_anysource", tensors)
+        x = given(one("recv_anysource", tensors), "recv: tensor")
         out, back = target(x)
         calls = self.calls
         comm = calls.comm

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commrt._native import has_memory
 from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.job.arena import Mirror
@@ -44,6 +45,7 @@ def share_storage(
     """
     storage = x.untyped_storage()
     nbytes = storage.nbytes()
+    may_move = may_move and has_memory(x)
     can_move = may_move and len(comm.nodes) == 1 and _can_move(storage)
     if not comm.allreduce(torch.tensor([int(can_move)]), op="min").item():
         return False

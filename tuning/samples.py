@@ -69,6 +69,8 @@ class Sample:
     """Microseconds of each repetition, of the slowest rank."""
     link_class: str = ""
     """Class of the links meanwhile, where it was seen; else the launch's holds."""
+    disturbed: int = 0
+    """Further repetitions, without a time, as something else ran on a rank's core."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,13 @@ class Recording:
     record it."""
     unfinished: dict[tuple[int, str, int], str] = field(default_factory=dict)
     """Reason why a launch that shapes the table left a size out, by ranks, operation
-    and bytes: ``budget`` or ``links``. Not saved."""
+    and bytes: ``budget``, ``links``, or ``busy`` where other programs ran on the ranks'
+    cores."""
     notes: list[str] = field(default_factory=list)
     """Other remarks for the summary. Not saved."""
+    unasked: dict[tuple[int, str, str, int], Candidate] = field(default_factory=dict)
+    """What the ranks would run without a table, by ranks, class of the links, operation
+    and bytes."""
 
     def add(self, launch: int, held_out: bool, message: Mapping[str, Any]) -> None:
         """Take one line of a worker; kinds that only report progress are ignored."""
@@ -120,6 +126,12 @@ class Recording:
             made = Launch(launch, facts, held_out, message.get("device", "host"))
             self.launches.setdefault(launch, made)
             self.software = dict(message["software"])
+        elif kind == "unasked":
+            facts = self.launches[launch].facts
+            op, nbytes = str(message["op"]), int(message["nbytes"])
+            self.unasked[facts.size, facts.link_class, op, nbytes] = Candidate.parse(
+                message["candidate"]
+            )
         elif kind == "order":
             self._merge_order(message["op"], message["candidates"])
         elif kind == "sample":
@@ -127,7 +139,10 @@ class Recording:
             op, nbytes = str(message["op"]), int(message["nbytes"])
             us = tuple(float(value) for value in message["us"])
             links = str(message.get("link_class", ""))
-            self.samples.append(Sample(launch, op, nbytes, candidate, us, links))
+            disturbed = int(message.get("disturbed", 0))
+            self.samples.append(
+                Sample(launch, op, nbytes, candidate, us, links, disturbed)
+            )
         elif kind == "unfinished" and not held_out:
             ranks = self.launches[launch].facts.size
             for op, nbytes in message["cells"]:
@@ -153,6 +168,15 @@ class Recording:
             for cell, reason in self.unfinished.items()
             if reason == why and cell not in measured
         )
+
+    def planned(self, ranks: int, op: str) -> set[int]:
+        """Return the sizes that launches of so many ranks were to measure."""
+        found = {n for each, name, n in self.unfinished if (each, name) == (ranks, op)}
+        for one in self.samples:
+            launch = self.launches[one.launch]
+            if not launch.held_out and (launch.facts.size, one.op) == (ranks, op):
+                found.add(one.nbytes)
+        return found
 
     def _merge_order(self, op: str, candidates: list[str]) -> None:
         known = self.orders.setdefault(op, [])
@@ -190,6 +214,10 @@ class Recording:
                 "samples": [_plain(sample) for sample in self.samples],
                 "failures": [_plain(failure) for failure in self.failures],
                 "orders": {op: list(map(str, c)) for op, c in self.orders.items()},
+                "unasked": [
+                    [*cell, str(candidate)] for cell, candidate in self.unasked.items()
+                ],
+                "unfinished": [[*cell, why] for cell, why in self.unfinished.items()],
                 "software": self.software,
                 "machine": self.machine and plain_machine(self.machine),
                 "date": self.date,
@@ -233,6 +261,11 @@ class Recording:
         for failure in plain["failures"]:
             candidate = Candidate.parse(failure.pop("candidate"))
             recording.failures.append(Failure(candidate=candidate, **failure))
+        for *cell, text in plain.get("unasked", ()):
+            ranks, links, op, nbytes = cell
+            recording.unasked[ranks, links, op, nbytes] = Candidate.parse(text)
+        for ranks, op, nbytes, why in plain.get("unfinished", ()):
+            recording.unfinished[ranks, op, nbytes] = str(why)
         for op, candidates in plain["orders"].items():
             recording.orders[op] = [Candidate.parse(text) for text in candidates]
         return recording

@@ -69,7 +69,7 @@ def _plain_evidence(evidence: Evidence) -> dict[str, Any]:
             "us": second.us,
             "ci": list(second.ci),
         }
-    for key in ("crossover", "date"):
+    for key in ("crossover", "date", "quality"):
         if getattr(evidence, key) is not None:
             plain[key] = getattr(evidence, key)
     return plain
@@ -85,4 +85,6 @@ def _plain_point(point: Point) -> dict[str, Any]:
     }
     if point.native_us is not None:
         plain["native_us"] = point.native_us
+    if point.disturbed:
+        plain["disturbed"] = point.disturbed
     return plain

@@ -450,7 +450,10 @@ def _us(microseconds: float) -> str:
 def _rule_text(hit: Hit) -> str:
     match = hit.rule.match
     beyond = "infinity" if match.hi is None else str(match.hi)
-    verdict = hit.rule.evidence.verdict if hit.rule.evidence else "no evidence"
+    evidence = hit.rule.evidence
+    verdict: str = "no evidence" if evidence is None else evidence.verdict
+    if evidence is not None and evidence.quality is not None:
+        verdict += f" by {evidence.quality} evidence"
     return f"rule {hit.index}: [{match.lo}, {beyond}) bytes, {verdict}"
 
 
@@ -462,6 +465,7 @@ def _evidence_lines(hit: Hit) -> tuple[str, ...]:
     lines = [
         f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "
         f"n={point.n} in {point.launches} launches"
+        + (f", {point.disturbed} more disturbed" if point.disturbed else "")
         + (f", {own} {_us(point.native_us)}" if point.native_us else "")
         for point in evidence.points
     ]

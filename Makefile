@@ -62,7 +62,7 @@ gpu: $(VENV)/.installed $(VENV)/.nvrtc ## Test and measure on this machine's GPU
 	$(VENV)/bin/python -I -m commrt.bench gpu-report -d $(DEVICE) $(REPORT_ARGS)
 
 .PHONY: test
-test: lint test-unit test-openmpi test-mpich test-torch test-sanitize ## Run all tests, as the CI does.
+test: prepare test-unit test-openmpi test-mpich test-torch test-sanitize ## Run all tests, as the CI does.
 
 .PHONY: test-full
 test-full: ## Like test, with the whole matrix of rank counts and sizes.
@@ -86,23 +86,23 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.5 --functions 0.5)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.05 --functions 0.35)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.33 --functions 0.4)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.05 --functions 0.25)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.16)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.1)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
 	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
-	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.16)
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.15 --functions 0.1)
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
-	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.2)
+	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.1)
 
 .PHONY: test-gpu-libraries
 test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.
@@ -147,9 +147,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
 # Verbose: a sanitizer ends the process, and then only what was printed says which test it was.
-# They are five to ten times slower: a tenth of the cases of a twentieth of the tests, others in
+# They are five to ten times slower: a tenth of the cases of 4 in a hundred of the tests, others in
 # each run; in a full run an eighth of the cases of every test. The matrix has none.
-SHARE := $(if $(FULL),0.12,0.1 --functions 0.05)
+SHARE := $(if $(FULL),0.12,0.1 --functions 0.04)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/devices/test_device_conformance.py tests/unit/devices/test_device_ordering.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
@@ -178,6 +178,17 @@ clean: ## Remove environments and build results.
 	rm -rf $(VENV) $(VENV_MPICH) $(VENV_GPU) .venv-torch* .venv-client-* build
 
 # -- environments ----------------------------------------------------------------
+
+# Side by side: mypy and pip are one process each, and a build waits for neither. What goes into
+# $(VENV) goes there first, one after the other.
+.PHONY: prepare
+prepare: $(VENV)/.lint $(VENV)/.nvrtc
+	+$(MAKE) --no-print-directory -j 2 --output-sync=target SANITIZERS='$(SANITIZERS)' \
+	  lint environments
+
+.PHONY: environments
+environments: $(VENV_MPICH)/.installed $(VENV_TORCH)/.installed \
+  $(SANITIZERS:test-%=build/%$(SCOPE)/.installed)
 
 .PHONY: check-tools
 check-tools:

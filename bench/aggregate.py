@@ -90,8 +90,9 @@ def geometric_mean(values: Iterable[float]) -> float:
 def aggregate(launches: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     """Return one comparison per operation, number of ranks and class, with figures.
 
-    A launch has ``peer``, ``coll``, ``ranks`` and ``rows``; launches are in the order
-    in which they ran.
+    Where no row of an operation gave a figure, one of class ``mixed`` says so. A launch
+    has ``peer``, ``coll``, ``ranks`` and ``rows``; launches are in the order in which
+    they ran.
     """
     times: dict[tuple[str, int, str], dict[tuple[int, str], list[float]]] = {}
     mixed: dict[tuple[str, int], int] = {}
@@ -113,6 +114,10 @@ def aggregate(launches: Sequence[Mapping[str, Any]]) -> list[Comparison]:
         cells = {key: _cell(group, *key) for key in group}
         left_out = mixed.get((coll, ranks), 0), wrong.get((coll, ranks), 0)
         result.append(Comparison(coll, ranks, link_class, cells, *left_out))
+    having = {(one.coll, one.ranks) for one in result}
+    for job in sorted({*mixed, *wrong} - having):
+        left_out = mixed.get(job, 0), wrong.get(job, 0)
+        result.append(Comparison(*job, "mixed", {}, *left_out))
     return result
 
 
@@ -131,6 +136,8 @@ def _cell(group: Mapping[tuple[int, str], list[float]], nbytes: int, peer: str) 
 
 def markdown(comparison: Comparison) -> str:
     """Return a table: times in µs, and commrt's time by each peer's."""
+    if not comparison.cells:
+        return _without_figures(comparison)
     peers = comparison.peers()
     others = [peer for peer in peers if peer != _OURS]
     ratios = [f"commrt / {peer}" for peer in others]
@@ -153,6 +160,19 @@ def markdown(comparison: Comparison) -> str:
     lines.append(f"| {' | '.join(['geometric mean', *blanks, *shown])} |")
     lines += ["", _footnote(comparison)]
     return "\n".join(lines) + "\n"
+
+
+def _without_figures(comparison: Comparison) -> str:
+    """Return what stands where there is nothing to show, and what to do."""
+    text = f"### {comparison.coll}, {comparison.ranks} ranks\n\nNo figures."
+    if comparison.num_mixed:
+        text += (
+            f" The links changed state during all {comparison.num_mixed} rows, as they "
+            f"do beside other work: run it again, with more launches."
+        )
+    if comparison.num_wrong:
+        text += f" {comparison.num_wrong} rows had a wrong result, and were not timed."
+    return text + "\n"
 
 
 def _bytes(nbytes: int) -> str:

@@ -26,9 +26,11 @@ from commrt.bench.launch import (
 )
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
-from commrt.bench.raw_data import read_data, write_data
+from commrt.bench.raw_data import check_output, damage_told, read_data, write_output
 from commrt.devices.packages import torch_cuda
 from commrt.errors import BackendError, UsageError
+from commrt.files.visible import visible_lines
+from commrt.files.write import is_replaceable
 from commrt.launch.detect import detect
 from commrt.vocabulary.operations import OpSpec
 
@@ -83,7 +85,9 @@ _LACKS: dict[str, Collection[str]] = {
 def main(args: argparse.Namespace) -> int:
     """Run a comparison, or print an earlier one; return the exit status."""
     if args.load:
-        print(report(load(args.load)), end="")
+        with damage_told(Path(args.load)):
+            text = report(load(args.load))
+        print(visible_lines(text), end="")
         return 0
     if detect().kind != "single":
         raise UsageError(
@@ -117,28 +121,24 @@ def main(args: argparse.Namespace) -> int:
         "launches": [],
         "failures": [],
     }
-    if args.out:
-        _write(args.out, data)  # a folder that is not there shows now, not after hours
+    out = Path(args.out) if args.out else None
+    if out is not None:
+        check_output(out)  # what cannot be written shows now, not after hours
     for coll, ranks, round_index, peer in alternate(
         colls, args.ranks, peers, args.launches
     ):
         if coll in _LACKS.get(peer.kind, ()):
             continue
         _one(args, data, coll, ranks, round_index, peer)
-        if args.out:
+        if out is not None and is_replaceable(out):
             # After every launch: an interrupted comparison keeps what it has.
-            _write(args.out, data)
+            write_output(out, json.dumps(data))
+    if out is not None:
+        write_output(out, json.dumps(data))
     print(report(data), end="")
     if not data["launches"]:
         return 2
     return 1 if _wrong(data) else 0
-
-
-def _write(path: str, data: Mapping[str, Any]) -> None:
-    try:
-        write_data(Path(path), json.dumps(data))
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error}") from error
 
 
 def _wrong(data: Mapping[str, Any]) -> list[str]:
@@ -274,13 +274,7 @@ def _one(
 
 def load(path: str) -> dict[str, Any]:
     """Return the raw data of an earlier comparison; UsageError if it is not one."""
-    try:
-        data = json.loads(read_data(Path(path)))
-    except (OSError, EOFError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise UsageError(f"{path}: not a file that compare --out wrote")
-    return data
+    return read_data(Path(path), SCHEMA)
 
 
 def report(data: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 
 from commrt.bench.device_memory import DeviceMemory, local_rank, open_memory
 from commrt.bench.own_ranks import report, tell
+from commrt.comm import core_of
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -88,7 +89,7 @@ def run_calls(comm: Communicator, memory: DeviceMemory, number: int) -> dict[str
     memory.drain()
     after = _held(comm, memory)
     found = {name: after[name] - before[name] for name in before}
-    found["under_way"] = int(comm.devices.outstanding)
+    found["under_way"] = int(core_of(comm).devices.outstanding)
     wrong = sum(bool((memory.read(out, 0, _COUNT) != 1).any()) for out in outs)
     return {**found, "wrong": wrong}
 
@@ -116,7 +117,7 @@ def _held(comm: Communicator, memory: DeviceMemory) -> dict[str, int]:
     """Return the resources that this process holds now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    staging, device = comm.devices, memory.device
+    staging, device = core_of(comm).devices, memory.device
     workers = staging.stager(device), staging.messages(device)
     return {
         "resident_nbytes": pages * resource.getpagesize(),

@@ -9,6 +9,7 @@ Needs matplotlib (the extra ``report``).
 from __future__ import annotations
 
 import argparse
+import io
 import statistics
 import sys
 from collections import defaultdict
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from commrt.bench.compare import load
+from commrt.bench.raw_data import damage_told
 from commrt.errors import BackendError, CommError, UsageError
+from commrt.files.visible import visible
+from commrt.files.write import write_file
 
 __all__ = ["curves", "main"]
 
@@ -111,7 +115,12 @@ def draw(data: dict[str, Any], coll: str, out: Path) -> None:
         frameon=False,
         fontsize=9,
     )
-    figure.savefig(out, format=out.suffix.lstrip("."), metadata={"Date": None})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=out.suffix.lstrip("."), metadata={"Date": None})
+    try:
+        write_file(out, drawn.getvalue())
+    except OSError as error:
+        raise UsageError(f"the figure cannot be written: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,9 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", default="allreduce")
     args = parser.parse_args(argv)
     try:
-        draw(load(str(args.data)), args.op, args.out)
+        with damage_told(args.data):
+            draw(load(str(args.data)), args.op, args.out)
     except CommError as error:
-        print(f"commrt.bench.figure: {error}", file=sys.stderr)
+        print(f"commrt.bench.figure: {visible(str(error))}", file=sys.stderr)
         return 2
     return 0
 

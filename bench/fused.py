@@ -17,6 +17,7 @@ from commrt.bench.launch import LaunchError
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.errors import UsageError
+from commrt.files.write import write_file
 from commrt.launch.mpiexec import run_ranks
 from commrt.vocabulary.dtypes import dtype_by_name
 
@@ -79,7 +80,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 def _launch(ranks: int, job: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="commrt-fused-") as folder:
         path, result = Path(folder, "job.json"), Path(folder, "result.json")
-        path.write_text(json.dumps({**job, "result": str(result)}))
+        write_file(path, json.dumps({**job, "result": str(result)}))
         command = [str(_WORKER), str(path)]
         done = run_ranks(sys.executable, ranks, command, timeout_s=timeout_s)
         if not done.ok or not result.exists():

@@ -128,6 +128,7 @@ def _worst(comm: Communicator, times: list[float]) -> list[float]:
 def main(path: str) -> None:
     """Run the job in ``path``; rank 0 writes the result to where it says."""
     import commrt
+    from commrt.files.write import write_file
 
     job = json.loads(Path(path).read_text())
     comm = commrt.init()
@@ -136,7 +137,7 @@ def main(path: str) -> None:
         os.sched_setaffinity(0, {cpus[comm.rank % len(cpus)]})
     result = measure(comm, job)
     if comm.rank == 0:
-        Path(job["result"]).write_text(json.dumps(result))
+        write_file(job["result"], json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from commrt.bench.device_memory import number_of_devices
 from commrt.bench.gpu_goals import LONG_NBYTES, OVERLAP_NBYTES, Outcome, goals_table
 from commrt.bench.machine import describe_machine
 from commrt.errors import UsageError
+from commrt.files.write import open_stream, write_file
 
 __all__ = ["Part", "main", "parts", "run_parts"]
 
@@ -195,10 +196,10 @@ def run_parts(
         if outcome.why_not:
             failed.append(part.name)
         # Whatever ends this run, what was measured is there.
-        report.write_text("\n".join(texts))
+        write_file(report, "\n".join(texts))
     table = goals_table(found, no_use)
     texts.append(f"## What was wanted\n\n{table}\n")
-    report.write_text("\n".join(texts))
+    write_file(report, "\n".join(texts))
     print(f"\n{table}\n\nreport: {report}", flush=True)
     return failed
 
@@ -248,7 +249,7 @@ def _run_process(
     command: Sequence[str], kept: Path, env: Mapping[str, str], timeout_s: float
 ) -> str:
     """Run a command, its words into a file; return why it did not end well."""
-    with kept.open("wb") as file:
+    with open_stream(kept) as file:
         try:
             process = subprocess.Popen(
                 command,

@@ -17,6 +17,7 @@ from commrt.bench.launch import LaunchError, parse_peer
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.errors import UsageError
+from commrt.files.write import write_file
 from commrt.launch.mpiexec import run_ranks
 
 __all__ = ["extents", "job_of", "main", "text"]
@@ -105,7 +106,7 @@ def _launch(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="commrt-halo-") as folder:
         path, result = Path(folder, "job.json"), Path(folder, "result.json")
-        path.write_text(json.dumps({**job, "result": str(result)}))
+        write_file(path, json.dumps({**job, "result": str(result)}))
         done = run_ranks(python, ranks, [str(_WORKER), str(path)], timeout_s=timeout_s)
         if not done.ok or not result.exists():
             raise LaunchError(f"{name}: {done.describe_failure()}")

@@ -25,9 +25,10 @@ import numpy as np
 
 import commrt
 from commrt.bench.machine import describe_machine
+from commrt.bench.raw_data import write_output
 from commrt.calls import arguments
-from commrt.comm import Communicator
-from commrt.errors import BackendError
+from commrt.comm import Communicator, core_of
+from commrt.errors import BackendError, UsageError
 from commrt.job.arena import share
 from commrt.vocabulary.operations import operation
 
@@ -60,7 +61,7 @@ class Loops:
     def __init__(self, comm: Communicator) -> None:
         self.library = build()
         nbytes = self.library.handwritten_region_nbytes()
-        world = comm.world
+        world = core_of(comm).world
         arena = share(world.bootstrap, [0, 1], "handwritten", nbytes, 60)
         if arena.region_nbytes != nbytes:
             raise BackendError("the hand-written region is not a multiple of a page")
@@ -100,7 +101,9 @@ def measure(comm: Communicator, nbytes: int, samples: int) -> list[dict[str, Any
         repetitions = _repetitions(comm, plan, x, y)
         for _ in range(samples + 1):
             comm.barrier()
-            spent = comm.time_plan(plan, x.ctypes.data, y.ctypes.data, repetitions, 60)
+            spent = core_of(comm).time_plan(
+                plan, x.ctypes.data, y.ctypes.data, repetitions, 60
+            )
             times["engine"].append(spent / repetitions * 1e6)
             _check(y, 2 * x, algorithm)
             comm.barrier()
@@ -137,12 +140,12 @@ def _check(result: Any, expected: Any, who: str) -> None:
 def _plan(comm: Communicator, x: Any, y: Any, name: str, params: dict[str, int]) -> Any:
     given = {"out": y, "algorithm": name, "params": params}
     call = arguments.parse(operation("allreduce"), (x,), given)
-    return comm.host.plan(call, arguments.bind(call, comm.rank, comm.size))
+    return core_of(comm).host.plan(call, arguments.bind(call, comm.rank, comm.size))
 
 
 def _repetitions(comm: Communicator, plan: Any, x: Any, y: Any) -> int:
-    comm.time_plan(plan, x.ctypes.data, y.ctypes.data, 3, 60)
-    once = comm.time_plan(plan, x.ctypes.data, y.ctypes.data, 10, 60) / 10
+    core_of(comm).time_plan(plan, x.ctypes.data, y.ctypes.data, 3, 60)
+    once = core_of(comm).time_plan(plan, x.ctypes.data, y.ctypes.data, 10, 60) / 10
     mine = np.array([max(1.0, min(20000.0, _TARGET_S / once))])
     return int(comm.allreduce(mine, op="min")[0])
 
@@ -181,7 +184,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.out:
             links = str(comm.facts.link_class)
             data = {"machine": describe_machine(), "link_class": links, "rows": rows}
-            args.out.write_text(json.dumps(data))
+            try:
+                write_output(args.out, json.dumps(data))
+            except UsageError as error:
+                print(f"commrt.bench.handwritten: {error}", file=sys.stderr)
+                return 2
     return 0
 
 

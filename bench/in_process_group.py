@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commrt.bench.machine import describe_machine
-from commrt.bench.raw_data import write_data
+from commrt.bench.raw_data import write_output
 
 Rows = list[dict[str, Any]]
 
@@ -48,6 +48,6 @@ def report(
             print(text(rows))
             if out:
                 found = {"machine": describe_machine(), "rows": rows}
-                write_data(Path(out), json.dumps(found))
+                write_output(Path(out), json.dumps(found))
     finally:
         dist.destroy_process_group()

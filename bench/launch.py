@@ -17,6 +17,7 @@ from typing import Any, Literal
 from commrt.bench.bench_operations import bench_operation
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import BackendError, UsageError, suggest
+from commrt.files.write import write_file
 from commrt.launch.mpiexec import (
     Completed,
     available_cpus,
@@ -167,7 +168,7 @@ def launch(
         path = Path(folder, "job.json")
         own = {"flags": flags, "result": str(result)}
         own_arrays = {"symmetric": True} if peer.kind == "symmetric" else {}
-        path.write_text(json.dumps({**job, **own_arrays, **own}))
+        write_file(path, json.dumps({**job, **own_arrays, **own}))
         done = _run(peer, ranks, str(path), timeout_s, env)
         if not done.ok or not result.exists():
             raise _failure(peer, done)

@@ -57,15 +57,28 @@ class SharedFlags:
 
 
 class FlagBarrier:
-    """A barrier of flags: each rank writes its own line and reads all others."""
+    """A barrier of flags: each rank writes its own line and reads all others.
 
-    def __init__(self, flags: SharedFlags, rank: int, oversubscribed: bool) -> None:
+    Args:
+        flags: the shared lines.
+        rank: this one's.
+        oversubscribed: whether ranks outnumber CPUs.
+        spins: polls before a rank that waits lets others have its CPU.
+    """
+
+    def __init__(
+        self,
+        flags: SharedFlags,
+        rank: int,
+        oversubscribed: bool,
+        spins: int = _SPINS,
+    ) -> None:
         self._words = flags.words
         self._mine = flags.word(0, rank)
         self._others = [flags.word(0, r) for r in range(flags.size) if r != rank]
         # A rank without a CPU of its own must let the others run at once; one with a
         # CPU may have to share it with other programs.
-        self._spins = 0 if oversubscribed else _SPINS
+        self._spins = 0 if oversubscribed else spins
         self._epoch = 0
 
     def __call__(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from commrt.errors import UsageError
 from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.limits import parse_seconds
 
 __all__ = [
     "argument",
@@ -65,16 +65,13 @@ def count(smallest: int) -> Callable[[str], int]:
 
 def _positive_seconds(text: str) -> float:
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{text!r} is not a finite number of seconds above 0")
-    return seconds
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r}: {error}") from None
 
 
 seconds = argument(_positive_seconds)
-"""Parses a finite number above 0."""
+"""Parses a number of seconds above 0; inf is no limit."""
 
 
 def doubling_sizes(low: int, high: int, factor: int = 2) -> list[int]:

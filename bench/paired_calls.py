@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commrt.comm import core_of
 from commrt.job.links import link_class_now
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def time_pair(
         for _ in range(_WARM_UPS):
             call()
     count = _calls_per_turn(comm, first)
-    before = link_class_now(comm)
+    before = link_class_now(core_of(comm))
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns):
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -58,7 +59,7 @@ def time_pair(
             for _ in range(count):
                 call()
             times[which].append((time.perf_counter() - start) / count * 1e6)
-    after = link_class_now(comm)
+    after = link_class_now(core_of(comm))
     slowest = comm.allreduce(np.array(times), op="max")
     return PairedTimes(
         before if before == after else "mixed",

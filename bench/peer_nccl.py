@@ -19,6 +19,7 @@ from commrt.bench import worker
 from commrt.bench.device_memory import DeviceMemory, Timing
 from commrt.bench.timing_loop import Call, Parts
 from commrt.bench.worker import CommrtPeer
+from commrt.comm import core_of
 from commrt.errors import BackendError, UsageError
 from commrt.nccl.abilities import NCCL_REDUCTIONS, NCCL_TYPES, nccl_count
 from commrt.nccl.features import version_text
@@ -66,7 +67,7 @@ class NcclPeer(CommrtPeer):
             )
         self.library = f"NCCL {version_text(taken.version)}"
         self.nccl = nccl.NcclComm.create(
-            self.comm.world.bootstrap,
+            core_of(self.comm).world.bootstrap,
             config=nccl.NcclConfig(blocking=True),
             taken=taken,
             timeout_s=self.comm.timeout_s,

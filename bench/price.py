@@ -35,9 +35,11 @@ import numpy as np
 from commrt.bench.machine import describe_machine
 from commrt.bench.options import check_dtype
 from commrt.bench.paired_calls import time_pair
-from commrt.bench.raw_data import read_data, write_data
+from commrt.bench.raw_data import check_output, damage_told, read_data, write_output
 from commrt.bench.timing_loop import numpy_dtype
+from commrt.comm import core_of
 from commrt.errors import UsageError
+from commrt.files.visible import visible_lines
 from commrt.job.slot_window import window_nbytes
 from commrt.select.facts import Candidate
 from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
@@ -61,9 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.load:
-            print(_text(json.loads(read_data(Path(arguments.load)))))
+            with damage_told(Path(arguments.load)):
+                text = _text(read_data(Path(arguments.load), _SCHEMA))
+            print(visible_lines(text))
             return 0
         jobs = list(_jobs(arguments))
+        if arguments.out:
+            check_output(Path(arguments.out))  # before anything is measured
+            _earlier(Path(arguments.out))
     except (UsageError, ValueError, OSError) as error:
         print(f"price: {error}", file=sys.stderr)
         return 2
@@ -75,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = _with_launch(arguments, {"ranks": comm.size, "rows": rows})
         print(_text(found))
         if arguments.out:
-            write_data(Path(arguments.out), json.dumps(found))
+            try:
+                write_output(Path(arguments.out), json.dumps(found))
+            except UsageError as error:
+                print(f"price: {error}", file=sys.stderr)
+                return 2
     return 0
 
 
@@ -96,8 +107,8 @@ def measure(
             )
     elif what == "slots":
         with comm.dup() as still, comm.dup() as moving:
-            still.set_slot_window(0)
-            moving.set_slot_window(window_nbytes())
+            core_of(still).set_slot_window(0)
+            core_of(moving).set_slot_window(window_nbytes())
             # The same arrays: where pages lie changes times by more than slots do.
             kind = numpy_dtype(detail)
             arrays = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))
@@ -206,9 +217,19 @@ def _with_launch(arguments: argparse.Namespace, launch: Mapping[str, Any]) -> Ro
         "machine": describe_machine(),
         "launches": [],
     }
-    if arguments.out and Path(arguments.out).exists():
-        found = json.loads(read_data(Path(arguments.out)))
+    if arguments.out:
+        found = _earlier(Path(arguments.out)) or found
     return {**found, "launches": [*found["launches"], launch]}
+
+
+def _earlier(path: Path) -> Row | None:
+    """Return the launches that a file holds; None if there is no such file."""
+    if not path.is_file():
+        return None
+    found = read_data(path, _SCHEMA)
+    with damage_told(path):
+        _text({**found, "launches": [*found["launches"]]})
+    return found
 
 
 def _text(found: Mapping[str, Any]) -> str:

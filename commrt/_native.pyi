@@ -38,6 +38,94 @@ class FusedRequest(request.Request):
 class MessageMethod: ...
 class Operation: ...
 
+class AllRounds:
+    """The rounds of all ranks."""
+
+    def check(
+        self,
+        rows: Sequence[NDArray[Any]],
+        *,
+        distances: int,
+        messages: int,
+        goal: OperationGoal,
+        rule: int,
+        in_place_too: bool,
+    ) -> int:
+        """Check what all ranks run; return the calls of the largest group."""
+
+    def num_rounds(self, rank: int) -> int: ...
+    def num_slots(self, rank: int) -> int: ...
+    def rows(self, rank: int) -> NDArray[Any]:
+        """Return a rank's messages and work."""
+
+    def sequence(
+        self,
+        rank: int,
+        *,
+        size: int,
+        fragments: int,
+        lag: int,
+        distances: int,
+        messages: int,
+    ) -> NDArray[Any]:
+        """Return what a rank's stream runs."""
+
+class Backoff:
+    """How a thread waits that looks again and again. The engine's bell wakes it;
+    None is the engine of this process, if it has one.
+    """
+
+    def __init__(self, engine: Engine | None = None, spins: int = 0) -> None: ...
+    def pause(self, limit_s: float) -> None:
+        """To be called after a look that found nothing: return for the next look,
+        after a yield or a sleep of at most so long.
+        """
+
+    def rest(self, limit_s: float) -> None:
+        """The same without yields before the sleep."""
+
+class Bells:
+    """Words by which ranks of a node wake each other."""
+
+    def __init__(
+        self, name: str, address: int, region_nbytes: int, members: int, own: int
+    ) -> None:
+        """Take over zeroed memory that the ranks share."""
+
+    def is_asleep(self, member: int) -> bool:
+        """Whether a member sleeps, or is about to."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def own(self) -> int:
+        """Number of this rank among the members."""
+
+    def ring(self, member: int) -> None:
+        """Wake a member, if it sleeps."""
+
+class CallShape:
+    """A call without its lengths, and how those of its arrays follow."""
+
+    def __init__(
+        self,
+        *,
+        coll: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        label: str,
+        returns_out: bool,
+        counts: int,
+        x_part: tuple[int, int],
+        out_part: tuple[int, int],
+        x_is_own: bool,
+        out_is_own: bool,
+        has_in: bool,
+        has_out: bool,
+        divides: bool,
+    ) -> None: ...
+
 class CallSites:
     """Places that calls have come from."""
 
@@ -420,6 +508,13 @@ class Engine:
     """Progress for every communicator of one rank."""
 
     def __init__(self) -> None: ...
+    def add_bells(self, bells: Bells) -> None:
+        """Let threads of this process sleep until ranks of a node ring."""
+
+    @property
+    def bells(self) -> list[Bells]:
+        """Bells in use."""
+
     @property
     def has_thread(self) -> bool: ...
     @property
@@ -440,6 +535,29 @@ class Engine:
         """
 
     def stop_thread(self) -> None: ...
+
+class EngineOrder:
+    """An order in which all ranks run."""
+
+    def __len__(self) -> int: ...
+    def rows(self) -> NDArray[Any]:
+        """Return rank, fragment and instruction of each place."""
+
+class Front:
+    """What a program holds of a group: its methods, and none of its parts."""
+
+    def __init__(self, group: Any) -> None: ...
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
 
 class GlooGroup:
     """Keeps the collectives of a group of gloo in order."""
@@ -477,32 +595,47 @@ class Group:
     def add_mirror(self, address: int, nbytes: int, original: int) -> bool:
         """Tell that memory of the symmetric heap is mapped at another address, too."""
 
+    def add_template(
+        self, family: PlanFamily, lo: int, hi: int, template: PlanTemplate
+    ) -> None:
+        """Let a family make the plans of vectors of `lo` to below `hi` elements."""
+
+    def attach_bells(self, bells: Bells, members: Sequence[int]) -> None:
+        """Let peers be woken: for each rank its number among the bells' members, or
+        -1.
+        """
+
     def attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
     def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
     def attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
+    def drop_family(self, family: PlanFamily) -> None:
+        """Drop a family with its plans."""
+
     @property
     def failure(self) -> str: ...
+    def find_plan(self, family: PlanFamily, count: int, counts: Sequence[int]) -> Plan:
+        """Return the plan of a call, made of its family's template if need be; None:
+        neither.
+        """
+
     @property
     def idle(self) -> bool: ...
     def keep_plan(
-        self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: Plan, /
-    ) -> None: ...
-    def keep_vector_plan(
-        self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: Sequence[int],
-        arg6: Plan,
-        /,
-    ) -> None: ...
+        self, family: PlanFamily, count: int, counts: Sequence[int], plan: Plan
+    ) -> None:
+        """Keep the plan of a call."""
+
+    def kept_plans(self) -> list[Plan]:
+        """Return the plans that it keeps, the last used first."""
+
     @property
     def least_spins(self) -> int:
         """Number of looks of a wait, now, before it yields."""
+
+    def least_used_family(self) -> PlanFamily:
+        """Return the family to drop, where all of them take too much; else None."""
 
     @property
     def name(self) -> str: ...
@@ -513,6 +646,23 @@ class Group:
     def num_device_work(self) -> int: ...
     @property
     def num_plans(self) -> int: ...
+    def plan_family(
+        self, coll: int, dtype: int, redop: int, root: int, unit: int, is_plain: bool
+    ) -> PlanFamily:
+        """Make a family of calls that differ only in lengths; the dispatcher knows
+        plain ones.
+        """
+
+    @property
+    def plans_limit_nbytes(self) -> int:
+        """Most bytes of them."""
+
+    @plans_limit_nbytes.setter
+    def plans_limit_nbytes(self, arg: int, /) -> None: ...
+    @property
+    def plans_nbytes(self) -> int:
+        """Bytes of the plans that it keeps, and of what new ones are made of."""
+
     def probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
     def probe_slots_ns(
         self, peer: int, window_nbytes: int, timeout_s: float
@@ -532,6 +682,7 @@ class Group:
         operation: Any,
         nonblocking: bool,
         timeout_s: float,
+        type: int = 255,
     ) -> Any: ...
     def remove_mirror(self, address: int) -> None: ...
     def run_plan(
@@ -556,7 +707,12 @@ class Group:
         operation: Any,
         nonblocking: bool,
         timeout_s: float,
-    ) -> Any: ...
+        type: int = 255,
+    ) -> Any:
+        """`type` is the code of the element type, which its receive must have; without
+        it any may.
+        """
+
     def sendrecv_bytes(
         self,
         data: int,
@@ -573,6 +729,8 @@ class Group:
         operation: Any,
         nonblocking: bool,
         timeout_s: float,
+        sent_type: int = 255,
+        received_type: int = 255,
     ) -> Any: ...
     def set_failure(self, arg: str, /) -> None: ...
     def set_slot_window(self, nbytes: int) -> None:
@@ -656,6 +814,38 @@ class HostWork(DeviceWork):
     def wait_until_come(self, call: DeviceCall, limit_s: float) -> bool:
         """The same once it is so, or after that time, 0.05 s at most."""
 
+class LoweredPrograms:
+    """The lowered programs of all ranks."""
+
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        rank: int,
+        spaces: SpaceTable,
+        inputs: NDArray[Any],
+        input_ptr: NDArray[Any],
+        outputs: NDArray[Any],
+        output_ptr: NDArray[Any],
+        deps: NDArray[Any],
+        dep_ptr: NDArray[Any],
+        messages_in: dict[int, int],
+        messages_out: dict[int, int],
+    ) -> None: ...
+    def check(self) -> None: ...
+    def check_meaning(
+        self,
+        order: EngineOrder,
+        fragments: int,
+        goal: OperationGoal,
+        rule: int,
+        in_place_too: bool,
+    ) -> None: ...
+    def rounds(self) -> AllRounds: ...
+    def run(
+        self, fragments: int, lines: int, has_lines: Callable[[int, int], bool] | None
+    ) -> EngineOrder:
+        """Return an order in which all of it runs."""
+
 class MessageStager(DeviceWork):
     """A communicator's messages on one device."""
 
@@ -688,8 +878,8 @@ class MessageStager(DeviceWork):
 
     def start(
         self,
-        sends: Sequence[tuple[int, int, int, int]],
-        recvs: Sequence[tuple[int, int, int, int]],
+        sends: Sequence[tuple[int, int, int, int, int]],
+        recvs: Sequence[tuple[int, int, int, int, int]],
         stream: int,
         orders: bool,
         keep: Any,
@@ -932,6 +1122,19 @@ class NcclWork(DeviceWork):
     ) -> DeviceCall:
         """The same of any number of arrays."""
 
+class OperationGoal:
+    """What an operation starts from and must reach."""
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        shape: int,
+        per_rank_input: bool,
+        idempotent: bool,
+        holders: Sequence[tuple[int, int]],
+    ) -> None: ...
+
 class PeerExchange:
     """Exchange memory that peers have opened."""
 
@@ -1021,14 +1224,16 @@ class PersistentMessages:
     def __init__(
         self,
         group: Any,
-        sends: Sequence[tuple[int, int, int, int, bool]],
-        recvs: Sequence[tuple[int, int, int, int, bool]],
+        sends: Sequence[tuple[int, int, int, int, int, bool]],
+        recvs: Sequence[tuple[int, int, int, int, int, bool]],
         keep_sends: Any,
         keep_recvs: Any,
         result: Any,
         operation: Any,
     ) -> None:
-        """Rows are (address, nbytes, peer, tag, replaced), all checked."""
+        """Rows are (address, nbytes, peer, tag, code of the type, replaced), all
+        checked.
+        """
 
     def __repr__(self) -> str: ...
     @property
@@ -1051,6 +1256,10 @@ class Plan:
     """One rank's operation, ready to be started any number of times."""
 
     @property
+    def bounds(self) -> list[list[int]]:
+        """Boundaries of the blocks of each space, in elements."""
+
+    @property
     def fragments(self) -> int: ...
     @property
     def in_elems(self) -> int: ...
@@ -1059,17 +1268,71 @@ class Plan:
     @property
     def label(self) -> str: ...
     @property
+    def landings(self) -> list[int]:
+        """Where each message may land in its peer's result, in elements."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    @property
     def out_elems(self) -> int: ...
+    @property
+    def pair_fragments(self) -> list[tuple[int, int, int]]:
+        """Each peer, and the fragments that have messages to it and from it."""
+
     @property
     def slot_nbytes(self) -> int: ...
     @property
     def slots(self) -> int: ...
+    @property
+    def stores(self) -> tuple[int, int]:
+        """Codes of the stores that it begins with, and that it learns about."""
+
     @property
     def tmp_nbytes(self) -> int: ...
     def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
+
+class PlanFamily:
+    """Calls that differ only in their lengths."""
+
+    def named(self, label: str) -> PlanTemplate:
+        """Return its template of that name, to be added for more lengths; None: it has
+        none.
+        """
+
+    @property
+    def unit(self) -> int:
+        """Elements of the full vector for each of a count."""
+
+class PlanTemplate:
+    """What calls have in common that differ in their lengths alone."""
+
+    @property
+    def label(self) -> str: ...
+    def lacks_reach(self, num_elements: int) -> bool:
+        """Return whether plans of this length need set_reach() first."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    def plan(self, group: Group, num_elements: int, counts: Sequence[int]) -> Plan:
+        """The plan for so many elements; None if there can be none."""
+
+    def set_reach(
+        self,
+        *,
+        exposable: NDArray[Any],
+        operand_exposable: NDArray[Any],
+        deliverable: NDArray[Any],
+        spaces: Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]],
+        landings: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Say what peers may reach of buffers in the symmetric heap."""
 
 class RecordCounter:
     """Counter of the calls of a group, or of the messages of a pair."""
@@ -1258,6 +1521,9 @@ class Request(request.Request):
         leaves the request pending.
         """
 
+class ScheduleFaultError(Exception):
+    """What is wrong with a schedule: kind, numbers, contents."""
+
 class SimDevice(Device):
     """A simulated device; SimWorld makes them."""
 
@@ -1321,6 +1587,13 @@ class SimWorld:
     @property
     def violations(self) -> list[str]:
         """The first 64 violations that were found."""
+
+class SpaceTable:
+    """The spaces of one rank."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, int, int, bool, int, int, int, Sequence[int]]]
+    ) -> None: ...
 
 class StagedLaunch:
     """A launch of boxes that is part of a call."""
@@ -1431,6 +1704,79 @@ class Stager(DeviceWork):
     ) -> DeviceCall:
         """The same of any number of arrays."""
 
+class StepColumns:
+    """The steps of one rank, in columns."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def append(
+        self,
+        op: int,
+        src: tuple[int, int, int] | None,
+        dst: tuple[int, int, int] | None,
+        peer: int,
+        deps: tuple[int, ...],
+        after: tuple[int, ...],
+    ) -> int:
+        """Add a step as it is; return its index."""
+
+    def peers(self) -> list[int]:
+        """Return the ranks that messages go to or come from."""
+
+    def place(self, first: Sequence[int]) -> None:
+        """Say where the blocks of each space are numbered from."""
+
+    def record(
+        self,
+        op: int,
+        src: tuple[int, int, int] | None,
+        dst: tuple[int, int, int] | None,
+        peer: int,
+        after: tuple[int, ...],
+    ) -> int:
+        """Add a step that waits for what its data and `after` demand; return its
+        index.
+        """
+
+    def row(
+        self, index: int
+    ) -> tuple[
+        int,
+        tuple[int, int, int] | None,
+        tuple[int, int, int] | None,
+        int,
+        tuple[int, ...],
+        tuple[int, ...],
+    ]:
+        """Return op, src, dst, peer, deps and after of a step."""
+
+class StepPrograms:
+    """The steps of all ranks."""
+
+    def __init__(self, programs: list[Any]) -> None: ...
+    def check_input_lasts(self) -> None: ...
+    def check_lengths(self) -> None: ...
+    def check_meaning(
+        self, goal: OperationGoal, rule: int, in_place_too: bool
+    ) -> None: ...
+    def check_races(self) -> None: ...
+    def check_well_formed(self) -> None: ...
+    def events(self) -> tuple[NDArray[Any], NDArray[Any], int]:
+        """Return what runs, step by step, who sent it, and the longest chain of
+        messages.
+        """
+
+    def longest_chain(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    def partners(self) -> NDArray[Any]:
+        """Return for each step of all ranks the other end of its message, or -1."""
+
+    def sent(self, rank: int) -> tuple[list[int], int]:
+        """Return the blocks that a rank sends, by space, and its most messages to one
+        rank.
+        """
+
 class StreamProgram:
     """Commands that a stream runs for a schedule."""
 
@@ -1461,6 +1807,9 @@ class ThreadDevice(Device):
 
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
+
+def bells_of_threads(name: str, members: int, own: int) -> Bells:
+    """Return bells for ranks that are threads of this process."""
 
 def book_load(line: int) -> int:
     """Return it; what its writer did before has been done then."""
@@ -1548,6 +1897,11 @@ def fusion_method_names() -> list[str]:
 def group_method_names() -> list[str]:
     """Names that a Communicator must have, as the engine asks it for them."""
 
+def has_memory(tensor: Any) -> bool:
+    """True if a tensor is dense, of torch's own classes, and its elements lie in
+    its storage; False also where that cannot be seen at a glance.
+    """
+
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to
     it.
@@ -1606,6 +1960,22 @@ def leave_arrays(leaves: bool) -> None:
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...
+def lower_steps(
+    steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes
+) -> tuple[
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    list[tuple[int, int]],
+    list[tuple[int, int]],
+    list[int],
+    int,
+]:
+    """Return the tables of a rank's lowered program."""
+
 def make_box_plan(
     group: Group,
     *,
@@ -1652,25 +2022,18 @@ def make_message_method(name: str, kind: int, function: Any) -> Any:
     multi_sendrecv (3) around the Python function that takes all other calls.
     """
 
-def make_native_plan(
+def make_native_template(
+    group: Group,
+    shape: CallShape,
     *,
-    coll: int,
-    dtype: int,
-    redop: int,
-    root: int,
-    in_elems: int,
-    out_elems: int,
-    label: str,
     datatype: int,
     op: int,
     comm: int,
-    count: int,
-    returns_out: bool,
-    send_counts: Sequence[int] = [],
-    send_at: Sequence[int] = [],
-    recv_counts: Sequence[int] = [],
-    recv_at: Sequence[int] = [],
-) -> Plan: ...
+    unit: int,
+    is_blocked: bool,
+) -> PlanTemplate:
+    """Plans of one collective of the MPI library."""
+
 def make_nccl_order(device: Device, first_value: int = 0) -> NcclOrder:
     """Make the order of NCCL's work on a device."""
 
@@ -1696,17 +2059,12 @@ def make_peer_exchange(
 ) -> PeerExchange:
     """One rank's exchange; `memory` is where each rank's is mapped here."""
 
-def make_schedule_plan(
+def make_schedule_template(
     group: Group,
+    shape: CallShape,
     *,
-    coll: int,
-    dtype: int,
-    redop: int,
-    root: int,
-    in_elems: int,
-    out_elems: int,
-    label: str,
-    spaces: Sequence[tuple[int, Sequence[int]]],
+    spaces: Sequence[tuple[int, tuple[int, int, int, Sequence[int], Sequence[int]]]],
+    share: int,
     peers: Sequence[tuple[int, int, int]],
     inputs: NDArray[Any],
     input_ptr: NDArray[Any],
@@ -1714,31 +2072,32 @@ def make_schedule_plan(
     output_ptr: NDArray[Any],
     deps: NDArray[Any],
     dep_ptr: NDArray[Any],
-    fragments: int,
+    messages: Sequence[tuple[int, int, int, int]],
+    publishes: int,
+    chunk_nbytes: int,
+    long_from_nbytes: int,
+    long_chunk_nbytes: int,
     lane_nbytes: int,
     depth: int,
     slot_reuse: int,
     spins: int,
     most_inline: int,
-    store: int,
-    adaptive: int,
+    stores: tuple[int, int, Sequence[tuple[int, int]]],
+    on_node: int,
     factor: float,
     integer_factor: int,
     divisor: int,
     alone: bool,
-    returns_out: bool,
     itemsize: int,
     user_function: int,
     user_owner: Any | None,
     rounds_scaled: bool,
-    shows_result: bool,
-    exposable: NDArray[Any],
-    operand_exposable: NDArray[Any],
-    deliverable: NDArray[Any],
-    landings: NDArray[Any],
-    instr_fragments: Sequence[int] = [],
-    peer_fragments: Sequence[tuple[int, int]] = [],
-) -> Plan: ...
+    shows_from_nbytes: int,
+    wants_reach: bool,
+    instr_pairs: Sequence[int],
+) -> PlanTemplate:
+    """Plans of one lowered schedule, and the rules of their lengths."""
+
 def make_stream_program(
     commands: NDArray[Any],
     *,

@@ -3,168 +3,86 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from commrt import _native
-from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
-from commrt.calls import arguments
-from commrt.calls.bound_call import Binders
-from commrt.calls.channel import Channel
-from commrt.calls.check_mode import Checker
-from commrt.calls.collectives import Collectives
-from commrt.calls.forwarding import forwarded
+from commrt.calls.methods import method_of
 from commrt.calls.selection import Selection
-from commrt.calls.settings import Settings
-from commrt.compression.compressed import Compression
-from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import UsageError
+from commrt.core import CartCore, CommStats, Core, GraphCore
+from commrt.errors import UsageError, shown
 from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Coords, Grid, times
-from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
-from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
+from commrt.grids.mesh import Mesh
+from commrt.grids.neighbors import NeighborCalls
 from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.symmetric import SymmetricMemory
-from commrt.job.world import World
-from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
-from commrt.mpi import library
 from commrt.plans import Plans
+from commrt.select.facts import CommFacts
 from commrt.sparse.allreduce import SparseReport
-from commrt.sparse.bound import sparse_binders
 from commrt.sparse.sums import SparseSums
-from commrt.subgroups import Kinds, Subgroups
+from commrt.subgroups import Subgroups
 from commrt.trace.methods import follow_communicator
-from commrt.trace.nvtx import plans_with_ranges, ranges_around
+from commrt.trace.nvtx import plans_with_ranges, put_ranges
 from commrt.vocabulary.checks import as_integer
-from commrt.vocabulary.operations import names_of
+from commrt.vocabulary.operations import OPERATIONS, names_of
+from commrt.vocabulary.signatures import Operations
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+__all__ = ["CartCommunicator", "Communicator", "GraphCommunicator", "core_of"]
 
-__all__ = ["CartCommunicator", "CommStats", "Communicator", "GraphCommunicator"]
-
-
-@dataclass(frozen=True)
-class CommStats:
-    """Counters of one communicator."""
-
-    name: str
-    """Its name in messages."""
-    operations: int
-    """Collectives started."""
-    plans: int
-    """Plans in the dispatcher's cache."""
-    in_flight: bool
-    """True if operations are in flight."""
+P = ParamSpec("P")
+R = TypeVar("R")
+Made = TypeVar("Made")
 
 
-_Subgroups = Subgroups["Communicator", "CartCommunicator", "GraphCommunicator"]
+def _served(
+    method: Callable[Concatenate[Any, P], R], service: str
+) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that calls ``method`` of the core's attribute ``service``.
+
+    It has the signature and the docstring of the service's method.
+    """
+
+    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(getattr(self._core, service), *args, **kwargs)
+
+    # The type that wraps() declares binds no instance: this cast corrects it.
+    return cast(Callable[Concatenate[Any, P], R], wraps(method)(forward))
 
 
-class Communicator(Channel):
+def _derived(
+    method: Callable[Concatenate[Any, P], Any], hold: Callable[[Any], Made]
+) -> Callable[Concatenate[Any, P], Made]:
+    """Return a method that makes a core by the service of sub-groups, and holds it."""
+
+    def forward(self: Any, *args: P.args, **kwargs: P.kwargs) -> Made:
+        return hold(method(self._core.subgroups, *args, **kwargs))
+
+    return cast(Callable[Concatenate[Any, P], Made], wraps(method)(forward))
+
+
+def _held(core: Core | None) -> Communicator | None:
+    return None if core is None else Communicator(core)
+
+
+class Communicator(_native.Front, Operations):
     """A group of ranks. Get one from ``commrt.init()``, ``split`` or ``create_group``.
 
     Collectives must be called by all ranks of the communicator in the same order.
     Calls from several threads are serialised; the order is then the caller's duty.
     """
 
-    devices: DeviceCollectives
-    fusion: Fusion
-    checker: Checker | None = None
-
-    def __init__(
-        self,
-        world: World,
-        ranks: Sequence[int],
-        name: str,
-        identity: int,
-        *,
-        deterministic: bool = False,
-        native_comm: MPI.Intracomm | None = None,
-        timeout_s: float | None = None,
-        settings: Settings | None = None,
-    ) -> None:
-        """Collective over ``ranks`` (ranks of the world); users call ``commrt.init``.
-
-        ``native_comm``: an mpi4py communicator of these ranks where nobody else runs
-        collectives. ``timeout_s``: limit of every wait in here, not of later ones.
-        ``settings``: what this communicator has of its own, equal on all ranks.
-        """
-        super().__init__(
-            world,
-            ranks,
-            name,
-            identity,
-            deterministic=deterministic,
-            native_comm=native_comm,
-            timeout_s=timeout_s,
-            settings=settings,
-            # These two are made below, and need the channel themselves.
-            stager=lambda device: self.devices.stager(device),
-            sendrecv=lambda *args, **kwargs: self.sendrecv(*args, **kwargs),
-        )
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        self.compression = Compression(self, self.selection, self.private)
-        self.selection.remarks.append(self.compression.explained)
-        self.devices = DeviceCollectives(
-            self, self._host_channel, self.compression.bind
-        )
-        self.fusion = Fusion(
-            self,
-            self.devices,
-            choose=self.selection.choose,
-            plan=self.host.plan,
-            may_compress=lambda: self.compression.is_open,
-        )
-        self.symmetric = SymmetricMemory(self, self._forget_reach)
-        self._resources.callback(self.symmetric.close)
-        self._resources.callback(self.devices.close)
-        self.messages = Messages(self, self.devices, self.comparison)
-        self.collectives = Collectives(
-            self,
-            self.comparison,
-            on_host=(self.fusion, self.compression, self.host),
-            on_device=(self.fusion, self.devices),
-        )
-        self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
-        self.parts += [self.sparse, self.compression]
-        self.subgroups = _Subgroups(self, self.comparison, _KINDS)
-        self.box_plans = ComparedBoxes(self)
-        self.redistributions = Redistributions(
-            self, self.devices, self.comparison, self.box_plans
-        )
-        self.binders: Binders = {
-            **self.collectives.binders,
-            **message_binders(self.messages),
-            **sparse_binders(self, self.sparse),
-            **self.redistributions.binders,
-        }
-        for attached in self.attached.values():
-            attached.join(limit)
-        checks = None if settings is None else settings.checks
-        checks = Checker.is_wanted() if checks is None else checks
-        self.settle()
-        if self.size > 1 and checks:
-            self.checker = Checker(
-                self, self.private("check", limit), self.table_digest
-            )
-            self.parts.append(self.checker)
-            self._slow = True
-        self.ranges = ranges_around(self)
-        follow_communicator(self)
-
-    # -- making ------------------------------------------------------------------
-
-    def _host_channel(self, timeout_s: float) -> HostCalls:
-        """Return what runs the host's parts of calls on device arrays; collective."""
-        return HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
+    def __init__(self, core: Core) -> None:
+        """Hold a core; users call ``commrt.init`` and methods of communicators."""
+        super().__init__(core)
+        self._core = core
+        put_ranges(self, core)
+        follow_communicator(self, core)
 
     # -- ending ------------------------------------------------------------------
 
@@ -174,23 +92,7 @@ class Communicator(Channel):
         In a forked process it does nothing: memory and messages are the parent's.
         Where it failed and operations hang in it, its memory stays for them.
         """
-        if self.is_over:
-            return
-        if self.fusion.context is not None:
-            raise UsageError(
-                f"{self.name} cannot be freed: a fused() of it is open; leave it first"
-            )
-        super().free()
-
-    def _end(self, *, at_rest: bool) -> None:
-        super()._end(at_rest=at_rest)
-        if not at_rest:
-            self.devices.close()  # nobody looks at its devices any more
-
-    def give_up(self, why: str) -> None:
-        """Make the communicator unusable, here and for ranks of this node that wait."""
-        super().give_up(why)
-        self.devices.give_up(why)
+        self._core.free()
 
     def __enter__(self) -> Communicator:
         return self
@@ -204,7 +106,35 @@ class Communicator(Channel):
         if error is None:
             self.free()
 
+    def abort(self, code: int = 1) -> NoReturn:
+        """End the whole job with exit status ``code``."""
+        self._core.abort(code)
+
     # -- what it is --------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """Its ranks on each node."""
+        return self._core.nodes
+
+    @property
+    def facts(self) -> CommFacts:
+        """The facts of the group that select, besides those of the call."""
+        return self._core.facts
+
+    @property
+    def deterministic(self) -> bool:
+        """True if results are bitwise the same whatever algorithm runs."""
+        return self._core.deterministic
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of a wait, in seconds."""
+        return self._core.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._core.timeout_s = timeout_s
 
     @property
     def mpi(self) -> Any:
@@ -215,209 +145,154 @@ class Communicator(Channel):
         asked: that first access is collective over its ranks. It is the caller's, who
         may ``Free()`` it; ``free()`` leaves it alone.
         """
-        return self.native_mpi.for_caller()
+        return self._core.native_mpi.for_caller()
 
     @property
     def mpi_library(self) -> str | None:
         """Name and version of the MPI library in use, None without MPI."""
-        if self.world.mpi is None:
-            return None
-        return library.library_name(library.load())
+        return self._core.mpi_library
 
     @property
     def table_digest(self) -> str | None:
         """Digest of the selection table in force, None without one."""
-        return None if self.table is None else self.table.digest
+        return self._core.table_digest
+
+    def stats(self) -> CommStats:
+        """Return counters of this communicator."""
+        return self._core.stats()
+
+    def __repr__(self) -> str:
+        core = self._core
+        state = f", {core.closed}" if core.closed else ""
+        return f"<Communicator {self.name}: rank {self.rank} of {self.size}{state}>"
+
+    # -- planning and choosing ---------------------------------------------------
 
     @property
     def plan(self) -> Plans:
         """Persistent plans: ``comm.plan.allreduce(x, ...)`` returns a bound call."""
-        return plans_with_ranges(Plans(self, self.binders), self)
+        return self._plans_of(Plans)
 
-    @property
-    def carriers_agreed(self) -> bool:
-        """True if the ranks have agreed on what carries device arrays."""
-        return self.devices.is_agreed
+    def _plans_of(self, kind: type[AnyPlans]) -> AnyPlans:
+        core = self._core
+        return plans_with_ranges(kind(core, core.binders, self), core)
 
-    def stats(self) -> CommStats:
-        """Return counters of this communicator."""
-        self.check_process()
-        return CommStats(self.name, self.next_seq, self.num_plans, not self.idle)
-
-    def abort(self, code: int = 1) -> NoReturn:
-        """End the whole job with exit status ``code``."""
-        from commrt.job.abort import end_job
-
-        end_job(self.world, code)
-
-    def __repr__(self) -> str:
-        state = f", {self.closed}" if self.closed else ""
-        return f"<Communicator {self.name}: rank {self.rank} of {self.size}{state}>"
-
-    # -- symmetric memory --------------------------------------------------------
-
-    empty = forwarded(SymmetricMemory.empty, "symmetric")
-
-    @property
-    def has_heap(self) -> bool:
-        """True if there is symmetric memory; the same on all ranks of a node."""
-        return self.symmetric.heap is not None
-
-    def _forget_reach(self) -> None:
-        """Forget plans, which do not know what peers may reach from now on."""
-        self.host.plans.clear()
-        self.devices.forget_plans()
-
-    # -- selection ---------------------------------------------------------------
-
-    candidates = forwarded(Selection.candidates, "selection")
-    explain = forwarded(Selection.explain, "selection")
+    candidates = _served(Selection.candidates, "selection")
+    explain = _served(Selection.explain, "selection")
 
     # -- new communicators -------------------------------------------------------
 
-    split = forwarded(_Subgroups.split, "subgroups")
-    dup = forwarded(_Subgroups.dup, "subgroups")
-    create_group = forwarded(_Subgroups.create_group, "subgroups")
-    cart = forwarded(_Subgroups.cart, "subgroups")
-    graph = forwarded(_Subgroups.graph, "subgroups")
-    mesh = forwarded(_Subgroups.mesh, "subgroups")
+    split = _derived(Subgroups.split, lambda core: _held(core))
+    dup = _derived(Subgroups.dup, lambda core: Communicator(core))
+    create_group = _derived(Subgroups.create_group, lambda core: Communicator(core))
+    cart = _derived(Subgroups.cart, lambda core: CartCommunicator(core))
+    graph = _derived(Subgroups.graph, lambda core: GraphCommunicator(core))
+
+    def mesh(
+        self, axes: Mapping[str, int] | Sequence[tuple[str, int]]
+    ) -> Mesh[Communicator]:
+        """Return the ranks as a grid with named axes, and communicators along them.
+
+            mesh = comm.mesh({"data": 0, "tensor": 4})
+            mesh["tensor"].allreduce(x)
+
+        The product of the numbers is the number of ranks; a 0 is chosen so. The last
+        axis is the fastest. Collective over all ranks, with equal arguments.
+        """
+        shape, label, title, make = self._core.subgroups.mesh(axes)
+
+        def held(ranks: Sequence[int], label: str, name: str) -> Communicator:
+            return Communicator(make(ranks, label, name))
+
+        return Mesh(self, shape, label, title, held)
+
+    # -- symmetric memory --------------------------------------------------------
+
+    empty = _served(SymmetricMemory.empty, "symmetric")
 
     # -- messages ----------------------------------------------------------------
 
-    send = forwarded(Messages.send, "messages")
-    recv = forwarded(Messages.recv, "messages")
-    sendrecv = forwarded(Messages.sendrecv, "messages")
-    multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
+    send = _served(Messages.send, "messages")
+    recv = _served(Messages.recv, "messages")
+    sendrecv = _served(Messages.sendrecv, "messages")
+    multi_sendrecv = _served(Messages.multi_sendrecv, "messages")
 
-    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
-    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+    # -- sparse sums, redistribution, fusion -------------------------------------
+
+    sparse_allreduce = _served(SparseSums.sparse_allreduce, "sparse")
+    topk_allreduce = _served(SparseSums.topk_allreduce, "sparse")
 
     @property
     def sparse_report(self) -> SparseReport | None:
         """Report of this rank's latest sparse operation; None before the first."""
-        return self.sparse.report
+        return self._core.sparse.report
 
-    redistribute = forwarded(Redistributions.redistribute, "redistributions")
-
-    fused = forwarded(Fusion.fused, "fusion")
-
-    # -- running -----------------------------------------------------------------
-
-    def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
-        """Return the plan of a call by a schedule, which this rank makes alone."""
-        return self.host.plan_alone(call, bound)
+    redistribute = _served(Redistributions.redistribute, "redistributions")
+    fused = _served(Fusion.fused, "fusion")
 
 
-class HostCalls(Channel):
-    """Runs the host's parts of one communicator's calls on device arrays.
-
-    It has what such parts use beside collectives: compression and sparse sums.
-    """
-
-    def __init__(
-        self, comm: Communicator, name: str, identity: int, timeout_s: float
-    ) -> None:
-        """Connect the ranks of ``comm``; collective over them."""
-        super().__init__(
-            comm.world,
-            comm.world_ranks,
-            name,
-            identity,
-            deterministic=comm.deterministic,
-            timeout_s=timeout_s,
-        )
-        self.compression = Compression(self, self.selection, self.private)
-        self.collectives = Collectives(
-            self, self.comparison, (self.compression, self.host)
-        )
-        self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
-        self.sparse.made_for = weakref.ref(comm.sparse)
-        self.parts += [self.sparse, self.compression]
-        self.settle()
-
-    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
-    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
-
-    def open(self, service: str, timeout_s: float) -> None:
-        """Let the ranks make what calls of a service use, once; collective."""
-        opened = {"sparse": self.sparse.open, "compression": self.compression.open}
-        opened[service](timeout_s)
+AnyPlans = TypeVar("AnyPlans", bound=Plans)
 
 
 class CartCommunicator(Communicator):
     """A communicator whose ranks lie in a grid; get one from ``comm.cart``."""
 
-    def __init__(self, *args: Any, grid: Grid, **kwargs: Any) -> None:
-        """Collective over the ranks; users call ``comm.cart``."""
-        super().__init__(*args, **kwargs)
-        self.grid = grid
+    _core: CartCore
+
+    halo_exchange = _served(Halos.halo_exchange, "halos")
+    halo_reduce = _served(Halos.halo_reduce, "halos")
+    neighbor_allgather = _served(NeighborCalls.neighbor_allgather, "around")
+    neighbor_allgatherv = _served(NeighborCalls.neighbor_allgatherv, "around")
+    neighbor_alltoall = _served(NeighborCalls.neighbor_alltoall, "around")
+    neighbor_alltoallv = _served(NeighborCalls.neighbor_alltoallv, "around")
+
+    @property
+    def grid(self) -> Grid:
         """Its geometry, without ranks."""
-        around = grid_neighborhood(self.neighbors)
-        self.around = NeighborCalls(self, around, self.devices, self.comparison)
-        self.halos = Halos(self, grid, self.devices, self.comparison, self.box_plans)
-        self.binders = {
-            **self.binders,
-            **self.around.binders,
-            **self.halos.binders,
-        }
-
-    halo_exchange = forwarded(Halos.halo_exchange, "halos")
-    halo_reduce = forwarded(Halos.halo_reduce, "halos")
-    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
-    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
-    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
-    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
-
-    def sent_to_neighbors(
-        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> int:
-        """Return the bytes that a call with these arguments sends to other ranks."""
-        if what in HALO_CALLS:
-            return self.halos.sent_nbytes(what, *args, **more)
-        return self.around.sent_nbytes(what, args, more)
+        return self._core.grid
 
     @property
     def dims(self) -> tuple[int, ...]:
         """Ranks in each dimension."""
-        return self.grid.dims
+        return self._core.grid.dims
 
     @property
     def periodic(self) -> tuple[bool, ...]:
         """True if each dimension's ends are neighbours."""
-        return self.grid.periodic
+        return self._core.grid.periodic
 
     @property
     def plan(self) -> CartPlans:
         """Persistent plans; those of halos are here besides."""
-        return plans_with_ranges(CartPlans(self, self.binders), self)
+        return self._plans_of(CartPlans)
 
-    @cached_property
+    @property
     def coords(self) -> Coords:
         """Coordinates of this rank."""
-        return self.grid.coords_of(self.rank)
+        return self._core.grid.coords_of(self.rank)
 
-    @cached_property
+    @property
     def neighbors(self) -> tuple[int | None, ...]:
         """The ranks beside this one: -x, +x, -y, +y, …; None beyond an open end."""
-        return self.grid.neighbors(self.rank)
+        return self._core.neighbors
 
     def coords_of(self, rank: int) -> Coords:
         """Return where ``rank`` lies; local."""
-        return self.grid.coords_of(rank)
+        return self._core.grid.coords_of(rank)
 
     def rank_at(self, coords: Sequence[int]) -> int:
         """Return who lies at ``coords``; periodic dimensions wrap around. Local."""
-        return self.grid.rank_at(coords)
+        return self._core.grid.rank_at(coords)
 
     def shift(self, dim: int, disp: int = 1) -> tuple[int | None, int | None]:
         """Return (source, dest) of a message that moves ``disp`` places along ``dim``.
 
         Each is None beyond an open end. Local.
         """
-        moved = as_integer(disp)
+        moved, grid = as_integer(disp), self._core.grid
         if moved is None:
-            raise UsageError(f"shift: disp={disp!r} must be an integer")
-        return self.grid.shift(self.rank, self.grid.check_dim("shift", dim), moved)
+            raise UsageError(f"shift: disp={shown(disp)} must be an integer")
+        return grid.shift(self.rank, grid.check_dim("shift", dim), moved)
 
     def sub(
         self, dims: int | Sequence[int], *, name: str | None = None
@@ -427,13 +302,16 @@ class CartCommunicator(Communicator):
         Its ranks have the other coordinates in common with this one; its dimensions
         are in the order given. Collective over all ranks: each gets its own.
         """
-        return self.subgroups.sub_cart(self.grid, dims, name)
+        core = self._core
+        return CartCommunicator(core.subgroups.sub_cart(core.grid, dims, name))
 
     def dup(
         self, *, name: str | None = None, deterministic: bool | None = None
     ) -> CartCommunicator:
         """Return a communicator over the same grid with a sequence of its own."""
-        return self.subgroups.dup_cart(self.grid, name, deterministic)
+        core = self._core
+        made = core.subgroups.dup_cart(core.grid, name, deterministic)
+        return CartCommunicator(made)
 
     def __repr__(self) -> str:
         plain = super().__repr__().removesuffix(">")
@@ -443,44 +321,38 @@ class CartCommunicator(Communicator):
 class GraphCommunicator(Communicator):
     """A communicator whose ranks know their neighbours; from ``comm.graph``."""
 
-    def __init__(self, *args: Any, around: Neighborhood, **kwargs: Any) -> None:
-        """Collective over the ranks; users call ``comm.graph``."""
-        super().__init__(*args, **kwargs)
-        self._neighborhood = around
-        self.around = NeighborCalls(self, around, self.devices, self.comparison)
-        self.binders = {**self.binders, **self.around.binders}
+    _core: GraphCore
 
-    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
-    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
-    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
-    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
+    neighbor_allgather = _served(NeighborCalls.neighbor_allgather, "around")
+    neighbor_allgatherv = _served(NeighborCalls.neighbor_allgatherv, "around")
+    neighbor_alltoall = _served(NeighborCalls.neighbor_alltoall, "around")
+    neighbor_alltoallv = _served(NeighborCalls.neighbor_alltoallv, "around")
 
     @property
     def plan(self) -> NeighborPlans:
         """Persistent plans; those among neighbours are here besides."""
-        return plans_with_ranges(NeighborPlans(self, self.binders), self)
-
-    def sent_to_neighbors(
-        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
-    ) -> int:
-        """Return the bytes that a call with these arguments sends to other ranks."""
-        return self.around.sent_nbytes(what, args, more)
+        return self._plans_of(NeighborPlans)
 
     @property
     def sources(self) -> tuple[int, ...]:
         """The ranks that this one receives from, in order."""
-        return tuple(rank for rank in self._neighborhood.sources if rank is not None)
+        around = self._core.neighborhood
+        return tuple(rank for rank in around.sources if rank is not None)
 
     @property
     def destinations(self) -> tuple[int, ...]:
         """The ranks that this one sends to, in order."""
-        return tuple(
-            rank for rank in self._neighborhood.destinations if rank is not None
-        )
+        around = self._core.neighborhood
+        return tuple(rank for rank in around.destinations if rank is not None)
 
 
-_KINDS = Kinds(Communicator, CartCommunicator, GraphCommunicator)
+def core_of(comm: Communicator) -> Core:
+    """Return what a communicator has inside, for parts of commrt that work on that."""
+    return comm._core
 
+
+for _spec in OPERATIONS:
+    setattr(Communicator, _spec.name, method_of(_spec))
 for _kind, _name in enumerate(names_of("message")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)

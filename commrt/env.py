@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from commrt.errors import UsageError, suggest
+from commrt.vocabulary.limits import parse_seconds
 
 __all__ = [
     "VARIABLES",
@@ -69,16 +70,6 @@ def _flag(raw: str) -> bool:
     if raw not in ("0", "1"):
         raise ValueError("write 1 or 0")
     return raw == "1"
-
-
-def _seconds(raw: str) -> float:
-    try:
-        seconds = float(raw)
-    except ValueError:
-        raise ValueError("not a number of seconds") from None
-    if not 0 < seconds < float("inf"):
-        raise ValueError("must be a finite number of seconds above 0")
-    return seconds
 
 
 def _count(raw: str) -> float:
@@ -246,12 +237,21 @@ VARIABLES: tuple[Variable, ...] = (
         _count,
     ),
     Variable(
+        "COMMRT_PLAN_CACHE_NBYTES",
+        "bytes",
+        "1048576",
+        "Most memory that a communicator keeps plans in; those that were not used for "
+        "longest go first, and the last one stays.",
+        False,
+        _count,
+    ),
+    Variable(
         "COMMRT_TIMEOUT_S",
         "seconds",
         "600",
-        "Deadline of every operation that names none.",
+        "Deadline of every operation that names none; inf: no limit.",
         False,
-        _seconds,
+        parse_seconds,
     ),
     Variable(
         "COMMRT_ABORT_ON_EXCEPTION",

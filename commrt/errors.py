@@ -12,6 +12,7 @@ CommError
 ├── ReductionError                 a reduction of the user's own raised something
 ├── TruncationError                a message was longer than its receive buffer
 ├── BackendError (RuntimeError)    a backend or library is missing or failed
+│   ├── MemoryError_ (MemoryError) there is no memory for a call's result
 │   └── DeviceError                a device, or a call of its driver, failed
 │       ├── DeviceMissingError     no driver, no device, or one too old
 │       ├── KernelsMissingError    nothing can compile commrt's GPU kernels
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceFailedError",
     "DeviceMissingError",
     "KernelsMissingError",
+    "MemoryError_",
     "MismatchError",
     "OrderingError",
     "PeerFailedError",
@@ -49,8 +51,12 @@ __all__ = [
     "TimeoutError_",
     "TruncationError",
     "UsageError",
+    "shown",
     "suggest",
 ]
+
+_MOST_SHOWN = 200
+"""Characters of a value in a message."""
 
 
 class CommError(Exception):
@@ -103,6 +109,10 @@ class BackendError(CommError, RuntimeError):
     """A backend, or a library that it needs, is missing or failed."""
 
 
+class MemoryError_(BackendError, builtins.MemoryError):
+    """There is no memory for an array that a call returns. Nothing was sent."""
+
+
 class DeviceError(BackendError):
     """A device, or a call of its driver, failed; ``status`` is the kind of failure."""
 
@@ -140,6 +150,22 @@ class TableError(CommError, ValueError):
 
 class ScheduleError(CommError, ValueError):
     """A schedule is not well-formed, can deadlock, races, or computes wrongly."""
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: as ``repr`` does, shortened where it is long.
+
+    Whatever a program passes, a message about it can be written.
+    """
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - of an object of the program
+        if isinstance(value, int):  # Python writes only so many digits
+            return f"<an integer of {value.bit_length()} bits>"
+        return f"<a {type(value).__name__} that cannot be shown>"
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
 
 
 def suggest(

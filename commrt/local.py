@@ -11,13 +11,18 @@ from typing import TypeVar
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
-from commrt.errors import TimeoutError_
+from commrt.core import Core
+from commrt.errors import TimeoutError_, UsageError, shown
 from commrt.launch.detect import LaunchInfo
 from commrt.runtime import open_world
+from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.limits import check_timeout, deadline_after
 
 __all__ = ["LocalRanks", "run"]
 
 T = TypeVar("T")
+_MOST_RANKS = 4096
+"""More threads than a process may have, as a rule."""
 
 
 def run(
@@ -30,18 +35,24 @@ def run(
     is in flight on them. Raises TimeoutError_ if a thread is still running 5 seconds
     after ``timeout_s``.
     """
-    world = ThreadWorld(size)
+    world = _world_of("local.run", size)
+    timeout_s = check_timeout("local.run", timeout_s)
+    if not callable(function):
+        raise UsageError(
+            f"local.run: function={shown(function)} must be a function that takes a "
+            f"communicator"
+        )
 
     def main(rank: int) -> T:
-        comm = _connect(world, rank, size, timeout_s)
+        core = _connect(world, rank, size, timeout_s)
         try:
-            result = function(comm)
+            result = function(Communicator(core))
         except BaseException as error:
             # Those who wait for this rank in an operation need not wait for ever.
-            comm.give_up(f"rank {rank} failed: {error!r}")
+            core.give_up(f"rank {rank} failed: {error!r}")
             raise
-        if comm.idle:
-            comm.free()
+        if core.idle:
+            core.free()
         return result
 
     return _on_threads(world, main, timeout_s)
@@ -56,17 +67,18 @@ class LocalRanks:
     """
 
     def __init__(self, size: int, *, timeout_s: float = 60) -> None:
-        self._world = ThreadWorld(size)
-        self._timeout_s = timeout_s
-        self.comms: list[Communicator] = _on_threads(
+        self._world = _world_of("LocalRanks", size)
+        self._timeout_s = timeout_s = check_timeout("LocalRanks", timeout_s)
+        self._cores = _on_threads(
             self._world,
             lambda rank: _connect(self._world, rank, size, timeout_s),
             timeout_s,
         )
+        self.comms: list[Communicator] = [*map(Communicator, self._cores)]
 
     def step(self, rank: int) -> bool:
         """Run one pass over what is in flight on ``rank``; True if it advanced."""
-        return bool(self.comms[rank].world.engine.step())
+        return bool(self._cores[rank].world.engine.step())
 
     def each(self, function: Callable[[Communicator], T]) -> list[T]:
         """Run ``function(comm)`` for all ranks at once, for calls that exchange."""
@@ -92,6 +104,16 @@ class LocalRanks:
             self.free()
 
 
+def _world_of(what: str, size: int) -> ThreadWorld:
+    number = as_integer(size)
+    if number is None or not 1 <= number <= _MOST_RANKS:
+        raise UsageError(
+            f"{what}: size={shown(size)} must be a number of ranks, an integer in "
+            f"1..{_MOST_RANKS}"
+        )
+    return ThreadWorld(number)
+
+
 def _on_threads(
     world: ThreadWorld, function: Callable[[int], T], timeout_s: float
 ) -> list[T]:
@@ -111,9 +133,10 @@ def _on_threads(
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout_s + 5
+    deadline = deadline_after(timeout_s + 5)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        thread.join(min(max(0.0, left_s), threading.TIMEOUT_MAX))
     if errors:
         raise errors[0]
     stuck = [thread.name for thread in threads if thread.is_alive()]
@@ -125,11 +148,9 @@ def _on_threads(
     return [results[rank] for rank in range(world.size)]
 
 
-def _connect(
-    world: ThreadWorld, rank: int, size: int, timeout_s: float
-) -> Communicator:
+def _connect(world: ThreadWorld, rank: int, size: int, timeout_s: float) -> Core:
     launch = LaunchInfo("single", rank, size, "threads of one process")
     mine = open_world(world.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s
     identity = mine.agree_id(range(size), "world")
-    return Communicator(mine, range(size), "local", identity)
+    return Core(mine, range(size), "local", identity)

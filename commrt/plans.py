@@ -34,9 +34,12 @@ class Plans:
     by name for the first time on a communicator that has no MPI communicator yet.
     """
 
-    def __init__(self, comm: Traced, binders: Binders) -> None:
-        """Plan the calls of ``comm``, each by the binder that its feature registers."""
-        self._comm, self._binders = comm, binders
+    def __init__(self, comm: Traced, binders: Binders, held: object) -> None:
+        """Plan the calls of ``comm``, each by the binder that its feature registers.
+
+        ``held`` is what the program has of the communicator, by which logs know it.
+        """
+        self._comm, self._binders, self._held = comm, binders, held
 
     def __getattr__(self, name: str) -> Binder:
         if name not in COLLECTIVES:
@@ -46,7 +49,7 @@ class Plans:
     def _bind(self, name: str, /, *args: Any, **kwargs: Any) -> Planned:
         """Return a bound call whose runs a log may have."""
         bound = self._binders[name](*args, **kwargs)
-        follow_bound(self._comm, bound, name, args, **kwargs)
+        follow_bound(self._held, self._comm, bound, name, args, kwargs)
         return bound
 
     def __dir__(self) -> list[str]:

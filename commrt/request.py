@@ -7,15 +7,15 @@ of calls on device arrays, and of calls on host arrays within ``comm.fused()``.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from commrt import _native
 from commrt._native import DeviceRequest
-from commrt.errors import CommError, TimeoutError_, UsageError
-from commrt.vocabulary.checks import check_timeout
+from commrt.errors import CommError, TimeoutError_, UsageError, shown
+from commrt.vocabulary.checks import as_items
+from commrt.vocabulary.limits import check_timeout, deadline_after
 from commrt.vocabulary.request import Request
 
 __all__ = [
@@ -84,8 +84,8 @@ def wait_all(
 
 def _listed(what: str, requests: Any) -> list[Request]:
     """Return the requests; UsageError for anything else."""
-    iterable = isinstance(requests, Iterable)
-    listed = list(requests) if iterable else [requests]
+    items = as_items(requests)
+    iterable, listed = items is not None, [requests] if items is None else items
     kinds = {*map(type, listed)}
     if iterable and (
         kinds <= _OF_ENGINE or all(issubclass(kind, Request) for kind in kinds)
@@ -94,7 +94,7 @@ def _listed(what: str, requests: Any) -> list[Request]:
     wrong = [each for each in listed if not iterable or not isinstance(each, Request)]
     if wrong:
         raise UsageError(
-            f"{what}: expected a list of requests, found {wrong[0]!r}"
+            f"{what}: expected a list of requests, found {shown(wrong[0])}"
             f"{' in it' if iterable else ''}; calls with nonblocking=True return them"
         )
     return listed
@@ -103,7 +103,7 @@ def _listed(what: str, requests: Any) -> list[Request]:
 def _deadline(what: str, timeout_s: float | None) -> float | None:
     if timeout_s is None:
         return None
-    return time.monotonic() + check_timeout(what, timeout_s)
+    return deadline_after(check_timeout(what, timeout_s))
 
 
 def wait_any(
@@ -121,17 +121,19 @@ def wait_any(
         )
     if timeout_s is None:
         timeout_s = max(request.timeout_s for request in requests)
-    deadline = _deadline("wait_any", timeout_s)
+    end = time.monotonic() + check_timeout("wait_any", timeout_s)
+    backoff = _native.Backoff()
     while True:
         for index, request in enumerate(requests):
             if request.test():
                 return index, request.wait()
-        if deadline is not None and time.monotonic() > deadline:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
             raise TimeoutError_(
                 f"wait_any: none of {len(requests)} requests was complete within "
                 f"{timeout_s:g} s: {', '.join(map(repr, requests[:4]))}"
             )
-        os.sched_yield()
+        backoff.pause(left_s)
 
 
 def test_all(requests: Sequence[Request]) -> bool:

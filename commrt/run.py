@@ -29,6 +29,7 @@ from typing import IO
 
 from commrt.commands.console import until_reader_leaves
 from commrt.launch.mpiexec import child_environment, last_words
+from commrt.vocabulary.limits import capped
 
 __all__ = ["main"]
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--grace {said.grace}: a number of seconds from 0 on is needed")
     program = [said.program, *said.arguments]
     command = [sys.executable, *(["-m"] if said.module else []), *program]
-    return _Job(command, said.ranks, said.prefix, said.bind, said.grace).run()
+    return _Job(command, said.ranks, said.prefix, said.bind, capped(said.grace)).run()
 
 
 def _parser() -> argparse.ArgumentParser:

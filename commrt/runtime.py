@@ -14,12 +14,14 @@ from commrt import _native, env
 from commrt.backends.catalog import catalog, check_wishes
 from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
-from commrt.errors import ClosedError, UsageError
+from commrt.core import Core
+from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import GlooRelay
 from commrt.job.abort import install_excepthook
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +40,8 @@ class _Runtime:
         self.engine: Any = None
         self.pid = 0
         self.comm: Communicator | None = None
+        self.core: Core | None = None
+        """The core of that."""
         self.mpi_comm: MPI.Intracomm | None = None
         self.world: World | None = None
         self.relays: list[GlooRelay] = []
@@ -68,27 +72,28 @@ def init(
         MismatchError: the ranks disagree about ``deterministic``.
         BackendError: a library that is needed is missing.
     """
-    if mpi_comm is not None and not hasattr(mpi_comm, "Get_rank"):
+    if mpi_comm is not None and not _is_of_mpi(mpi_comm):
         raise UsageError(
-            f"commrt.init: mpi_comm={mpi_comm!r} is not a communicator of mpi4py, such "
-            f"as MPI.COMM_WORLD"
+            f"commrt.init: mpi_comm={shown(mpi_comm)} is not a communicator of mpi4py, "
+            "such as MPI.COMM_WORLD"
         )
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
-        if _RUNTIME.comm is not None and _RUNTIME.comm.closed is None:
+        core, comm = _RUNTIME.core, _RUNTIME.comm
+        if core is not None and comm is not None and core.closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
                 raise UsageError(
                     "commrt.init() was called before with other ranks; make further "
                     "groups with split() or create_group()"
                 )
-            if deterministic not in (None, _RUNTIME.comm.deterministic):
+            if deterministic not in (None, core.deterministic):
                 raise UsageError(
                     f"commrt.init() was called before with deterministic="
-                    f"{_RUNTIME.comm.deterministic}; make another communicator with "
+                    f"{core.deterministic}; make another communicator with "
                     f"comm.dup(deterministic={deterministic})"
                 )
-            return _RUNTIME.comm
+            return comm
         env.check_names()
         if _RUNTIME.world is None:
             _RUNTIME.world = _start(mpi_comm)
@@ -99,7 +104,7 @@ def init(
         same = f"deterministic={deterministic}"
         identity = world.agree_id(range(world.size), "world", same)
         # Nothing else runs collectives on the private duplicate: that will do.
-        _RUNTIME.comm = Communicator(
+        _RUNTIME.core = Core(
             world,
             range(world.size),
             "world",
@@ -107,9 +112,16 @@ def init(
             native_comm=world.mpi,
             deterministic=deterministic,
         )
+        _RUNTIME.comm = Communicator(_RUNTIME.core)
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
+
+
+def _is_of_mpi(given: Any) -> bool:
+    """Return whether an argument is what mpi4py calls an intracommunicator."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(given, mpi.Intracomm)
 
 
 def _start(mpi_comm: MPI.Intracomm | None) -> World:
@@ -177,20 +189,22 @@ def open_world(
 
 def synchronize() -> None:
     """Run progress until nothing that this rank started is in flight."""
-    if _RUNTIME.comm is not None:
-        _RUNTIME.comm.check_process()
+    if _RUNTIME.core is not None:
+        _RUNTIME.core.check_process()
     if _RUNTIME.engine is not None and _RUNTIME.pid == os.getpid():
         _drain(_RUNTIME.engine, float("inf"))
 
 
 def _drain(engine: Any, limit_s: float) -> bool:
     """Run progress until nothing is in flight; return False if time ran out."""
-    deadline = time.monotonic() + limit_s
+    deadline = deadline_after(limit_s)
+    backoff = _native.Backoff(engine)
     while not engine.idle:
-        if not engine.step():
-            os.sched_yield()
-        if time.monotonic() > deadline:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             return False
+        if not engine.step():
+            backoff.pause(left_s)
     return True
 
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from commrt.calls.channel import Channel
-from commrt.errors import MismatchError, UsageError
+from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid, make_grid, ranks_along, times
-from commrt.grids.mesh import Mesh, parse_axes
+from commrt.grids.mesh import parse_axes
 from commrt.grids.neighbors import make_neighborhood
 from commrt.group.compare import Comparison
-from commrt.vocabulary.checks import as_integer, check_flag
+from commrt.vocabulary.checks import as_integer, as_items, check_flag, check_name
 
 __all__ = ["Kinds", "Subgroups"]
 
+_LARGEST = 2**63 - 1
 Plain = TypeVar("Plain", bound=Channel)
 Cart = TypeVar("Cart", bound=Channel)
 Graph = TypeVar("Graph", bound=Channel)
@@ -61,14 +62,15 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         """
         self._comm.check_usable()
 
-        def check() -> tuple[bool, int | None, int]:
+        def check() -> tuple[str | None, bool, int | None, int]:
             return (
+                check_name("split", name),
                 self._wish("split", deterministic),
                 None if color is None else _check_integer("split", "color", color),
                 _check_integer("split", "key", key),
             )
 
-        wish, mine, place = self._comparison.together("split", check)
+        own_name, wish, mine, place = self._comparison.together("split", check)
         said = self._comparison.meet("split", [mine, place])
         label, title = self._comparison.label("split")
         if mine is None:
@@ -76,7 +78,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         chosen = sorted((at, r) for r, (other, at) in enumerate(said) if other == mine)
         ranks = [self._comm.world_ranks[rank] for _, rank in chosen]
         title = f"{title}[{mine}]"
-        return self._derive(ranks, f"{label}[{mine}]", name or title, wish)
+        return self._derive(ranks, f"{label}[{mine}]", own_name or title, wish)
 
     def dup(
         self, *, name: str | None = None, deterministic: bool | None = None
@@ -86,17 +88,22 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
         as here.
         """
-        label, title, wish = self._meet_for_dup(deterministic)
-        return self._derive(self._comm.world_ranks, label, name or title, wish)
+        label, title, wish = self._meet_for_dup(name, deterministic)
+        return self._derive(self._comm.world_ranks, label, title, wish)
 
-    def _meet_for_dup(self, deterministic: bool | None) -> tuple[str, str, bool]:
-        """Return label, title and whether results are deterministic; collective."""
+    def _meet_for_dup(
+        self, name: str | None, deterministic: bool | None
+    ) -> tuple[str, str, bool]:
+        """Return label, name and whether results are deterministic; collective."""
         self._comm.check_usable()
-        wish = self._comparison.together(
-            "dup", lambda: self._wish("dup", deterministic)
-        )
+
+        def check() -> tuple[str | None, bool]:
+            return check_name("dup", name), self._wish("dup", deterministic)
+
+        own_name, wish = self._comparison.together("dup", check)
         self._comparison.meet("dup", None)
-        return *self._comparison.label("dup"), wish
+        label, title = self._comparison.label("dup")
+        return label, own_name or title, wish
 
     def create_group(
         self,
@@ -112,14 +119,14 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         as here.
         """
         self._comm.check_usable()
+        own_name = check_name("create_group", name)
         wish = self._wish("create_group", deterministic)
-        try:
-            given = list(ranks)
-        except TypeError:
+        given = as_items(ranks)
+        if given is None:
             raise UsageError(
-                f"create_group: ranks={ranks!r} must be a sequence of ranks, such as "
-                f"[0, 1]"
-            ) from None
+                f"create_group: ranks={shown(ranks)} must be a sequence of ranks, such "
+                f"as [0, 1]"
+            )
         ranks = [self._comm.check_rank("create_group", "ranks", rank) for rank in given]
         if len(set(ranks)) != len(ranks) or self._comm.rank not in ranks:
             raise UsageError(
@@ -129,7 +136,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
         label = f"comm{self._comm.identity}/group{ranks}"
         title = f"{self._comm.name}.group{ranks}"
-        return self._derive(world_ranks, label, name or title, wish)
+        return self._derive(world_ranks, label, own_name or title, wish, once=False)
 
     def cart(
         self,
@@ -148,30 +155,40 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         Collective over all ranks, with equal arguments.
         """
         self._comm.check_usable()
-        grid = self._comparison.together(
-            "cart", lambda: make_grid(self._comm.size, dims, periodic)
-        )
+
+        def check() -> tuple[str | None, Grid]:
+            return (
+                check_name("cart", name),
+                make_grid(self._comm.size, dims, periodic),
+            )
+
+        own_name, grid = self._comparison.together("cart", check)
         self._comparison.meet_equal(
             "cart", f"dims={grid.dims}, periodic={grid.periodic}"
         )
         label, title = self._comparison.label("cart")
-        return self._derive_cart(grid, range(self._comm.size), label, name or title)
+        ranks = range(self._comm.size)
+        return self._derive_cart(grid, ranks, label, own_name or title)
 
     def sub_cart(self, grid: Grid, dims: int | Sequence[int], name: str | None) -> Cart:
         """Return the part of a grid of all ranks along ``dims`` through this rank."""
         self._comm.check_usable()
-        numbers = dims if isinstance(dims, Sequence) else (dims,)
+        numbers = as_items(dims)
 
-        def check() -> list[int]:
-            kept = [grid.check_dim("sub", number) for number in numbers]
+        def check() -> tuple[str | None, list[int]]:
+            own_name = check_name("sub", name)
+            kept = [
+                grid.check_dim("sub", number)
+                for number in ((dims,) if numbers is None else numbers)
+            ]
             if len({*kept}) != len(kept) or not kept:
                 raise UsageError(
-                    f"sub: dims={dims!r} must be one or more different dimensions of "
-                    f"{times(grid.dims)}"
+                    f"sub: dims={shown(dims)} must be one or more different dimensions "
+                    f"of {times(grid.dims)}"
                 )
-            return kept
+            return own_name, kept
 
-        kept = self._comparison.together("sub", check)
+        own_name, kept = self._comparison.together("sub", check)
         self._comparison.meet_equal("sub", f"dims={kept}")
         part = Grid(
             tuple(grid.dims[dim] for dim in kept),
@@ -179,15 +196,15 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         )
         ranks = ranks_along(grid, kept, grid.coords_of(self._comm.rank))
         label, title = self._comparison.label(f"sub{kept}")
-        return self._derive_cart(part, ranks, label, name or title)
+        return self._derive_cart(part, ranks, label, own_name or title)
 
     def dup_cart(
         self, grid: Grid, name: str | None, deterministic: bool | None
     ) -> Cart:
         """Return a communicator over the same grid of all ranks."""
-        label, title, wish = self._meet_for_dup(deterministic)
+        label, title, wish = self._meet_for_dup(name, deterministic)
         ranks = range(self._comm.size)
-        return self._derive_cart(grid, ranks, label, name or title, wish)
+        return self._derive_cart(grid, ranks, label, title, wish)
 
     def graph(
         self,
@@ -207,35 +224,34 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         """
         self._comm.check_usable()
 
-        def check() -> list[list[int]]:
-            return [
+        def check() -> tuple[str | None, list[list[int]]]:
+            return check_name("graph", name), [
                 self._check_ranks("sources", sources),
                 self._check_ranks("destinations", destinations),
             ]
 
-        lists = self._comparison.together("graph", check)
+        own_name, lists = self._comparison.together("graph", check)
         self._check_edges(*lists)
         label, title = self._comparison.label("graph")
         limit = self._comm.timeout_s
         identity = self._comm.world.agree_id(
-            self._comm.world_ranks, label, timeout_s=limit
+            self._comm.world_ranks, label, timeout_s=limit, once=True
         )
         return self._kinds.graph(
             self._comm.world,
             self._comm.world_ranks,
-            name or title,
+            own_name or title,
             identity,
             timeout_s=limit,
             around=make_neighborhood(*lists),
         )
 
     def _check_ranks(self, argument: str, given: Any) -> list[int]:
-        try:
-            ranks = list(given)
-        except TypeError:
+        ranks = as_items(given)
+        if ranks is None:
             raise UsageError(
-                f"graph: {argument}={given!r} must be a sequence of ranks"
-            ) from None
+                f"graph: {argument}={shown(given)} must be a sequence of ranks"
+            )
         return [self._comm.check_rank("graph", argument, rank) for rank in ranks]
 
     def _check_edges(self, sources: list[int], destinations: list[int]) -> None:
@@ -251,14 +267,12 @@ class Subgroups(Generic[Plain, Cart, Graph]):
                         f"{come.count(rank)} times among its sources"
                     )
 
-    def mesh(self, axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> Mesh[Plain]:
-        """Return the ranks as a grid with named axes, and communicators along them.
+    def mesh(
+        self, axes: Mapping[str, int] | Sequence[tuple[str, int]]
+    ) -> tuple[dict[str, int], str, str, Callable[[Sequence[int], str, str], Plain]]:
+        """Return shape, label and name of a mesh, and what makes its parts.
 
-            mesh = comm.mesh({"data": 0, "tensor": 4})
-            mesh["tensor"].allreduce(x)
-
-        The product of the numbers is the number of ranks; a 0 is chosen so. The last
-        axis is the fastest. Collective over all ranks, with equal arguments.
+        Collective over all ranks, with equal arguments.
         """
         self._comm.check_usable()
         shape = self._comparison.together(
@@ -266,7 +280,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         )
         self._comparison.meet_equal("mesh", str(shape))
         label, title = self._comparison.label("mesh")
-        return Mesh(self._comm, shape, label, title, self._derive_from)
+        return shape, label, title, self._derive_from
 
     def _wish(self, what: str, deterministic: bool | None) -> bool:
         """Return what is asked for, or else what holds here."""
@@ -280,11 +294,13 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         label: str,
         name: str,
         deterministic: bool | None = None,
+        *,
+        once: bool = True,
     ) -> Plain:
         wish = self._comm.deterministic if deterministic is None else deterministic
         limit = self._comm.timeout_s
         same = f"deterministic={wish}"
-        identity = self._comm.world.agree_id(ranks, label, same, limit)
+        identity = self._comm.world.agree_id(ranks, label, same, limit, once=once)
         return self._kinds.plain(
             self._comm.world, ranks, name, identity, deterministic=wish, timeout_s=limit
         )
@@ -302,7 +318,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         wish = self._comm.deterministic if deterministic is None else deterministic
         world, limit = self._comm.world, self._comm.timeout_s
         same = f"deterministic={wish}"
-        identity = world.agree_id(world_ranks, label, same, limit)
+        identity = world.agree_id(world_ranks, label, same, limit, once=True)
         return self._kinds.cart(
             world,
             world_ranks,
@@ -322,7 +338,9 @@ class Subgroups(Generic[Plain, Cart, Graph]):
 
 def _check_integer(what: str, argument: str, value: Any) -> int:
     found = as_integer(value)
-    if found is None:
+    if found is None or not -_LARGEST <= found <= _LARGEST:
         optional = " or None" if argument == "color" else ""
-        raise UsageError(f"{what}: {argument}={value!r} must be an integer{optional}")
+        raise UsageError(
+            f"{what}: {argument}={shown(value)} must be an integer of 64 bits{optional}"
+        )
     return found

@@ -83,7 +83,8 @@ ENTRIES = (
         "MismatchError",
         "Ranks called different things. Check mode (`COMMRT_DEBUG=check`) and calls "
         "that make or plan something raise the same text on every rank, and nothing "
-        "was sent. Without check mode, only different lengths are noticed.",
+        "was sent. Without check mode, ranks that receive a message of another call "
+        "raise it.",
         "Make the same calls in the same order on all ranks.",
         "if comm.rank == 0:\n    comm.allreduce(np.ones(4))\n"
         "else:\n    comm.allreduce(np.ones(5))",
@@ -133,6 +134,13 @@ ENTRIES = (
         "if comm.rank == 0:\n    comm.recv(np.empty(4), source=1)\n"
         "else:\n    comm.send(np.ones(6), dest=0)",
         ranks=2,
+    ),
+    Entry(
+        "MemoryError_",
+        "There is no memory for the array that a call was to return. Nothing was sent.",
+        "Check the numbers of elements, or pass `out=`.",
+        "grid = comm.cart((1,), periodic=True)\n"
+        "grid.neighbor_allgatherv(np.ones(4), recv_counts=[2**50, 2**50])",
     ),
     Entry(
         "BackendError",

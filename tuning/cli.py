@@ -11,6 +11,7 @@ from pathlib import Path
 from commrt.bench.device_memory import DEVICES, number_of_devices
 from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, TableError, UsageError, suggest
+from commrt.files.visible import visible, visible_lines
 from commrt.launch.detect import detect
 from commrt.select.facts import LINK_CLASSES, CommFacts, Query
 from commrt.select.fingerprint import available_cores
@@ -21,11 +22,12 @@ from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import decide
 from commrt.tuning.file_commands import add_commands, table_of
 from commrt.tuning.lint import lint
-from commrt.tuning.samples import Recording
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.show import explain, show
 from commrt.tuning.summary import describe_group
 from commrt.tuning.tuner import Options
 from commrt.vocabulary.dtypes import dtype_by_name
+from commrt.vocabulary.limits import parse_seconds
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
 __all__ = ["main", "make_parser"]
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return until_reader_leaves(lambda: int(arguments.command(arguments)))
     except CommError as error:
-        print(f"commrt-tune: {error}", file=sys.stderr)
+        print(f"commrt-tune: {visible_lines(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("commrt-tune: interrupted; no table was written", file=sys.stderr)
@@ -155,7 +157,7 @@ def _all_ranks(device: str) -> tuple[int, ...]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    print(show(table_of(arguments.table)))
+    print(visible_lines(show(table_of(arguments.table))))
     return 0
 
 
@@ -173,21 +175,21 @@ def _explain(arguments: argparse.Namespace) -> int:
         link_class=arguments.link_class
         or ("near" if ppn <= cores else "oversubscribed"),
     )
-    print(explain(table_of(arguments.table), query, facts))
+    print(visible_lines(explain(table_of(arguments.table), query, facts)))
     return 0
 
 
 def _lint(arguments: argparse.Namespace) -> int:
     findings = lint(table_of(arguments.table))
     for finding in findings:
-        print(finding)
+        print(visible(str(finding)))
     print(f"{len(findings) or 'nothing'} found")
     return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     first, second = (
-        decide(Recording.load(path), DEFAULT_TIE_MARGIN)
+        decide(load_recording(path), DEFAULT_TIE_MARGIN)
         for path in arguments.recordings
     )
     found = agreements(first, second)
@@ -200,7 +202,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     for one in found:
         name = f"{one.op}, {describe_group(one.group)}"
         other = max(0.0, 1 - one.same - one.tied)
-        print(f"{name:<48}{one.same:>7.0%}{one.tied:>7.0%}{other:>7.0%}")
+        print(f"{visible(name):<48}{one.same:>7.0%}{one.tied:>7.0%}{other:>7.0%}")
     print(f"same or tied over {overall(found):.1%} of the range")
     return 0
 
@@ -221,12 +223,9 @@ def _positive(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _nbytes(text: str) -> int:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions: byte ranges and their winners, made of measurements.
 
+What runs without a table, the choice of the model, has to be beaten: another candidate
+replaces it where it is faster by more than the doubt about both times. Doubt grows with
+the differences between launches, with the spread of repetitions, and with the share of
+them that other programs disturbed. Where nothing was measured the model's choice stays.
+
 A candidate is *tied* at a size if its time is within the margin of the best. It is also
 tied within twice the margin if a rank test over launches does not tell it from the
 best.
@@ -14,14 +19,15 @@ seldom.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median, median_low
 from typing import NamedTuple
 
 from commrt.select.facts import Candidate
 from commrt.tuning.fit import Curve
-from commrt.tuning.launch_states import in_usual_state
+from commrt.tuning.launch_states import sizes_in_usual_state
+from commrt.tuning.model_choice import Unasked, choice_without_table
 from commrt.tuning.samples import Group, Recording
 from commrt.tuning.statistics import Estimate, estimate, rank_test
 
@@ -33,6 +39,7 @@ __all__ = [
     "decide",
     "divide",
     "tied",
+    "undecided",
 ]
 
 ENOUGH_LAUNCHES = 3
@@ -55,6 +62,17 @@ they save more than half or nothing. There are so many of them that, after a few
 launches, the luckiest would win."""
 _NARROWEST_NBYTES = 8
 """A range that holds no second size of the common element types is none."""
+_SURE = 1.0
+"""Standard errors by which a candidate must beat what runs without a table."""
+_UNSEEN = 0.03
+"""Cost of anything else where no size near says how the two compare: over one octave
+as much as a further range."""
+_NEAR_OCTAVES = 2.0
+"""Distance of a size that says so, in powers of two."""
+
+
+def _unknown(nbytes: float) -> Candidate | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -105,15 +123,48 @@ class Decision:
 
 
 def decide(recording: Recording, margin: float) -> list[Decision]:
-    """Return decisions by the launches that shape the table, for every operation."""
+    """Return decisions by the launches that shape the table, for every operation.
+
+    An operation of which fewer than half of the sizes can be trusted has none.
+    """
     decisions = []
     for group in recording.groups():
         for op in recording.orders:
             curves = curves_of(recording, group, op)
-            if curves:
-                ranges = divide(curves, margin)
+            sizes = recording.planned(group.ranks, op)
+            if curves and _enough(_measured(curves), sizes):
+                unasked = choice_without_table(recording, group, op)
+                ranges = divide(curves, margin, unasked, sizes)
                 decisions.append(Decision(op, group, ranges, curves, margin))
     return _well_founded(decisions)
+
+
+def _enough(measured: Collection[int], planned: Collection[int]) -> bool:
+    return 2 * len(measured) >= len(planned)
+
+
+def undecided(recording: Recording) -> list[tuple[Group, str, int, int]]:
+    """Return operations of which too few sizes can be trusted to decide anything.
+
+    Each with the number of these sizes, and of those to measure. A class of links that
+    was met at few sizes is left to the other class; of both the better known counts.
+    """
+    found = []
+    kinds = {group._replace(link_class="") for group in recording.groups()}
+    for op in recording.orders:
+        for kind in sorted(kinds):
+            groups = [
+                g for g in recording.groups() if g._replace(link_class="") == kind
+            ]
+            seen = [
+                (len(_measured(curves_of(recording, group, op))), group)
+                for group in groups
+            ]
+            measured, group = max(seen)
+            planned = recording.planned(group.ranks, op)
+            if planned and not _enough(range(measured), planned):
+                found.append((group, op, measured, len(planned)))
+    return found
 
 
 def _well_founded(decisions: list[Decision]) -> list[Decision]:
@@ -159,24 +210,38 @@ def curves_of(recording: Recording, group: Group, op: str) -> dict[Candidate, Cu
         if (failure.ranks, failure.op) == (group.ranks, op)
     }
     cells: dict[int, dict[int, dict[Candidate, Sequence[float]]]] = {}
+    counts: dict[tuple[int, Candidate], tuple[int, int]] = {}
     for sample in recording.of(group, held_out=False):
         if sample.op == op and sample.us and sample.candidate not in failed:
             launches = cells.setdefault(sample.nbytes, {})
             launches.setdefault(sample.launch, {})[sample.candidate] = sample.us
+            clean, all_of_them = counts.get((sample.nbytes, sample.candidate), (0, 0))
+            counts[sample.nbytes, sample.candidate] = (
+                clean + len(sample.us),
+                all_of_them + len(sample.us) + sample.disturbed,
+            )
     estimates: dict[Candidate, dict[int, Estimate]] = {}
     least_us: dict[int, float] = {}
-    for nbytes, measured in cells.items():
-        usual = in_usual_state(measured)
+    for nbytes, usual in sizes_in_usual_state(cells).items():
         levelled = _levelled(usual.values())
-        found = {candidate: estimate(times) for candidate, times in levelled.items()}
+        numbers: dict[Candidate, list[int]] = {}
+        for number, row in usual.items():
+            for candidate in row:
+                numbers.setdefault(candidate, []).append(number)
+        found = {}
+        for candidate, times in levelled.items():
+            clean, all_of_them = counts[nbytes, candidate]
+            share = clean / all_of_them
+            found[candidate] = estimate(times, share, numbers[candidate])
         kept = {one for one in found if 2 * len(levelled[one]) >= len(usual)}
         given_up_us = _GIVEN_UP * min(found[one].us for one in kept)
         least_us[nbytes] = given_up_us
         for candidate, seen in found.items():
-            if candidate not in kept and seen.us < given_up_us:
-                scale = given_up_us / seen.us
+            if candidate not in kept:
+                scale = max(1.0, given_up_us / seen.us)
                 times = [[scale * us for us in row] for row in levelled[candidate]]
-                seen = estimate(times)
+                seen = estimate(times, seen.clean, seen.numbers)
+                seen = replace(seen, given_up=True)
             estimates.setdefault(candidate, {})[nbytes] = seen
     return {
         one: Curve(at, {n: us for n, us in least_us.items() if n not in at})
@@ -243,21 +308,42 @@ def _comparable(
     return found or dict(curves)
 
 
-def divide(curves: Mapping[Candidate, Curve], margin: float) -> tuple[Range, ...]:
-    """Return the ranges that cost least: lost time plus a price per switch."""
-    grid = _grid(curves)
+def divide(
+    curves: Mapping[Candidate, Curve],
+    margin: float,
+    unasked: Unasked = _unknown,
+    sizes: Collection[int] = (),
+) -> tuple[Range, ...]:
+    """Return the ranges that cost least: lost time plus a price per switch.
+
+    Args:
+        curves: the times of every candidate.
+        margin: relative difference that counts as equal.
+        unasked: what would run without a table.
+        sizes: those that were to be measured, as far as others than the curves'.
+    """
+    grid = _grid({*sizes, *_measured(curves)})
     sets = [tied(curves, nbytes, margin) for nbytes in grid]
-    path = _cheapest_path(curves, grid, sets)
+    path = _cheapest_path(curves, grid, sets, unasked)
     switches = [at for at in range(1, len(path)) if path[at] != path[at - 1]]
     starts: list[_Start] = [_Start(0, path[0], None)]
     for at in switches:
         earlier, later = path[at - 1], path[at]
         # The switch may lie anywhere where both are tied; the crossing says where.
+        # What runs without a table stays even so: it has nothing to prove.
         first, last = at - 1, at
-        while first > 0 and path[first - 1] == earlier and later in sets[first]:
+        while (
+            first > 0
+            and path[first - 1] == earlier
+            and later in sets[first]
+            and unasked(grid[first]) != earlier
+        ):
             first -= 1
         while (
-            last + 1 < len(path) and path[last + 1] == later and earlier in sets[last]
+            last + 1 < len(path)
+            and path[last + 1] == later
+            and earlier in sets[last]
+            and unasked(grid[last]) != later
         ):
             last += 1
         cut, why = _boundary(curves, earlier, later, grid[first], grid[last])
@@ -296,14 +382,17 @@ def _least_end(lo: int) -> float:
 
 
 def _cheapest_path(
-    curves: Mapping[Candidate, Curve], grid: list[float], sets: list[set[Candidate]]
+    curves: Mapping[Candidate, Curve],
+    grid: list[float],
+    sets: list[set[Candidate]],
+    unasked: Unasked,
 ) -> list[Candidate]:
     """Return the candidate of each grid size; dynamic programming over the grid."""
     order = list(curves)
     total = {one: 0.0 for one in order}
     choices: list[dict[Candidate, Candidate]] = []
     for index, nbytes in enumerate(grid):
-        lost = _lost(curves, nbytes, sets[index])
+        lost = _lost(curves, nbytes, sets[index], unasked(nbytes))
         cheapest = min(order, key=total.__getitem__)
         came_from = {}
         following = {}
@@ -323,28 +412,65 @@ def _cheapest_path(
 
 
 def _lost(
-    curves: Mapping[Candidate, Curve], nbytes: float, equals: set[Candidate]
+    curves: Mapping[Candidate, Curve],
+    nbytes: float,
+    equals: set[Candidate],
+    unasked: Candidate | None,
 ) -> dict[Candidate, float]:
-    """Return the logarithm of each one's time over the best: 0 if tied, else more.
+    """Return what each one costs: the logarithm of its time over another's.
+
+    The other is what would run without a table, and a candidate's time counts with its
+    uncertainty: to replace that one it must be faster for sure. Where that one was not
+    measured the other is the best, and who is tied with it costs nothing.
 
     A less simple candidate must earn its place: a noisy size here and there does not
     move the choice between equals.
     """
     present = _comparable(curves, nbytes)
-    best_us = min(curve.us(nbytes) for curve in present.values())
     lost = {}
-    for place, (one, curve) in enumerate(curves.items()):
-        ratio = curve.us(nbytes) / best_us if one in present else math.inf
+    base = unasked if unasked in present else None
+    best = min(present, key=lambda one: present[one].us(nbytes))
+    best_us = present[best].us(nbytes)
+    gain = 0.0
+    if base is not None and best not in (base, *(equals & {base})):
+        gain = math.log(present[base].us(nbytes) / best_us)
+        gain -= _SURE * _doubt(present[best], present[base], nbytes)
+    for place, one in enumerate(curves):
+        if one not in present:
+            lost[one] = math.inf
+            continue
         price = _LESS_SIMPLE * min(place, _MOST_PRICED)
         if one.has_two_levels:
             price += _TWO_LEVELS
-        lost[one] = (0.0 if one in equals else math.log(ratio)) + price
+        behind = 0.0 if one in equals else math.log(present[one].us(nbytes) / best_us)
+        if base is None:
+            lost[one] = behind + price
+        elif one == base:
+            lost[one] = 0.0
+        else:
+            far = _far(present[one], present[base], nbytes)
+            lost[one] = behind + price - (min(gain, -_UNSEEN) if far else gain)
     return lost
 
 
-def _grid(curves: Mapping[Candidate, Curve]) -> list[float]:
-    """Return sizes, evenly spaced in the logarithm, over what was measured."""
-    sizes = {size for curve in curves.values() for size in curve.estimates}
+def _doubt(one: Curve, other: Curve, nbytes: float) -> float:
+    """Return the standard error of the logarithm of a ratio of times."""
+    return one.nearest(nbytes).doubt_against(other.nearest(nbytes))
+
+
+def _far(one: Curve, other: Curve, nbytes: float) -> bool:
+    """Return whether no size near this one says how the two compare."""
+    both = one.estimates.keys() & other.estimates.keys() or one.estimates.keys()
+    return min(abs(math.log2(size / nbytes)) for size in both) > _NEAR_OCTAVES
+
+
+def _measured(curves: Mapping[Candidate, Curve]) -> set[int]:
+    """Return the sizes at which anything was measured."""
+    return {size for curve in curves.values() for size in curve.estimates}
+
+
+def _grid(sizes: Collection[int]) -> list[float]:
+    """Return sizes, evenly spaced in the logarithm, over those to decide."""
     low, high = math.log2(min(sizes)), math.log2(max(sizes))
     steps = max(1, round((high - low) * _PER_OCTAVE))
     inner = {2 ** (low + (high - low) * step / steps) for step in range(steps + 1)}

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commrt.bench.raw_data import replace_file
 from commrt.errors import TableError, UsageError
+from commrt.files.visible import visible, visible_lines
+from commrt.files.write import write_file
 from commrt.select.fingerprint import this_machine
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.schema import DEFAULT_TIE_MARGIN
@@ -20,9 +21,10 @@ from commrt.tuning.decide import decide
 from commrt.tuning.export_nccl import export_nccl
 from commrt.tuning.export_openmpi import export_openmpi
 from commrt.tuning.merge import is_recording, merge, read_input
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.report import report
 from commrt.tuning.samples import Recording
-from commrt.tuning.table_writer import make_table, write_table
+from commrt.tuning.table_writer import make_table, write_yaml
 
 __all__ = ["add_commands", "table_of"]
 
@@ -97,7 +99,7 @@ def table_of(path: Path | None) -> Table:
 def _report(arguments: argparse.Namespace) -> int:
     if arguments.raw is None and arguments.table and is_recording(arguments.table):
         arguments.raw, arguments.table = arguments.table, None
-    recording = None if arguments.raw is None else Recording.load(arguments.raw)
+    recording = None if arguments.raw is None else load_recording(arguments.raw)
     if arguments.table is None and recording is not None:
         table = _decided(recording, arguments.raw)
         source = f"Choices and times from the recording {arguments.raw.name}"
@@ -108,7 +110,7 @@ def _report(arguments: argparse.Namespace) -> int:
         source = f"Choices from {table.name}"
         if recording is not None:
             source += f", times from the recording {arguments.raw.name}"
-    _write(arguments.out, report(table, recording, source))
+    _write(arguments.out, visible_lines(report(table, recording, source)))
     print(f"Written to {arguments.out}")
     return 0
 
@@ -140,8 +142,8 @@ def _merge(arguments: argparse.Namespace) -> int:
     known = measure.catalog()
     inputs = [read_input(path, known) for path in arguments.inputs]
     merged = merge(inputs, known, same_machine=arguments.same_machine, date=_today())
-    write_table(merged.table, arguments.out)
-    print("\n".join(merged.lines))
+    write_yaml(merged.text, arguments.out)
+    print(visible_lines("\n".join(merged.lines)))
     print(f"Written to {arguments.out}")
     return 0
 
@@ -151,18 +153,18 @@ def _export(arguments: argparse.Namespace) -> int:
     if exported.left_out:
         print(f"Not said to {arguments.to}:", file=sys.stderr)
         for line in exported.left_out:
-            print(f"  {line}", file=sys.stderr)
+            print(f"  {visible(line)}", file=sys.stderr)
     if arguments.out is None:
-        print(exported.text, end="")
+        print(visible_lines(exported.text), end="")
         return 0
-    _write(arguments.out, exported.text)
+    _write(arguments.out, visible_lines(exported.text))
     print(f"{exported.said} choices written to {arguments.out}")
     return 0
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        replace_file(path, text.encode())
+        write_file(path, text, parents=True)
     except OSError as error:
         raise TableError(f"cannot write {path}: {error}") from error
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from commrt.files.write import write_file
 from commrt.vocabulary.dtypes import dtype_by_name
 from commrt.vocabulary.operations import operation
 
@@ -117,7 +118,7 @@ class Turn:
     @staticmethod
     def create(path: str) -> None:
         """Write the file, for no item."""
-        Path(path).write_bytes(_TURN.pack(NOBODY, 0))
+        write_file(path, _TURN.pack(NOBODY, 0))
 
     def set(self, index: int) -> None:
         """Say that a turn of item ``index`` begins now."""

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from commrt.bench.timing_loop import SharedFlags
 from commrt.errors import UsageError
+from commrt.files.write import write_file
 from commrt.launch.mpiexec import Launcher, find_launcher, kill_tree, launch_command
 from commrt.tuning.job import Job, Turn
 
@@ -77,7 +78,7 @@ def start_ranks(
         turn = str(Path(folder) / "turn")
         Turn.create(turn)
         work = Path(folder) / "job.json"
-        work.write_text(replace(job, flags=flags, turn=turn).to_json())
+        write_file(work, replace(job, flags=flags, turn=turn).to_json())
         argv, environ = launch_command(
             sys.executable,
             ranks,

@@ -28,9 +28,17 @@ from commrt.bench.timing_loop import (
     probe_link,
 )
 from commrt.bench.worker import CommrtPeer, equal_counts
+from commrt.comm import core_of
 from commrt.nccl.features import version_text
 from commrt.select.facts import Candidate, CommFacts, Query
+from commrt.select.policy import Policy
 from commrt.select.schema import Catalog
+from commrt.tuning.interference import (
+    CoreTime,
+    Reference,
+    WaitingTime,
+    others_share,
+)
 from commrt.tuning.job import Turn
 from commrt.vocabulary.operations import operation
 
@@ -38,6 +46,11 @@ if TYPE_CHECKING:
     from commrt.comm import Communicator
 
 __all__ = ["Session", "catalog"]
+
+_PATIENT_SPINS = 200_000
+"""Polls, some 6 ms, for which a rank waits before it gives its core away: longer than
+the turn of a program that has taken another rank's core. A rank that gave way sooner
+would itself be away when the other one comes back, and so on at every repetition."""
 
 
 class _CandidatePeer(CommrtPeer):
@@ -112,11 +125,17 @@ class Session:
         if flags is not None and self.size > 1:
             shared = SharedFlags(flags, self.size)
             crowded = self.facts.ppn > self.facts.cores
-            self.barrier = FlagBarrier(shared, self.rank, crowded)
+            self.barrier = FlagBarrier(shared, self.rank, crowded, _PATIENT_SPINS)
             # In a crowd, and between nodes (also pretended ones), it never changes.
             changes = self.facts.link_class in ("near", "far")
             self._flags = shared if changes else None
         self._turn = Turn(turn) if turn is not None and self.rank == 0 else None
+        self._crowded = self.facts.ppn > self.facts.cores
+        # Threads of a pretended device share the ranks' cores, too.
+        alone = device == "cpu" and not self._crowded
+        self._waiting = WaitingTime() if alone else None
+        self._reference = Reference() if alone else None
+        self._core_time = CoreTime()
 
     def link_class(self) -> str:
         """Return the class of the links now; collective, equal on all ranks.
@@ -129,6 +148,33 @@ class Session:
             self._probes += PROBE_STEP
             return link_class_of(self.agree(worst_ns), self.size, self.size)
         return self.facts.link_class
+
+    def lost_us(self) -> float:
+        """Return for how long so far something else ran on this rank's core.
+
+        Always 0 where ranks outnumber cores, as they wait for each other there.
+        """
+        return 0.0 if self._waiting is None else self._waiting.us()
+
+    def watch_cores(self) -> None:
+        """Begin to see what runs beside the ranks."""
+        self._core_time.start()
+
+    def others_share(self) -> float:
+        """Return the share of the cores' time, since ``watch_cores``, that the ranks
+        did not get; collective, equal on all ranks."""
+        rows = self._plain.gather(self._core_time.row())
+        found = others_share(rows, share_cores=self._crowded) if rows else 0.0
+        return self.agree(found)
+
+    def reference_us(self) -> float:
+        """Return what a fixed piece of work takes now on the slowest rank; collective.
+
+        0 where ranks outnumber cores.
+        """
+        mine = 0.0 if self._reference is None else self._reference.us()
+        slowest = self.worst([mine])
+        return self.agree(slowest[0] if slowest else 0.0)
 
     def turn_of(self, index: int) -> None:
         """Note whose turn it is; each note is a sign of life."""
@@ -147,8 +193,19 @@ class Session:
         """Return the model's prediction."""
         redop = "sum" if operation(op).reduces else None
         query = Query(op, nbytes, dtype, self._kind, op=redop)
-        asked: Attached = self._comm.attached[candidate.backend]
+        asked: Attached = core_of(self._comm).attached[candidate.backend]
         return asked.predicted_us(query, candidate)
+
+    def unasked(self, op: str, nbytes: int, dtype: str) -> Candidate:
+        """Return what a call would run without a table; equal on all ranks."""
+        redop = "sum" if operation(op).reduces else None
+        root = 0 if operation(op).has_root else None
+        query = Query(op, nbytes, dtype, self._kind, op=redop, root=root)
+        return (
+            Policy(self.facts, None, core_of(self._comm).policy.offers)
+            .choose(query)
+            .candidate
+        )
 
     def buffers(self, op: str, nbytes: int, dtype: str) -> Trial:
         """Return the buffers that all candidates share."""

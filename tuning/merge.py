@@ -22,10 +22,12 @@ from commrt.select.fingerprint import Machine, this_machine
 from commrt.select.rules import Cell, Rule
 from commrt.select.schema import DEFAULT_TIE_MARGIN, METHOD_KEYS
 from commrt.select.table import Catalog, Table, load, load_file
+from commrt.select.tree import MAX_NBYTES
 from commrt.select.write import dump
 from commrt.tuning.decide import ENOUGH_LAUNCHES, decide
 from commrt.tuning.export import cell_words
 from commrt.tuning.merge_recordings import join
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.regret import held_out_regret
 from commrt.tuning.samples import Recording
 from commrt.tuning.summary import human_nbytes
@@ -61,6 +63,8 @@ class Merged:
 
     table: Table
     """Everything, once."""
+    text: str
+    """The same as YAML."""
     lines: Sequence[str]
     """The origin of each cell, and the conflicts."""
 
@@ -115,7 +119,7 @@ def is_recording(path: Path) -> bool:
 def read_input(path: Path, known: Catalog) -> Input:
     """Return the file's table or recording, told apart by the name."""
     if is_recording(path):
-        return Input(str(path), recording=Recording.load(path))
+        return Input(str(path), recording=load_recording(path))
     return Input(str(path), table=load_file(path, known))
 
 
@@ -168,9 +172,15 @@ def merge(
         raise TableError("nothing to merge: the inputs hold no rule and no sample")
     table = replace(decided, rules=tuple(rules), name="merged table")
     # The inputs were checked; the output is checked, too, before anybody relies on it.
-    load(dump(table), "merged table", known)
+    text = dump(table)
+    if len(text.encode()) > MAX_NBYTES:
+        raise TableError(
+            f"the merged table has {len(rules)} rules in {len(text.encode())} bytes, "
+            f"and no table may have more than {MAX_NBYTES} bytes: merge fewer files"
+        )
+    load(text, "merged table", known)
     said = [*more, *together.lines, *_versions(software)]
-    return Merged(table, [*lines, *said, *chosen])
+    return Merged(table, text, [*lines, *said, *chosen])
 
 
 def _one_machine(inputs: Sequence[Input], same_machine: bool) -> Machine:

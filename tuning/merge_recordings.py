@@ -57,6 +57,11 @@ def _add(
             gone[f"{name}: {sample.candidate} for {sample.op} is left out, as this "
                  f"commrt has no such candidate"] = None  # fmt: skip
     joined.failures += recording.failures
+    joined.unfinished.update(recording.unfinished)
+    for cell, candidate in recording.unasked.items():
+        ranks, _, op, _ = cell
+        if _exists(known, op, candidate, ranks):
+            joined.unasked[cell] = candidate
     for op, candidates in recording.orders.items():
         order = joined.orders.setdefault(op, [])
         order += [one for one in candidates if one not in order]

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from commrt.vocabulary.limits import NO_LIMIT_S
+
 __all__ = ["Progress"]
 
 _WIDTH = 28
@@ -54,7 +56,8 @@ class Progress:
         if now_s - self._last_s < every_s:
             return
         self._last_s = now_s
-        left = f"{self.left_s:3.0f} s left"
+        limited = self._budget_s < NO_LIMIT_S
+        left = f"{self.left_s:3.0f} s left" if limited else "no limit"
         if not self._tty:
             self._write(f"commrt-tune: {left}: {what}\n")
             return

@@ -191,7 +191,7 @@ def _without(recording: Recording, left_out: int) -> Recording:
         index: other for index, other in recording.launches.items() if index != left_out
     }
     samples = [sample for sample in recording.samples if sample.launch in kept]
-    return Recording(kept, samples, recording.failures, recording.orders)
+    return replace(recording, launches=kept, samples=samples)
 
 
 def _chooser(decisions: Iterable[Decision]) -> Choose:

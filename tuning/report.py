@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from commrt.select.facts import LINK_CLASSES, Candidate
+from commrt.select.rules import Evidence
 from commrt.select.table import Table
 from commrt.tuning.report_cells import Judged, ReportCell, cells_of
 from commrt.tuning.report_figures import figures, looks_of, picks
 from commrt.tuning.report_style import STYLE
 from commrt.tuning.samples import Recording
 from commrt.tuning.statistics import geometric_mean
-from commrt.tuning.summary import describe_failure, human_nbytes
+from commrt.tuning.summary import describe_failure, human_nbytes, too_busy
 from commrt.tuning.svg_chart import Look, human_ratio, strip, swatch
 from commrt.vocabulary.operations import COLLECTIVES
 
@@ -233,6 +234,7 @@ def _rules(cell: ReportCell) -> str:
         span = f"{human_nbytes(lo) if lo else 0} to {human_nbytes(hi)}"
         evidence = rule.evidence
         verdict = "no evidence" if evidence is None else _VERDICTS[evidence.verdict]
+        quality = "" if evidence is None else _trust(evidence)
         second = ""
         if evidence is not None and evidence.runner_up is not None:
             one = evidence.runner_up
@@ -241,11 +243,12 @@ def _rules(cell: ReportCell) -> str:
         rows.append(
             f'<tr><td class="n">{span}</td><td><code>{escape(str(rule.use))}</code>'
             f"</td><td>{verdict}{_as_good(cell, lo, hi, rule.use)}</td>"
+            f"<td>{quality}</td>"
             f"<td>{escape(second)}</td><td>{escape(why)}</td></tr>"
         )
     return (
         '<div class="scroll"><table><tr><th>bytes</th><th>picked</th><th>verdict</th>'
-        "<th>next best</th><th>where the range begins</th></tr>"
+        "<th>evidence</th><th>next best</th><th>where the range begins</th></tr>"
         f"{''.join(rows)}</table></div>"
     )
 
@@ -253,9 +256,22 @@ def _rules(cell: ReportCell) -> str:
 _VERDICTS = {
     "win": "win",
     "tie": "tie",
+    "unsure": "another was faster, not for sure",
     "only": "nothing to compare with",
     "extrapolated": "no measured size inside",
 }
+
+
+def _trust(evidence: Evidence) -> str:
+    """Return how far a range's measurements can be trusted, and why not farther."""
+    if evidence.quality is None:
+        return ""
+    counted = sum(point.n for point in evidence.points)
+    disturbed = sum(point.disturbed for point in evidence.points)
+    if not disturbed:
+        return evidence.quality
+    share = disturbed / (counted + disturbed)
+    return f"{evidence.quality}: {share:.0%} of the repetitions were disturbed"
 
 
 def _as_good(cell: ReportCell, lo: int, hi: int | None, use: Candidate) -> str:
@@ -317,6 +333,7 @@ def _missing(
         if gaps:
             lines.append(f"{cell.op}, {cell.title}: {gaps}.")
     if recording is not None:
+        lines += too_busy(recording)
         for text in dict.fromkeys(map(describe_failure, recording.failures)):
             lines.append(f"Left out, as it failed: {text}.")
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
@@ -349,6 +366,8 @@ def _reading(margin: float) -> str:
         f"<p>As good means: within {margin:.0%} of the best, or {2 * margin:.0%} "
         "where a rank test over launches does not tell the two apart. Of equals the "
         "simpler one is picked, and a further range has to save something: so a choice "
-        "may be slower than the best by a little. The verdict of a range is that of "
-        "its middle size.</p>"
+        "may be slower than the best by a little. What would run without a table stays "
+        "where nothing was faster for sure. The verdict of a range is that of "
+        "its middle size. Repetitions during which another program ran on a rank's "
+        "core are disturbed, and do not count.</p>"
     )

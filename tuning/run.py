@@ -14,14 +14,14 @@ from json import loads
 from pathlib import Path
 from types import FrameType
 
-from commrt.bench.raw_data import check_replaceable
 from commrt.errors import TableError, UsageError
+from commrt.files.write import check_writable
 from commrt.select.fingerprint import this_machine
 from commrt.select.locate import user_table_path
 from commrt.select.rules import Rule
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.select.table import Table, load_file
-from commrt.tuning.decide import decide
+from commrt.tuning.decide import decide, undecided
 from commrt.tuning.job import Job
 from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
 from commrt.tuning.progress import Progress
@@ -64,8 +64,8 @@ def launched(
     load = os.getloadavg()[0]
     if load > _BUSY_LOAD:
         progress.note(
-            f"commrt-tune: other programs use this machine (load {load:.1f}): expect "
-            f"noisy choices, or tune again when it is quiet"
+            f"commrt-tune: other programs use this machine (load {load:.1f}): some "
+            f"operations may be left undecided; tune again when it is quiet"
         )
 
     def start(job: Job, ranks: int, on_message: Callable[[Message], None]) -> Ended:
@@ -140,7 +140,7 @@ def check_outputs(out: Path | None, raw: Path | None, device: str = "cpu") -> No
     for option, path in (("--out", table), ("--raw", raw)):
         try:
             if path is not None:
-                check_replaceable(path)
+                check_writable(path, parents=True)
         except OSError as error:
             raise UsageError(
                 f"{option} {path} cannot be written, so nothing was measured: {error}"
@@ -180,6 +180,13 @@ def finish(
         recording.notes.append(
             f"{len(kept)} rules for arrays elsewhere are kept as they were"
         )
+    earlier = [] if before is None else _still_true(before, recording)
+    if earlier:
+        recording.notes.append(
+            f"{len(earlier)} rules for what this run was too busy to decide are kept "
+            f"as they were"
+        )
+        kept = (*kept, *earlier)
     together = keep_pairs(
         [] if before is None else [("the table that was here", before)],
         [("this run", recording.software)],
@@ -218,6 +225,26 @@ def other_memory(table: Table, device: str) -> Sequence[Rule]:
     return [rule for rule in table.rules if rule.match.device in (None, "host")]
 
 
+def _still_true(table: Table, recording: Recording) -> list[Rule]:
+    """Return the rules for what a run could not decide, of candidates that still work.
+
+    A table that a quiet run wrote is better than the model.
+    """
+    failed = {(one.op, one.candidate) for one in recording.failures}
+    found: list[Rule] = []
+    for group, op, _, _ in undecided(recording):
+        rules = [
+            rule
+            for rule in table.rules
+            if (rule.op, rule.match.ranks, rule.match.nodes, rule.match.ppn)
+            == (op, group.ranks, group.nodes, group.ppn)
+            and rule.match.device == group.device
+        ]
+        if not any((rule.op, rule.use) in failed for rule in rules):
+            found += rules
+    return found
+
+
 def _why_nothing(recording: Recording) -> list[str]:
     """Return why there is nothing to decide from."""
     reasons = []
@@ -233,11 +260,22 @@ def _why_nothing(recording: Recording) -> list[str]:
             f"the budget ended before {len(late)} operations and sizes were measured: "
             f"raise --budget"
         )
+    if busy := recording.missing("busy"):
+        reasons.append(
+            f"other programs ran on the ranks' cores during {len(busy)} measurements, "
+            f"too many to decide anything: tune again when the machine is quieter"
+        )
     if moved := recording.missing("links"):
         reasons.append(
             f"the links between the ranks changed during {len(moved)} measurements: "
             f"tune again when the machine is quieter"
         )
+    if not reasons:
+        reasons += [
+            f"{op}: the times of only {trusted} of {planned} sizes can be trusted, and "
+            f"half of them must be: tune again when the machine is quieter"
+            for _, op, trusted, planned in undecided(recording)
+        ]
     return reasons or ["no size of these operations fits into --max-bytes"]
 
 

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commrt.bench.raw_data import read_data, write_data
+from commrt.bench.raw_data import write_data
 from commrt.errors import TableError
 from commrt.select.facts import Candidate, CommFacts
-from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
+from commrt.select.fingerprint import Machine
 from commrt.select.plain import plain_machine
 
 __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
@@ -69,6 +69,8 @@ class Sample:
     """Microseconds of each repetition, of the slowest rank."""
     link_class: str = ""
     """Class of the links meanwhile, where it was seen; else the launch's holds."""
+    disturbed: int = 0
+    """Further repetitions, without a time, as something else ran on a rank's core."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,13 @@ class Recording:
     record it."""
     unfinished: dict[tuple[int, str, int], str] = field(default_factory=dict)
     """Reason why a launch that shapes the table left a size out, by ranks, operation
-    and bytes: ``budget`` or ``links``. Not saved."""
+    and bytes: ``budget``, ``links``, or ``busy`` where other programs ran on the ranks'
+    cores."""
     notes: list[str] = field(default_factory=list)
     """Other remarks for the summary. Not saved."""
+    unasked: dict[tuple[int, str, str, int], Candidate] = field(default_factory=dict)
+    """What the ranks would run without a table, by ranks, class of the links, operation
+    and bytes."""
 
     def add(self, launch: int, held_out: bool, message: Mapping[str, Any]) -> None:
         """Take one line of a worker; kinds that only report progress are ignored."""
@@ -120,6 +126,12 @@ class Recording:
             made = Launch(launch, facts, held_out, message.get("device", "host"))
             self.launches.setdefault(launch, made)
             self.software = dict(message["software"])
+        elif kind == "unasked":
+            facts = self.launches[launch].facts
+            op, nbytes = str(message["op"]), int(message["nbytes"])
+            self.unasked[facts.size, facts.link_class, op, nbytes] = Candidate.parse(
+                message["candidate"]
+            )
         elif kind == "order":
             self._merge_order(message["op"], message["candidates"])
         elif kind == "sample":
@@ -127,7 +139,10 @@ class Recording:
             op, nbytes = str(message["op"]), int(message["nbytes"])
             us = tuple(float(value) for value in message["us"])
             links = str(message.get("link_class", ""))
-            self.samples.append(Sample(launch, op, nbytes, candidate, us, links))
+            disturbed = int(message.get("disturbed", 0))
+            self.samples.append(
+                Sample(launch, op, nbytes, candidate, us, links, disturbed)
+            )
         elif kind == "unfinished" and not held_out:
             ranks = self.launches[launch].facts.size
             for op, nbytes in message["cells"]:
@@ -153,6 +168,15 @@ class Recording:
             for cell, reason in self.unfinished.items()
             if reason == why and cell not in measured
         )
+
+    def planned(self, ranks: int, op: str) -> set[int]:
+        """Return the sizes that launches of so many ranks were to measure."""
+        found = {n for each, name, n in self.unfinished if (each, name) == (ranks, op)}
+        for one in self.samples:
+            launch = self.launches[one.launch]
+            if not launch.held_out and (launch.facts.size, one.op) == (ranks, op):
+                found.add(one.nbytes)
+        return found
 
     def _merge_order(self, op: str, candidates: list[str]) -> None:
         known = self.orders.setdefault(op, [])
@@ -190,6 +214,10 @@ class Recording:
                 "samples": [_plain(sample) for sample in self.samples],
                 "failures": [_plain(failure) for failure in self.failures],
                 "orders": {op: list(map(str, c)) for op, c in self.orders.items()},
+                "unasked": [
+                    [*cell, str(candidate)] for cell, candidate in self.unasked.items()
+                ],
+                "unfinished": [[*cell, why] for cell, why in self.unfinished.items()],
                 "software": self.software,
                 "machine": self.machine and plain_machine(self.machine),
                 "date": self.date,
@@ -204,48 +232,6 @@ class Recording:
             raise TableError(
                 f"cannot write the recording to {path}: {error}"
             ) from error
-
-    @classmethod
-    def load(cls, path: Path) -> Recording:
-        """Return what ``save`` wrote; TableError if it is something else."""
-        try:
-            return cls.from_json(read_data(path))
-        except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-            raise TableError(
-                f"{path} is not a recording of commrt-tune run --raw: {error}"
-            ) from error
-
-    @classmethod
-    def from_json(cls, text: str) -> Recording:
-        """Return the recording that ``to_json`` wrote."""
-        plain = json.loads(text)
-        recording = cls(software=plain["software"])
-        if plain.get("machine"):
-            recording.machine = _machine(plain["machine"])
-        recording.date = str(plain.get("date", ""))
-        for launch in plain["launches"]:
-            facts = CommFacts(**launch.pop("facts"))
-            recording.launches[launch["index"]] = Launch(facts=facts, **launch)
-        for sample in plain["samples"]:
-            candidate = Candidate.parse(sample.pop("candidate"))
-            us = tuple(sample.pop("us"))
-            recording.samples.append(Sample(candidate=candidate, us=us, **sample))
-        for failure in plain["failures"]:
-            candidate = Candidate.parse(failure.pop("candidate"))
-            recording.failures.append(Failure(candidate=candidate, **failure))
-        for op, candidates in plain["orders"].items():
-            recording.orders[op] = [Candidate.parse(text) for text in candidates]
-        return recording
-
-
-def _machine(plain: Mapping[str, Any]) -> Machine:
-    return Machine(
-        Cpu(**plain["cpu"]),
-        tuple(Gpu(**gpu) for gpu in plain["gpus"]),
-        tuple(Nic(**nic) for nic in plain["nics"]),
-        plain["kernel"],
-        plain["host"],
-    )
 
 
 def _plain(item: Sample | Failure) -> dict[str, Any]:

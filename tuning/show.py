@@ -78,6 +78,8 @@ def _line(rule: Rule) -> str:
     if evidence is None:
         return text.rstrip()
     text += evidence.verdict
+    if evidence.quality is not None:
+        text += f" ({evidence.quality} evidence)"
     if evidence.points:
         first, last = evidence.points[0], evidence.points[-1]
         text += f", {first.us:g} us at {human_nbytes(first.nbytes)}"

@@ -6,12 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from commrt.select.facts import Candidate
-from commrt.tuning.decide import ENOUGH_LAUNCHES, Decision
+from commrt.tuning.decide import ENOUGH_LAUNCHES, Decision, undecided
 from commrt.tuning.regret import Regret
 from commrt.tuning.samples import Failure, Group, Recording
 from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["describe_failure", "describe_group", "human_nbytes", "summarise"]
+__all__ = [
+    "describe_failure",
+    "describe_group",
+    "human_nbytes",
+    "summarise",
+    "too_busy",
+]
 
 _SHOWN = 3
 """Sizes named one by one."""
@@ -70,6 +76,7 @@ def summarise(
         for decision in decisions:
             lines += _ranges(decision) if decision.group == group else []
     lines += ["", *_hardly_seen(recording, decisions), *_not_reached(recording)]
+    lines += too_busy(recording)
     lines += [*_undecided(recording, decisions), *_failures(recording)]
     lines += [*recording.notes, *_quality(recording, regret)]
     lines += ["", f"Written to {path}", *(_IN_FORCE if in_force else _NAMED)]
@@ -103,6 +110,7 @@ def _not_reached(recording: Recording) -> Iterator[str]:
     for why, words in (
         ("budget", "Not reached within the budget"),
         ("links", "Not measured, as the links kept changing"),
+        ("busy", "Not measured, as other programs ran on the ranks' cores"),
     ):
         missing = recording.missing(why)
         for ranks in sorted({ranks for ranks, _, _ in missing}):
@@ -119,6 +127,19 @@ def _not_reached(recording: Recording) -> Iterator[str]:
         )
 
 
+def too_busy(recording: Recording) -> list[str]:
+    """Return a line per operation that was too busy to decide."""
+    lines = []
+    late = {(ranks, op) for ranks, op, _ in recording.missing("budget")}
+    for group, op, measured, planned in undecided(recording):
+        why = "Too short a budget" if (group.ranks, op) in late else "Too busy"
+        lines.append(
+            f"{why} to decide: {op}, {describe_group(group)}: only {measured} of "
+            f"{planned} sizes could be trusted; the model goes on choosing"
+        )
+    return lines
+
+
 def _some(sizes: Sequence[int]) -> str:
     """Return a few sizes for people."""
     shown = ", ".join(human_nbytes(nbytes) for nbytes in sizes[:_SHOWN])
@@ -130,7 +151,8 @@ def _undecided(recording: Recording, decisions: Iterable[Decision]) -> list[str]
     """Return a line for operations without times, and one for those without winners."""
     decided = {decision.op for decision in decisions}
     failed = {failure.op for failure in recording.failures} - decided
-    missing = [one for one in COLLECTIVES if one not in decided | failed]
+    busy = {op for _, op, _, _ in undecided(recording)}
+    missing = [one for one in COLLECTIVES if one not in decided | failed | busy]
     lines = []
     if missing:
         lines.append(

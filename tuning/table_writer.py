@@ -5,25 +5,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
-from commrt.bench.raw_data import replace_file
 from commrt.errors import TableError
+from commrt.files.write import write_file
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Machine
-from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp, Verdict
+from commrt.select.rules import (
+    Evidence,
+    Match,
+    Point,
+    Quality,
+    Rule,
+    RunnerUp,
+    Verdict,
+)
 from commrt.select.schema import YARDSTICKS
 from commrt.select.table import Table
 from commrt.select.write import dump
-from commrt.tuning.decide import Decision, Range, tied
+from commrt.tuning.decide import ENOUGH_LAUNCHES, Decision, Range, tied
 from commrt.tuning.statistics import Estimate
 from commrt.tuning.tested_pairs import Kept
 
-__all__ = ["NATIVE", "NATIVES", "make_table", "write_table"]
+__all__ = ["NATIVE", "NATIVES", "make_table", "write_table", "write_yaml"]
 
 NATIVE = "mpi/native"
 """The library's own collective: what every choice is compared with."""
 NATIVES = tuple(YARDSTICKS.values())
 """The same for either kind of memory; no group of launches has both."""
+_GOOD_CLEAN, _FAIR_CLEAN = 0.9, 0.5
+"""Shares of the repetitions that counted."""
+_GOOD_DOUBT, _FAIR_DOUBT = 0.05, 0.1
+"""Standard errors of a time, in parts of it."""
+_FAIR_LAUNCHES = 2
 
 
 def make_table(
@@ -59,8 +73,13 @@ def make_table(
 
 def write_table(table: Table, path: Path) -> None:
     """Write the table so that a reader sees the old one or the new one, never half."""
+    write_yaml(dump(table), path)
+
+
+def write_yaml(text: str, path: Path) -> None:
+    """Write the text of a table, as ``write_table`` does."""
     try:
-        replace_file(path, dump(table).encode())
+        write_file(path, text, parents=True)
     except OSError as error:
         raise TableError(f"cannot write the table to {path}: {error}") from error
 
@@ -97,11 +116,34 @@ def _evidence(decision: Decision, chosen: Range, date: str) -> Evidence:
     )
     where = inside[len(inside) // 2] if inside else max(chosen.lo, min(mine))
     second = _runner_up(decision, chosen.candidate, where)
-    others = tied(decision.curves, where, decision.margin) - {chosen.candidate}
-    verdict: Verdict = "only" if second is None else "tie" if others else "win"
     if not points:
         return Evidence("extrapolated", (), second, chosen.crossover, date)
-    return Evidence(verdict, points, second, chosen.crossover, date)
+    verdict = _verdict(decision, chosen.candidate, where, second)
+    quality = _quality([mine[nbytes] for nbytes in inside])
+    return Evidence(verdict, points, second, chosen.crossover, date, quality)
+
+
+def _verdict(
+    decision: Decision, chosen: Candidate, nbytes: int, second: RunnerUp | None
+) -> Verdict:
+    if second is None:
+        return "only"
+    equals = tied(decision.curves, nbytes, decision.margin)
+    if chosen not in equals:
+        return "unsure"
+    return "tie" if len(equals) > 1 else "win"
+
+
+def _quality(seen: Sequence[Estimate]) -> Quality:
+    """Return how far the typical one of a range's measurements can be trusted."""
+    launches = median(len(one.launches) for one in seen)
+    clean = median(one.clean for one in seen)
+    doubt = median(one.doubt for one in seen)
+    if launches >= ENOUGH_LAUNCHES and clean >= _GOOD_CLEAN and doubt <= _GOOD_DOUBT:
+        return "good"
+    if launches < _FAIR_LAUNCHES or clean < _FAIR_CLEAN or doubt > _FAIR_DOUBT:
+        return "poor"
+    return "fair"
 
 
 def _point(nbytes: int, seen: Estimate, native: Estimate | None) -> Point:
@@ -112,6 +154,7 @@ def _point(nbytes: int, seen: Estimate, native: Estimate | None) -> Point:
         seen.n,
         len(seen.launches),
         None if native is None else _short(native.us),
+        round(seen.n * (1 / seen.clean - 1)),
     )
 
 

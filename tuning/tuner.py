@@ -321,7 +321,7 @@ def losers(
     That is what took more than ``ratio`` times the best of its launch, in every launch
     that met this class so far and in two at least, as one may have met another state of
     the machine. The library's own collective is always repeated: it is what people
-    compare with.
+    compare with. So is what would run without a table: it is what others must beat.
     """
     cells: dict[tuple[int, str, int, str], dict[str, float]] = {}
     for sample in recording.samples:
@@ -330,6 +330,10 @@ def losers(
             links = recording.group_of(sample).link_class
             cell = (sample.launch, sample.op, sample.nbytes, links)
             cells.setdefault(cell, {})[str(sample.candidate)] = median(sample.us)
+    unasked = {
+        (Item(op, nbytes, str(candidate)), links)
+        for (_, links, op, nbytes), candidate in recording.unasked.items()
+    }
     lost: dict[tuple[Item, str], list[bool]] = {}
     for (_, op, nbytes, links), times in cells.items():
         best = min(times.values())
@@ -339,7 +343,10 @@ def losers(
     return [
         (item, links)
         for (item, links), verdicts in lost.items()
-        if all(verdicts) and len(verdicts) >= 2 and item.candidate not in NATIVES
+        if all(verdicts)
+        and len(verdicts) >= 2
+        and item.candidate not in NATIVES
+        and (item, links) not in unasked
     ]
 
 

@@ -42,14 +42,31 @@ _DRIFT = 2.0
 """A candidate that at the end takes so many times what it took at the beginning, or as
 much less, has seen the machine change."""
 
-Outcome = Literal["done", "late", "moved"]
-"""``late``: time ran out first; ``moved``: the machine changed meanwhile."""
+_LOST = 0.02
+"""Share of a repetition for which something else ran on a rank's core, from which it
+does not count."""
+_WARM_UPS = 3
+_WARM_UP_S = 0.05
+_BUSY_AFTER = 4
+"""Times as many repetitions as are needed, from which a size is given up where too few
+of them count."""
+
+Outcome = Literal["done", "late", "moved", "busy"]
+"""``late``: time ran out first; ``moved``: the machine changed meanwhile; ``busy``:
+something else ran on the ranks' cores, in all repetitions but a few."""
 
 
 class _Verdict(IntEnum):
     GOES_ON = 0
     ENOUGH = 1
     LOST = 2
+
+
+class _Ending(IntEnum):
+    NOT_YET = 0
+    LATE = 1
+    DONE = 2
+    BUSY = 3
 
 
 @dataclass
@@ -68,22 +85,44 @@ class Runner:
     """Repetitions of a turn."""
     us: list[float] = field(default_factory=list)
     """Microseconds per call of each repetition, slowest rank; on rank 0 only."""
+    disturbed: int = 0
+    """Repetitions that did not count; on rank 0 only."""
+
+    @property
+    def tried(self) -> int:
+        """Repetitions in all."""
+        return len(self.us) + self.disturbed
+
+    def take(self, mine: Sequence[tuple[float, float]], session: Session) -> None:
+        """Keep these repetitions of all ranks, as far as they count."""
+        seen = session.worst([us for us, _ in mine] + [lost for _, lost in mine])
+        for us, lost in zip(seen[: len(mine)], seen[len(mine) :], strict=True):
+            if lost <= _LOST:
+                self.us.append(us)
+            elif seen:
+                self.disturbed += 1
 
 
 def ready(session: Session, item: Item, index: int, call: Call) -> Runner:
     """Warm up, and return how to time the call."""
-    calls, call_us = 1, 0.0
+    calls, call_us = 1, math.inf
     # A short call's first estimates still hold cold caches and ask for too few calls.
-    for _ in range(3):
+    good, spent_us = 0, 0.0
+    while good < _WARM_UPS and spent_us < _WARM_UP_S * 1e6:
         session.turn_of(index)
-        slowest = session.worst([_repetition(session, call, calls)])
-        call_us = max(session.agree(slowest[0] if slowest else 0.0), 0.01)
+        slowest = session.worst([*_repetition(session, call, calls)])
+        took_us = max(session.agree(slowest[0] if slowest else 0.0), 0.01)
+        spent_us += took_us * calls
+        if session.agree(slowest[1] if slowest else 0.0) > _LOST:
+            call_us = min(call_us, took_us)
+            continue
+        good, call_us = good + 1, took_us
         calls = max(1, math.ceil(_FLOOR_US / call_us))
         if call_us > 10 * _FLOOR_US:
             break
     settling = min(_SETTLED_CALLS, math.ceil(_SETTLED_S * 1e6 / call_us))
     if calls < settling:
-        session.worst([_repetition(session, call, settling)])
+        session.worst([*_repetition(session, call, settling)])
     turn = int(_TURN_S * 1e6 / (call_us * calls))
     return Runner(item, index, call, calls, max(1, min(_LARGEST_TURN, turn)))
 
@@ -118,11 +157,15 @@ def take_turns(
             return _ended(session, runners, live)
         took_s = time.monotonic() - start_s
         enough = min(len(one.us) for one in live) >= _MIN_REPETITIONS
-        ends = took_s >= share_s if enough else took_s >= left_s
+        hopeless = min(one.tried for one in live) >= _BUSY_AFTER * _MIN_REPETITIONS
+        ends = took_s >= (share_s if enough or hopeless else left_s)
         # Rank 0 knows; the others have no times.
-        said = session.agree(float(1 + enough if ends else 0))
+        why = _Ending.DONE if enough else _Ending.BUSY if hopeless else _Ending.LATE
+        said = session.agree(float(why if ends else _Ending.NOT_YET))
+        if said == _Ending.DONE:
+            return _ended(session, runners, live)
         if said:
-            return _ended(session, runners, live) if said == 2 else "late"
+            return "busy" if said == _Ending.BUSY else "late"
         live = [
             runner
             for runner, verdict in zip(live, verdicts, strict=True)
@@ -137,7 +180,7 @@ def _turn(session: Session, runner: Runner) -> None:
         _repetition(session, runner.call, runner.calls)
         for _ in range(runner.repetitions)
     ]
-    runner.us += session.worst(mine)
+    runner.take(mine, session)
 
 
 def _ended(
@@ -176,7 +219,15 @@ def _verdict(runner: Runner, job: Job, best_us: float) -> float:
     return _Verdict.ENOUGH if narrow else _Verdict.GOES_ON
 
 
-def _repetition(session: Session, call: Call, calls: int) -> float:
-    """Return this rank's microseconds per call, after a barrier."""
+def _repetition(session: Session, call: Call, calls: int) -> tuple[float, float]:
+    """Return this rank's microseconds per call, after a barrier.
+
+    And the share of them for which something else ran on its core. A second barrier
+    makes the ranks begin together: after the first one some may have waited long.
+    """
     session.barrier()
-    return session.memory.timed(call, calls) / calls
+    before_us = session.lost_us()
+    session.barrier()
+    us = session.memory.timed(call, calls)
+    lost_us = session.lost_us() - before_us
+    return us / calls, lost_us / max(us, 1e-3)

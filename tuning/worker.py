@@ -4,8 +4,8 @@
 ``python -m commrt.tuning.worker JOB`` (a file). Every item is announced before it
 starts, and whose turn it is stands in a file, so that the parent knows what hung; a
 result is checked before times count. A size during which the links between the ranks
-changed their class, or were not to be seen, or a candidate's times drifted, is measured
-once more.
+changed their class, or were not to be seen, or a candidate's times drifted, or other
+programs took the ranks' cores, is measured once more.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ __all__ = ["main", "measure"]
 
 _PR_SET_PDEATHSIG = 1
 _RIGHT, _WRONG, _RAISED = 0.0, 1.0, 2.0
+_TAKEN = 0.15
+"""Share of the cores' time that went elsewhere, from which a size does not count."""
+_SLOWER = 1.6
+"""Time of a fixed piece of work over its least, from which a size does not count."""
 
 Emit = Callable[[str], None]
 
@@ -69,6 +73,8 @@ def measure(session: Session, job: Job, emit: Emit) -> None:
 
     repeated: set[Item] = set()
     moved: list[list[Item]] = []
+    busy: list[list[Item]] = []
+    speed = _Speed(session)
     while cells and (now_left_s := left_s()) > 0:
         cell = cells.popleft()
         # Most cells need less than their share, so the others may have two.
@@ -76,15 +82,16 @@ def measure(session: Session, job: Job, emit: Emit) -> None:
         share_s = min(1.0, 2 * len(cell) / left) * now_left_s
         again = cell[0] in repeated
         outcome = _measure_cell(
-            session, job, cell, numbers, share_s, left_s, again, say
+            session, job, cell, numbers, share_s, left_s, again, say, speed
         )
         if outcome == "late":
             cells.append(cell)
             break
-        if outcome == "moved":
-            (moved if cell[0] in repeated else cells).append(cell)
+        if outcome in ("moved", "busy"):
+            given_up = moved if outcome == "moved" else busy
+            (given_up if cell[0] in repeated else cells).append(cell)
             repeated.add(cell[0])
-    for why, missing in (("budget", cells), ("links", moved)):
+    for why, missing in (("budget", cells), ("links", moved), ("busy", busy)):
         if missing:
             reached = [(cell[0].op, cell[0].nbytes) for cell in missing]
             say("unfinished", why=why, cells=sorted(reached))
@@ -100,10 +107,12 @@ def _measure_cell(
     left_s: Callable[[], float],
     again: bool,
     say: Callable[..., None],
+    speed: _Speed,
 ) -> Outcome:
     """Time the candidates of one operation and size.
 
-    ``late`` and ``moved`` leave no times behind, as only whole cells can be compared.
+    Whatever is not ``done`` leaves no times behind, as only whole cells can be
+    compared.
     On a busy machine ranks are seldom alone on two cores, and times drift: then the
     second attempt (``again``) is taken for what it is, and its class for the job's.
     """
@@ -115,6 +124,8 @@ def _measure_cell(
     cell = [item for item in cell if (item, before) not in lost]
     if not cell:
         return "done"
+    speed.of(before)
+    session.watch_cores()
     trial = session.buffers(cell[0].op, cell[0].nbytes, job.dtype)
     runners = []
     for item in cell:
@@ -128,18 +139,36 @@ def _measure_cell(
         if (now_left_s := left_s()) <= 0:
             return "late"
     outcome = take_turns(session, job, runners, share_s, now_left_s)
-    if outcome == "late" or (outcome == "moved" and not again):
+    if outcome in ("late", "busy") or (outcome == "moved" and not again):
         return outcome
     session.turn_of(NOBODY)
+    taken = session.others_share()
     after = session.link_class()
+    if taken > _TAKEN or speed.of(after) > _SLOWER:
+        return "busy"
     known = {before, after} - {"unknown"} if again else {before, after}
     if len(known) > 1:
         return "moved"
     links = known.pop() if known else session.facts.link_class
     for runner in runners:
         us = [round(us, 4) for us in runner.us]
-        say("sample", **asdict(runner.item), us=us, link_class=links)
+        told = {"us": us, "link_class": links, "disturbed": runner.disturbed}
+        say("sample", **asdict(runner.item), **told)
     return "done"
+
+
+class _Speed:
+    """How much slower the machine is than at its best, in the same class of links."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._least_us: dict[str, float] = {}
+
+    def of(self, links: str) -> float:
+        """Return the time of a fixed piece of work over its least; collective."""
+        us = self._session.reference_us()
+        least = self._least_us[links] = min(us, self._least_us.get(links, us))
+        return us / least if least else 1.0
 
 
 def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[Item]]:
@@ -155,6 +184,8 @@ def _cells(session: Session, job: Job, say: Callable[..., None]) -> list[list[It
         for nbytes in sizes(op, session.size, job):
             session.turn_of(NOBODY)  # many ranks have long schedules
             candidates = session.candidates(op, nbytes, job.dtype)
+            unasked = session.unasked(op, nbytes, job.dtype)
+            say("unasked", op=op, nbytes=nbytes, candidate=str(unasked))
             order.update(dict.fromkeys(candidates))
             cell = [
                 Item(op, nbytes, str(candidate))

@@ -9,6 +9,8 @@ neighbours, and so are their blocks.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from commrt.schedule.builder import Builder
 
 __all__ = ["Fold"]
@@ -38,7 +40,7 @@ class Fold:
 
     def group(self) -> Builder:
         """Return the participants as ranks of their own; this rank must be one."""
-        return self._b.sub(self._start(v) for v in range(self.num))
+        return self._b.sub(_participants(self.num, self._extra))
 
     def blocks(self, first: int, stop: int) -> slice:
         """Return the blocks (one per rank) of participants ``[first, stop)``."""
@@ -46,3 +48,9 @@ class Fold:
 
     def _start(self, participant: int) -> int:
         return participant + min(participant, self._extra)
+
+
+@lru_cache(maxsize=64)
+def _participants(num: int, extra: int) -> tuple[int, ...]:
+    """Return the ranks of ``num`` participants; kept, because all ranks ask."""
+    return (*range(0, 2 * extra, 2), *range(2 * extra, num + extra))

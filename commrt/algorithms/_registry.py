@@ -16,11 +16,12 @@ from math import inf
 from pkgutil import iter_modules
 from typing import Any
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.schedule.builder import Builder, build_program
 from commrt.schedule.ir import ParamValue, RankProgram, RedopClass, Schedule
 from commrt.schedule.nodes import Nodes, check_nodes
 from commrt.schedule.parts import parts_of
+from commrt.vocabulary.checks import as_integer, check_flag
 from commrt.vocabulary.operations import operation
 
 __all__ = [
@@ -133,18 +134,44 @@ def algorithm(
             it needs blocks of equal length.
     """
     spec = operation(coll)
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED:
+    is_name = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)
+    if not is_name or name in RESERVED:
         raise UsageError(
-            f"algorithm name {name!r}: use lower-case letters, digits and underscores, "
-            f"and none of {', '.join(RESERVED)}"
+            f"algorithm name {shown(name)}: use lower-case letters, digits and "
+            f"underscores, and none of {', '.join(RESERVED)}"
         )
     if spec.vector_of is not None:
         raise UsageError(
-            f"{coll} runs the algorithms of {spec.vector_of}: register {name!r} there"
+            f"{coll} runs the algorithms of {spec.vector_of}: register {shown(name)} "
+            "there"
         )
     if (coll, name) in _ALGORITHMS:
         raise UsageError(
-            f"{coll} already has an algorithm {name!r}; choose another name"
+            f"{coll} already has an algorithm {shown(name)}; choose another name"
+        )
+    for what, flag in (
+        ("latency", latency),
+        ("bandwidth", bandwidth),
+        ("ordered", ordered),
+        ("spans_nodes", spans_nodes),
+        ("own_places", own_places),
+    ):
+        check_flag(f"algorithm {name}", what, flag)
+    for what, function in (("supports", supports), ("offered", offered)):
+        if function is not None and not callable(function):
+            raise UsageError(
+                f"algorithm {name}: {what}={shown(function)} must be a function, or "
+                f"None"
+            )
+    if params is not None and not (callable(params) or isinstance(params, Mapping)):
+        raise UsageError(
+            f"algorithm {name}: params={shown(params)} must be the values of each "
+            f"parameter, or a function that returns them"
+        )
+    if complexity is not None and as_integer(complexity) is None:
+        raise UsageError(
+            f"algorithm {name}: complexity={shown(complexity)} must be an integer, or "
+            f"None"
         )
     redop_class: RedopClass = "none"
     if spec.reduces:
@@ -239,7 +266,7 @@ def get(coll: str, name: str) -> Algorithm:
         return _ALGORITHMS[operation(coll).vector_of or coll, name]
     except KeyError:
         raise UsageError(
-            f"unknown {coll} algorithm {name!r}{suggest(name, names(coll))}"
+            f"unknown {coll} algorithm {shown(name)}{suggest(name, names(coll))}"
         ) from None
 
 
@@ -302,7 +329,7 @@ def schedule(
         where = f"{size} ranks"
         if one.spans_nodes and one.supports_size(size):
             where += " that are not on several nodes, two or more on one of them"
-        raise UsageError(f"{coll} algorithm {name!r} does not support {where}")
+        raise UsageError(f"{coll} algorithm {shown(name)} does not support {where}")
     values = _check_params(coll, name, size, params or {}, nodes)
     root = root if operation(coll).has_root else 0
     return _schedule(one, size, root, tuple(sorted(values.items())), nodes)
@@ -316,11 +343,11 @@ def _check_params(
     for key, value in params.items():
         if key not in choices:
             raise UsageError(
-                f"{coll} {name}: unknown parameter {key!r}{suggest(key, choices)}"
+                f"{coll} {name}: unknown parameter {shown(key)}{suggest(key, choices)}"
             )
         if value not in choices[key]:
             raise UsageError(
-                f"{coll} {name} on {size} ranks: {key}={value!r} is not one of "
+                f"{coll} {name} on {size} ranks: {key}={shown(value)} is not one of "
                 f"{', '.join(map(str, choices[key]))}"
             )
         values[key] = value

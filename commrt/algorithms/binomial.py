@@ -24,7 +24,7 @@ from commrt.schedule.builder import Buffer, Builder
 
 def _from_root(b: Builder) -> Builder:
     """Return the same ranks, counted from the root."""
-    return b.sub((b.root + v) % b.size for v in range(b.size))
+    return b.sub((*range(b.root, b.size), *range(b.root)))
 
 
 def _reach(tree: Builder) -> int:

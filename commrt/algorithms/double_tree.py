@@ -90,7 +90,7 @@ def _rooted(b: Builder) -> tuple[Builder, list[Links]]:
 
     The root, rank 0, is the parent of the tops of two trees of all others.
     """
-    ranks = b.sub((b.root + v) % b.size for v in range(b.size))
+    ranks = b.sub((*range(b.root, b.size), *range(b.root)))
     others = b.size - 1
     if ranks.rank == 0:
         return ranks, [Links(TOP, (1 + top(number, others),)) for number in range(2)]

@@ -145,7 +145,7 @@ def reduce(b: Builder) -> None:
 @algorithm("bcast", "halving_doubling", complexity=90, bandwidth=True)
 def bcast(b: Builder) -> None:
     """Scatter down a binomial tree, then double."""
-    tree = b.sub((b.root + v) % b.size for v in range(b.size))
+    tree = b.sub((*range(b.root, b.size), *range(b.root)))
     fold = Fold(tree)
     b.blocks(fold.num)
     if fold.folded:

@@ -67,7 +67,7 @@ def _cut(b: Builder) -> None:
 
 
 def _from_root(b: Builder) -> Builder:
-    return b.sub((b.root + v) % b.size for v in range(b.size))
+    return b.sub((*range(b.root, b.size), *range(b.root)))
 
 
 def down(ranks: Builder, own: Links, part: int) -> None:

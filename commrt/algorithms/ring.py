@@ -90,6 +90,6 @@ def bcast(b: Builder) -> None:
     if b.rank == b.root:
         b.copy(b.out[:], b.inp[:])
     # Block v belongs to the v-th rank after the root, so that subtrees are ranges.
-    tree = b.sub((b.root + v) % b.size for v in range(b.size))
+    tree = b.sub((*range(b.root, b.size), *range(b.root)))
     scatter_blocks(tree, b.out)
     allgather_lap(tree, b.out, from_first=True)

@@ -14,10 +14,11 @@ import numpy as np
 
 from commrt._native import register_numpy_type
 from commrt.arrays.dlpack import export
-from commrt.arrays.tensors import check_has_data, is_tensor, tensor_dtype
+from commrt.arrays.foreign import asking
+from commrt.arrays.tensors import check_memory, is_tensor, of_own_class, tensor_dtype
 from commrt.devices.arrays import DeviceArray, DeviceStream, current_stream
 from commrt.devices.registry import cuda_device, find_device
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, UsageError, shown
 from commrt.vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
@@ -61,17 +62,21 @@ class OnDevice:
     """Object that keeps the memory alive, besides the array itself."""
 
 
-def is_on_device(array: Any) -> bool:
-    """Return whether an array says that it is in the memory of a device."""
-    if isinstance(array, np.ndarray):
+def is_on_device(array: Any, what: str = "the array") -> bool:
+    """Return whether an array says that it is in the memory of a device.
+
+    Raises BufferError_, which names ``what``, for one that cannot say.
+    """
+    if isinstance(array, np.ndarray | type):
         return False
-    if is_tensor(array):
-        return bool(array.device.type == "cuda")
-    if hasattr(array, "__cuda_array_interface__"):
-        return True
-    if not hasattr(array, "__dlpack_device__"):
-        return False
-    return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
+    with asking(array, what):
+        if is_tensor(array):
+            return bool(array.device.type == "cuda")
+        if hasattr(array, "__cuda_array_interface__"):
+            return True
+        if not hasattr(array, "__dlpack_device__"):
+            return False
+        return bool(array.__dlpack_device__()[0] == _DLPACK_CUDA)
 
 
 def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
@@ -93,8 +98,13 @@ def see(array: Any, what: str, *, any_strides: bool = False) -> OnDevice:
             getattr(array.device, "ordinal", 0),
             current_stream(array.device),
         )
+    with asking(array, what):
+        return _see_other(array, what, any_strides)
+
+
+def _see_other(array: Any, what: str, any_strides: bool) -> OnDevice:
+    """Return what an array of another library is."""
     if is_tensor(array):
-        check_has_data(array, what)
         return _see_tensor(array, what, any_strides)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
@@ -138,8 +148,10 @@ def _device_of(address: int, number: int, what: str) -> tuple[Any, int]:
     return find_device(address, what) if address else (cuda_device(number), number)
 
 
-def _see_tensor(tensor: Any, what: str, any_strides: bool) -> OnDevice:
+def _see_tensor(given: Any, what: str, any_strides: bool) -> OnDevice:
+    tensor = of_own_class(given, what)
     dtype = tensor_dtype(tensor, what, any_strides=any_strides)
+    check_memory(tensor, what)
     number = tensor.device.index or 0
     return OnDevice(
         tensor.data_ptr(),
@@ -151,6 +163,7 @@ def _see_tensor(tensor: Any, what: str, any_strides: bool) -> OnDevice:
         number,
         None,
         tuple(step * dtype.itemsize for step in tensor.stride()),
+        None if tensor is given else tensor,
     )
 
 
@@ -174,6 +187,8 @@ def _see_interface(interface: Any, what: str, any_strides: bool) -> OnDevice:
             f"say 1 for the default stream, or None for no stream"
         )
     known = _dtype(dtype, what)
+    if any(length < 0 for length in shape):
+        raise BufferError_(f"{what} says the shape {shape}, with a negative length")
     if address == 0 and prod(shape):
         raise BufferError_(
             f"{what} has elements and no address: pass an array with memory"
@@ -281,7 +296,7 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
     if isinstance(stream, DeviceStream):
         if stream.device is not device:
             raise UsageError(
-                f"{what}: {stream!r} is not on the device of the array: a stream "
+                f"{what}: {shown(stream)} is not on the device of the array: a stream "
                 f"orders work of its own device only"
             )
         return stream.handle
@@ -289,14 +304,15 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
     ordinal = getattr(device, "ordinal", None)
     if number is not None and ordinal is not None and number != ordinal:
         raise UsageError(
-            f"{what}: stream {stream!r} is on device {number}, the array on device "
-            f"{ordinal}: a stream orders work of its own device only"
+            f"{what}: stream {shown(stream)} is on device {number}, the array on "
+            f"device {ordinal}: a stream orders work of its own device only"
         )
     handle = _handle(stream)
     if handle is None or handle < 0:
         raise UsageError(
-            f"{what}: stream={stream!r} must be None, the integer handle of a CUDA "
-            f"stream, or an object with __cuda_stream__, such as cupy's and torch's"
+            f"{what}: stream={shown(stream)} must be None, the integer handle of a "
+            "CUDA stream, or an object with __cuda_stream__, such as cupy's and "
+            "torch's"
         )
     return 0 if handle == _LEGACY else handle
 

@@ -19,6 +19,8 @@ __all__ = ["Exported", "export"]
 
 _LEGACY_STREAM = 1
 _READ_ONLY = 1
+_MOST_DIMS = 64
+"""More dimensions than any library's arrays have."""
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -88,7 +90,17 @@ def export(array: Any, what: str) -> Exported:
             f"DLPack: {error}"
         ) from error
     tensor, readonly = _read(capsule, what)
+    if not 0 <= tensor.ndim <= _MOST_DIMS:
+        raise BufferError_(
+            f"{what} exports DLPack with {tensor.ndim} dimensions; expected 0 to "
+            f"{_MOST_DIMS}"
+        )
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    if any(length < 0 for length in shape) or (not tensor.data and 0 not in shape):
+        raise BufferError_(
+            f"{what} exports DLPack of shape {shape} at address {tensor.data or 0}: "
+            f"pass an array with memory"
+        )
     strides = None
     if tensor.strides:
         strides = tuple(tensor.strides[i] for i in range(tensor.ndim))

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from commrt import _native
 from commrt.arrays.device import is_cupy, is_jax, is_on_device, see
-from commrt.arrays.tensors import check_has_data, is_tensor, tensor_dtype
+from commrt.arrays.foreign import asking
+from commrt.arrays.tensors import (
+    check_memory,
+    is_tensor,
+    of_own_class,
+    tensor_dtype,
+)
 from commrt.devices.arrays import DeviceArray
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, CommError, MemoryError_, UsageError, shown
 from commrt.vocabulary.dtypes import DTYPES, DType
 
 __all__ = [
@@ -31,9 +39,11 @@ __all__ = [
     "never_changes",
     "numpy_type",
     "overlap",
+    "plain_array",
     "view",
     "view_any",
     "view_anywhere",
+    "view_new",
     "zeros_like_array",
 ]
 
@@ -84,7 +94,7 @@ def record_type(dtype: np.dtype[Any]) -> DType:
 def numpy_type(seen: HostView) -> np.dtype[Any]:
     """Return numpy's type of the elements; BufferError_ where numpy has none."""
     if isinstance(seen.array, np.ndarray):
-        given: np.dtype[Any] = seen.array.dtype
+        given: np.dtype[Any] = plain_array(seen.array).dtype
         return given
     if not seen.dtype.needs_ml_dtypes:
         return np.dtype(seen.dtype.name)
@@ -102,12 +112,14 @@ def numpy_type(seen: HostView) -> np.dtype[Any]:
 def view_any(array: Any, what: str) -> HostView:
     """Return the view of an array, like ``view``; records and other bytes pass."""
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        dtype = array.dtype
+        with asking(array, what):
+            plain = plain_array(array)
+        dtype = plain.dtype
         known = _BY_NAME.get(dtype.name)
         if (known is None or dtype.names is not None) and (
             dtype.itemsize and not dtype.hasobject
         ):
-            return _checked(array, array, record_type(dtype), what)
+            return _checked(plain, array, record_type(dtype), what)
     return view(array, what)
 
 
@@ -123,10 +135,31 @@ def view(array: Any, what: str) -> HostView:
         address, count, code, writable = plain
         shape = array.shape
         return HostView(array, array, address, count, DTYPES[code], shape, writable)
+    with asking(array, what):
+        return _view_other(array, what)
+
+
+def _view_other(array: Any, what: str) -> HostView:
+    """Return the view of an array that is not as simple as most."""
     if isinstance(array, np.ndarray):
-        return _view_numpy(array, array, what)
+        if isinstance(array, np.ma.MaskedArray):
+            raise BufferError_(
+                f"{what} is a masked array, whose mask would be lost: pass "
+                f"x.filled(...) or x.data"
+            )
+        return _view_numpy(plain_array(array), array, what)
     if is_tensor(array):
         return _view_torch(array, what)
+    if isinstance(array, type):
+        raise BufferError_(
+            f"{what} is the class {array.__name__}: expected an array, which is an "
+            f"object of such a class"
+        )
+    return _view_by_protocol(array, what)
+
+
+def _view_by_protocol(array: Any, what: str) -> HostView:
+    """Return the view of an object that is neither numpy's nor torch's."""
     if hasattr(array, "__cuda_array_interface__"):
         raise BufferError_(f"{what} is a CUDA array: {_HOST_ONLY}")
     if hasattr(array, "__dlpack_device__"):
@@ -141,6 +174,16 @@ def view(array: Any, what: str) -> HostView:
     return _view_buffer(array, buffer, what)
 
 
+def plain_array(array: Any) -> np.ndarray[Any, Any]:
+    """Return an array of numpy's own class on the memory of one of a subclass.
+
+    A subclass may say anything of itself; what numpy knows of it holds.
+    """
+    if type(array) is np.ndarray:
+        return array
+    return np.ndarray.view(array, np.ndarray)
+
+
 def view_anywhere(
     array: Any, what: str, *, any_type: bool = False, any_strides: bool = False
 ) -> HostView:
@@ -148,9 +191,10 @@ def view_anywhere(
 
     With ``any_strides`` an array on a device need not be contiguous.
     """
-    if not is_on_device(array):
+    if not is_on_device(array, what):
         return view_any(array, what) if any_type else view(array, what)
-    seen = see(array, what, any_strides=any_strides)
+    with asking(array, what):
+        seen = see(array, what, any_strides=any_strides)
     return HostView(
         array,
         array if seen.owner is None else (array, seen.owner),
@@ -166,11 +210,6 @@ def view_anywhere(
 
 
 def _view_numpy(array: np.ndarray[Any, Any], given: Any, what: str) -> HostView:
-    if isinstance(array, np.ma.MaskedArray):
-        raise BufferError_(
-            f"{what} is a masked array, whose mask would be lost: pass x.filled(...) "
-            f"or x.data"
-        )
     dtype = _BY_NAME.get(array.dtype.name)
     if dtype is None or array.dtype.names is not None:
         raise BufferError_(
@@ -193,12 +232,17 @@ def _checked(
             f"{what} with shape {array.shape} and strides {array.strides} is not "
             f"C-contiguous and aligned: pass numpy.ascontiguousarray(x)"
         )
+    address = array.ctypes.data
+    if address == 0 and array.size:
+        raise BufferError_(
+            f"{what} has elements and no address: pass an array with memory"
+        )
     if dtype.needs_ml_dtypes:
         _native.register_numpy_type(array.dtype.num, dtype.code)
     return HostView(
         given,
         array if array is given else (given, array),
-        array.ctypes.data,
+        address,
         array.size,
         dtype,
         array.shape,
@@ -219,14 +263,15 @@ def _way_out(dtype: np.dtype[Any]) -> str:
     return "pass x.view('uint8') to move its bytes"
 
 
-def _view_torch(tensor: Any, what: str) -> HostView:
-    check_has_data(tensor, what)
+def _view_torch(given: Any, what: str) -> HostView:
+    tensor = of_own_class(given, what)
+    dtype = tensor_dtype(tensor, what)
+    check_memory(tensor, what)
     if tensor.device.type != "cpu":
         raise BufferError_(f"{what} is on {tensor.device}: {_HOST_ONLY}")
-    dtype = tensor_dtype(tensor, what)
     address, count = tensor.data_ptr(), tensor.numel()
-    shape = tuple(tensor.shape)
-    return HostView(tensor, tensor, address, count, dtype, shape, True)
+    owner = tensor if tensor is given else (given, tensor)
+    return HostView(given, owner, address, count, dtype, tuple(tensor.shape), True)
 
 
 def _view_dlpack(array: Any, what: str) -> HostView:
@@ -274,7 +319,11 @@ def never_changes(x: HostView) -> bool:
 
 
 def empty_like_array(
-    x: HostView, shape: tuple[int, ...], dtype: str | None = None
+    x: HostView,
+    shape: tuple[int, ...],
+    dtype: str | None = None,
+    *,
+    zeroed: bool = False,
 ) -> Any:
     """Return a new array of ``shape`` in the library that ``x`` comes from.
 
@@ -285,12 +334,43 @@ def empty_like_array(
         x: what it is for.
         shape: its shape.
         dtype: name of its element type, by itself that of ``x``.
+        zeroed: if it is numpy's, it has zeros.
+
+    Raises:
+        UsageError: the library has no arrays of that shape, or cannot be asked.
+        MemoryError_: there is no memory for it.
     """
+    try:
+        return _new_array(x, shape, dtype, np.zeros if zeroed else np.empty)
+    except MemoryError as error:
+        raise MemoryError_(
+            f"{_result(x, shape, dtype)} does not fit into memory ({error}): check the "
+            f"numbers of elements, or pass out="
+        ) from error
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, CommError):
+            raise
+        raise UsageError(
+            f"{_result(x, shape, dtype)} cannot be made ({error}): pass out="
+        ) from error
+
+
+def _result(x: HostView, shape: tuple[int, ...], dtype: str | None) -> str:
+    many = shown(prod(shape))
+    return f"out, a new array of {many} elements of {dtype or x.dtype.name},"
+
+
+def _new_array(
+    x: HostView,
+    shape: tuple[int, ...],
+    dtype: str | None,
+    of_numpy: Callable[..., npt.NDArray[Any]],
+) -> Any:
     if is_tensor(x.array):
         of = None if dtype is None else getattr(sys.modules["torch"], dtype)
-        return x.array.new_empty(shape, dtype=of)
+        return of_own_class(x.array, "x").new_empty(shape, dtype=of)
     if isinstance(x.array, np.ndarray):
-        return np.empty(shape, dtype=dtype or x.array.dtype)
+        return of_numpy(shape, dtype=dtype or numpy_type(x))
     if isinstance(x.array, DeviceArray):
         return DeviceArray(x.array.device, shape, dtype or x.array.dtype)
     if is_cupy(x.array):
@@ -302,7 +382,7 @@ def empty_like_array(
             "they are made, so nothing can be put into one"
         )
     if is_jax(x.array):
-        return np.empty(shape, dtype=dtype or numpy_type(x))
+        return of_numpy(shape, dtype=dtype or numpy_type(x))
     if namespace is None and x.on is not None:
         raise UsageError(
             f"pass out=: nothing is known of how to allocate a {type(x.array).__name__}"
@@ -310,17 +390,43 @@ def empty_like_array(
     if namespace is not None:
         library = namespace()
         return library.empty(shape, dtype=getattr(library, dtype or x.dtype.name))
-    return np.empty(shape, dtype=dtype or x.dtype.name)
+    return of_numpy(shape, dtype=dtype or x.dtype.name)
+
+
+def view_new(
+    made: Any,
+    x: HostView,
+    shape: tuple[int, ...],
+    what: str,
+    *,
+    dtype: str | None = None,
+) -> HostView:
+    """Return the view of what ``empty_like_array`` or ``zeros_like_array`` made.
+
+    Raises BufferError_ where the library that ``x`` comes from has made another array
+    than it was asked for.
+    """
+    seen = view_anywhere(made, what, any_type=True)
+    same_type = seen.dtype is x.dtype if dtype is None else seen.dtype.name == dtype
+    if seen.count != prod(shape) or not same_type or not seen.writable:
+        raise BufferError_(
+            f"{what}: the library of x, {type(x.array).__module__}, was asked for an "
+            f"array of shape {shape} and type {dtype or x.dtype.name}, and made one of "
+            f"shape {seen.shape} and type {seen.dtype.name}"
+            f"{'' if seen.writable else ', which cannot be written'}: pass out="
+        )
+    return seen
 
 
 def zeros_like_array(x: HostView, shape: tuple[int, ...]) -> Any:
-    """Return a new array of zeros in the library that ``x`` comes from."""
-    if x.on is None:
-        made = empty_like_array(x, shape)
-        made[...] = 0
-        return made
+    """Return a new array of zeros, as ``empty_like_array``."""
     if is_tensor(x.array):
-        return x.array.new_zeros(shape)
+        return of_own_class(x.array, "x").new_zeros(shape)
+    if x.on is None:
+        made = empty_like_array(x, shape, zeroed=True)
+        if not isinstance(made, np.ndarray):
+            made[...] = 0
+        return made
     if is_cupy(x.array):
         return sys.modules["cupy"].zeros(shape, dtype=x.array.dtype)
     made = empty_like_array(x, shape)

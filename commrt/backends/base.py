@@ -239,6 +239,21 @@ class Attached:
         """
         raise self._undefined("plan")
 
+    def template(self, spec: PlanSpec) -> _native.PlanTemplate | None:
+        """Return what makes the plans of all calls that differ from ``spec`` in length.
+
+        For host memory. The engine then plans calls of new lengths by itself. By
+        default there is none, and ``plan`` is asked for each length.
+        """
+        return None
+
+    def sized(self, template: _native.PlanTemplate, spec: PlanSpec) -> Any:
+        """Return the plan of ``template`` for the lengths of ``spec``.
+
+        Raises the reason where there can be none.
+        """
+        raise self._undefined("sized")
+
     def _undefined(self, method: str) -> BackendError:
         return BackendError(
             f"backend {self.backend.name!r} was to run a call, and its "

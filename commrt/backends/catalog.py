@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commrt import algorithms, backends
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.select.facts import Candidate, CommFacts
 from commrt.select.schema import Catalog, Parameters
 from commrt.select.wishes import Wish, Wishes
@@ -41,7 +41,7 @@ def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -
     names = offered(backend, coll)
     if algorithm not in names:
         raise UsageError(
-            f"{backend} has no {coll} algorithm {algorithm!r}"
+            f"{backend} has no {coll} algorithm {shown(algorithm)}"
             f"{suggest(algorithm, names)}"
         )
     known = _parameters(coll, backend, algorithm, ranks)
@@ -51,7 +51,7 @@ def check_candidate(coll: str, candidate: Candidate, ranks: int | None = None) -
         if name not in known:
             none = f"; {candidate.name} takes none."
             hint = suggest(name, known) or none
-            raise UsageError(f"{candidate}: unknown parameter {name!r}{hint}")
+            raise UsageError(f"{candidate}: unknown parameter {shown(name)}{hint}")
         wrong = known[name](value)
         if wrong is not None:
             raise UsageError(f"{candidate}: {wrong}")
@@ -82,7 +82,7 @@ def check_wishes(wishes: Wishes, *, named: bool = False) -> Wishes:
         which = "no operation has" if colls is COLLECTIVES else f"{colls[0]} has not"
         asked_for = str(Wish(*wish.names)).removesuffix("/*")
         raise UsageError(
-            f"{wishes.who} asks for {asked_for!r}, which {which}"
+            f"{wishes.who} asks for {shown(asked_for)}, which {which}"
             f"{suggest(asked_for, names)}"
         )
     return wishes

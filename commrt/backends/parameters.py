@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from commrt import algorithms
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.planning.host_plans import TransportParams
 from commrt.select.facts import ParamValue
 from commrt.select.schema import Parameters
@@ -85,7 +85,9 @@ def _check_choice(
     largest = max((one for one in values if isinstance(one, int)), default=0)
     if not ends and isinstance(value, int) and value > largest:
         return None  # more ranks than were asked about may allow it
-    return f"{name}={value!r} is not one of {_few(values)}{'' if ends else ', ...'}"
+    return (
+        f"{name}={shown(value)} is not one of {_few(values)}{'' if ends else ', ...'}"
+    )
 
 
 def _few(values: Iterable[ParamValue], most: int = 8) -> str:
@@ -100,7 +102,7 @@ def _check_transport(name: str, value: ParamValue) -> str | None:
     """Return the fault of a value of a parameter of the transport."""
     default = getattr(TransportParams(), name)
     if name in ("depth", "store") and type(value) is not type(default):
-        return f"{name}={value!r} must be like its default, {default!r}"
+        return f"{name}={shown(value)} must be like its default, {default!r}"
     try:
         TransportParams(**{name: value})  # type: ignore[arg-type]
     except UsageError as error:

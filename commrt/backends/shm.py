@@ -13,8 +13,8 @@ from commrt import algorithms
 from commrt.backends.base import Attached, Availability, Capabilities, Surroundings
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
-from commrt.planning.host_plans import schedule_plan
 from commrt.planning.spec import PlanSpec
+from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Parameters
 
@@ -128,4 +128,10 @@ class _AttachedSchedules(Attached):
         return tuple(schedule_candidates(self.group, query, self.backend.name))
 
     def plan(self, spec: PlanSpec) -> Any:
-        return schedule_plan(self.group, spec)
+        return self.sized(self.template(spec), spec)
+
+    def template(self, spec: PlanSpec) -> Any:
+        return schedule_template(self.group, spec)
+
+    def sized(self, template: Any, spec: PlanSpec) -> Any:
+        return plan_of(self.group, template, spec)

@@ -8,15 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
+from commrt.vocabulary.limits import deadline_after
 
-__all__ = ["Bootstrap", "Keys", "poll_until", "timed_out"]
+__all__ = ["Bootstrap", "ByExchange", "Keys", "poll_until", "timed_out"]
+
+T = TypeVar("T")
 
 _YIELDS = 50
 """Polls that only yield the core, before polling begins to sleep."""
-_LONGEST_SLEEP_S = 0.002
+_SOON_S = 0.002
+"""Longest sleep at first; then it is as long as a certain part of the time waited."""
+_PART = 1 / 50
 
 
 class Bootstrap(Protocol):
@@ -45,6 +51,14 @@ class Bootstrap(Protocol):
         that never came need not make up for anything. Between processes that give up
         while others complete it, these may go on as if it had not; all meet again in
         the next exchange.
+        """
+        ...
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept of exchanges that no rank makes any more.
+
+        Of those under ``key``, and of those whose keys begin with it and a slash. May
+        be called at any moment, by the garbage collector, too.
         """
         ...
 
@@ -82,7 +96,7 @@ class Keys:
             )
         digest = hashlib.blake2b(repr(tuple(members)).encode(), digest_size=6)
         name = f"{key}@{digest.hexdigest()}"
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         with self._changed:
             if not self._changed.wait_for(lambda: name not in self._busy, timeout_s):
                 raise TimeoutError_(
@@ -99,6 +113,34 @@ class Keys:
                 self._changed.notify_all()
 
 
+class ByExchange(Generic[T]):
+    """What a rank keeps of its exchanges, by their names, until they are forgotten."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._kept: dict[str, dict[str, T]] = {}
+
+    def of(self, name: str) -> T:
+        """Return what is kept of an exchange; of a first one, what ``make`` returns."""
+        beside = self._kept.setdefault(name.partition("/")[0], {})
+        found = beside.get(name)
+        return beside.setdefault(name, self._make()) if found is None else found
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept, as ``Bootstrap.forget`` has it."""
+        first, _, rest = key.partition("/")
+        if not rest:
+            self._kept.pop(first, None)
+            return
+        beside = self._kept.get(first, {})
+        for name in [*beside]:
+            if name.rpartition("@")[0] == key or name.startswith(f"{key}/"):
+                beside.pop(name, None)
+
+    def __len__(self) -> int:
+        return sum(map(len, [*self._kept.values()]))
+
+
 def poll_until(
     done: Callable[[], bool],
     timeout_s: float,
@@ -106,14 +148,18 @@ def poll_until(
 ) -> bool:
     """Call ``done`` until it returns True; return False once the time is up.
 
-    Yields the core first and then sleeps for longer and longer, in Python, so that
-    signals are handled and other ranks on the same core get on.
+    Yields the core first and then sleeps for longer and longer, so that other ranks on
+    the same core get on. Signals are handled at once, and a rank of this node that
+    wants something of the engine meanwhile wakes it.
     """
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
+    deadline = deadline_after(timeout_s)
     polls = 0
     sleep_s = 1e-5
+    backoff = _native.Backoff()
     while not done():
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             return False
         if idle is not None:
             idle()
@@ -121,8 +167,8 @@ def poll_until(
         if polls <= _YIELDS:
             time.sleep(0)
         else:
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+            backoff.rest(min(sleep_s, deadline - now))
+            sleep_s = min(2 * sleep_s, max(_SOON_S, (now - begun) * _PART))
     return True
 
 

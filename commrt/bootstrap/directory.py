@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from commrt.errors import BackendError
+from commrt.files.write import write_file
 
 __all__ = ["DirectoryStore"]
 
@@ -35,18 +35,16 @@ class DirectoryStore:
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        path = self._path(key)
-        mine = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        mine.write_bytes(value)
-        mine.replace(path)
+        write_file(self._path(key), value)
 
     def get(self, key: str) -> bytes:
         """Return a value that is there."""
-        return self._path(key).read_bytes()
+        with open(self._path(key), "rb") as file:
+            return file.read()
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have values."""
-        return all(self._path(key).exists() for key in keys)
+        return all(os.path.exists(self._path(key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that begins at 0; return what it is then."""
@@ -60,7 +58,7 @@ class DirectoryStore:
     def delete_key(self, key: str) -> None:
         """Forget a value, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self._path(key).unlink()
+            os.unlink(self._path(key))
 
     def for_torch(self, purpose: str) -> Any:
         """Return a torch Store in the same folder; one for each purpose."""
@@ -68,5 +66,6 @@ class DirectoryStore:
 
         return FileStore(str(self._folder / f"torch-{quote(purpose, '')}"), self._size)
 
-    def _path(self, key: str) -> Path:
-        return self._folder / f"key-{quote(key, '')}"
+    def _path(self, key: str) -> str:
+        # A string: pathlib interns the parts of each path, and there are many keys.
+        return f"{self._folder}/key-{quote(key, '')}"

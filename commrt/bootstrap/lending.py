@@ -71,7 +71,7 @@ class Lender(ABC):
             room = self._made < self._limit
         try:
             mine = json.dumps([sorted(offered), room]).encode()
-            said = self._exchange(ranks, f"lend/{number}", mine, timeout_s)
+            said = self._exchange(ranks, f"comm{number}/lend", mine, timeout_s)
             common = set.intersection(*(set(each[0]) for each in said))
             if common:
                 return offered.pop(min(common))
@@ -104,7 +104,7 @@ class Lender(ABC):
         with self._lock:
             self._made += created is not None
         mine = json.dumps(created is not None).encode()
-        if all(self._exchange(ranks, f"lent/{number}", mine, timeout_s)):
+        if all(self._exchange(ranks, f"comm{number}/lent", mine, timeout_s)):
             return Lease(ranks, number, created)
         return None
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from commrt.bootstrap.base import Keys, poll_until, timed_out
+from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out
 from commrt.errors import TimeoutError_
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class MpiBootstrap:
         self.idle: Callable[[], object] | None = None
         self._keys = Keys(self.rank, self.size)
         self.lock = threading.Lock()
-        self._topics: dict[str, _Topic] = {}
+        self._topics: ByExchange[_Topic] = ByExchange(_Topic)
         self._receiving: list[tuple[Any, int, bytearray]] = []
 
     def exchange(
@@ -113,6 +113,10 @@ class MpiBootstrap:
             missing = rendezvous.missing()
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return [blobs.get(member, bytes(blob)) for member in members]
+
+    def forget(self, key: str) -> None:
+        """Drop the numbers of attempts."""
+        self._topics.forget(key)
 
     def close(self) -> None:
         """Free the private communicator, if MPI still runs."""
@@ -136,7 +140,7 @@ class MpiBootstrap:
 
     def topic(self, name: str) -> _Topic:
         """Return this rank's state of a name's exchanges; hold ``lock``."""
-        return self._topics.setdefault(name, _Topic())
+        return self._topics.of(name)
 
     def send(self, message: bytes, peer: int) -> Any:
         """Start to send; hold ``lock``."""

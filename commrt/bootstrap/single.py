@@ -26,5 +26,8 @@ class SingleBootstrap:
         with self._keys.turn(members, key, timeout_s):
             return [bytes(blob)]
 
+    def forget(self, key: str) -> None:
+        """Keep nothing of exchanges, and so drop nothing."""
+
     def close(self) -> None:
         """Hold nothing, release nothing."""

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
-from commrt.bootstrap.base import Keys, poll_until, timed_out
+from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.errors import BackendError
 from commrt.launch import slurm
+from commrt.vocabulary.limits import as_timedelta, deadline_after
 
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
@@ -42,7 +42,7 @@ class StoreBootstrap:
         self._store = store
         self.idle: Callable[[], object] | None = None
         self._keys = Keys(rank, size)
-        self._attempts: Counter[str] = Counter()
+        self._attempts: ByExchange[_Attempts] = ByExchange(_Attempts)
         # Each rank counts its bootstraps in the store itself: a second one on the
         # same store must not meet keys that the first one is still deleting.
         generation = store.add(f"commrt/generation/{rank}", 1)
@@ -52,16 +52,17 @@ class StoreBootstrap:
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         came: set[int] = set()
         with self._keys.turn(members, key, timeout_s) as (name, _):
             while True:
-                base = f"{self._prefix}/{name}#{self._attempts[name]}"
+                attempts = self._attempts.of(name)
+                base = f"{self._prefix}/{name}#{attempts.ended}"
                 attempt = _Attempt(self._store, base, members, self.rank)
                 try:
                     said = attempt.run(blob, deadline, self.idle)
                 finally:
-                    self._attempts[name] += attempt.is_over
+                    attempts.ended += attempt.is_over
                 came |= attempt.came
                 if said is not None:
                     return said
@@ -69,6 +70,10 @@ class StoreBootstrap:
                     absent = [r for r in members if r not in attempt.came]
                     never = [r for r in absent if r not in came]
                     raise timed_out(self.rank, members, key, never or absent, timeout_s)
+
+    def forget(self, key: str) -> None:
+        """Drop the count of attempts; the store keeps nothing that is over."""
+        self._attempts.forget(key)
 
     def private_store(self, purpose: str) -> Any:
         """Return a part of the store of torch for one use; the same on all ranks."""
@@ -82,6 +87,14 @@ class StoreBootstrap:
     def close(self) -> None:
         """Let go of the store; its server ends with the process that hosts it."""
         self._store = None
+
+
+@dataclass
+class _Attempts:
+    """Attempts of the exchanges of one name."""
+
+    ended: int = 0
+    """How many are over on this rank: the number of the next one."""
 
 
 class _Attempt:
@@ -195,7 +208,7 @@ def _tcp_store(
             port,
             size,
             is_master=hosts,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=as_timedelta(timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, Keys, timed_out
 from commrt.errors import PeerFailedError
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["ThreadWorld"]
 
 
-_IDLE_S = 0.001
-"""Between two calls of ``idle`` while a rank waits."""
+_IDLE_S, _LONGEST_IDLE_S = 0.001, 0.02
+"""Between two calls of ``idle`` while a rank waits; the longer it waits, the longer."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class ThreadWorld:
         idle: Callable[[], object] | None = None,
     ) -> tuple[list[bytes], list[int]]:
         """Exchange with all members; return the blobs, or who is missing."""
-        deadline = time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         with self._changed:
             here = self._waiting.setdefault(name, {})
             mine = here[rank] = _Waiting(blob)
@@ -86,7 +87,9 @@ class ThreadWorld:
                     if idle is None:
                         self._changed.wait(left_s)
                         continue
-                    self._changed.wait(min(left_s, _IDLE_S))
+                    waited_s = timeout_s - left_s
+                    idle_s = min(max(_IDLE_S, waited_s / 50), _LONGEST_IDLE_S)
+                    self._changed.wait(min(left_s, idle_s))
                     idle()
                 return mine.said, []
             finally:
@@ -116,6 +119,9 @@ class _ThreadBootstrap:
         if missing:
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return blobs
+
+    def forget(self, key: str) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from commrt.errors import UsageError
-from commrt.vocabulary.checks import as_integer
+from commrt.errors import UsageError, shown
+from commrt.vocabulary.checks import as_integer, as_items
 
 __all__ = ["Block", "Cyclic", "Layout", "Runs", "common_runs"]
+
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class Block:
     sizes: tuple[int, ...] | None = None
     """Elements of each place."""
 
+    def __post_init__(self) -> None:
+        _set_integer(self, "dim", 0)
+        if self.sizes is not None:
+            sizes = _integers("Block: sizes", self.sizes, 0)
+            object.__setattr__(self, "sizes", sizes)
+
 
 @dataclass(frozen=True)
 class Cyclic:
@@ -37,6 +45,22 @@ class Cyclic:
     """The grid's dimension."""
     block: int = 1
     """Elements of a piece; the last one may be shorter."""
+
+    def __post_init__(self) -> None:
+        _set_integer(self, "dim", 0)
+        _set_integer(self, "block", 1)
+
+
+def _set_integer(kind: Block | Cyclic, name: str, least: int) -> None:
+    """Keep a field as Python's integer, or raise UsageError."""
+    given = getattr(kind, name)
+    number = as_integer(given)
+    if number is None or not least <= number <= _LARGEST:
+        raise UsageError(
+            f"{type(kind).__name__}: {name}={shown(given)} must be an integer from "
+            f"{least} to {_LARGEST}"
+        )
+    object.__setattr__(kind, name, number)
 
 
 @dataclass(frozen=True)
@@ -117,14 +141,15 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("shape", "grid"):
             least = 0 if name == "shape" else 1
-            object.__setattr__(self, name, _integers(name, getattr(self, name), least))
-        try:
-            object.__setattr__(self, "dims", tuple(self.dims))
-        except TypeError:
+            given = _integers(f"Layout: {name}", getattr(self, name), least)
+            object.__setattr__(self, name, given)
+        dims = as_items(self.dims)
+        if dims is None:
             raise UsageError(
-                f"Layout: dims={self.dims!r} must be a sequence of one entry per "
+                f"Layout: dims={shown(self.dims)} must be a sequence of one entry per "
                 f"dimension, such as (commrt.Block(0), None)"
-            ) from None
+            )
+        object.__setattr__(self, "dims", tuple(dims))
         if len(self.dims) != len(self.shape):
             raise UsageError(
                 f"Layout: dims has {len(self.dims)} entries and shape={self.shape} "
@@ -145,21 +170,15 @@ class Layout:
     def _check(self, axis: int, kind: Any) -> None:
         if not isinstance(kind, Block | Cyclic):
             raise UsageError(
-                f"Layout: dims[{axis}]={kind!r} must be Block, Cyclic or None"
+                f"Layout: dims[{axis}]={shown(kind)} must be Block, Cyclic or None"
             )
-        number = as_integer(kind.dim)
-        if number is None or not 0 <= number < len(self.grid):
+        if kind.dim >= len(self.grid):
             raise UsageError(
                 f"Layout: dims[{axis}]={kind}: dim is not a dimension of "
                 f"grid={self.grid}; expected 0..{len(self.grid) - 1}"
             )
-        if isinstance(kind, Cyclic):
-            if (as_integer(kind.block) or 0) < 1:
-                raise UsageError(
-                    f"Layout: dims[{axis}]={kind}: block must be a number from 1"
-                )
-        elif kind.sizes is not None:
-            sizes = _integers(f"dims[{axis}].sizes", kind.sizes, 0)
+        if isinstance(kind, Block) and kind.sizes is not None:
+            sizes = kind.sizes
             places, extent = self.grid[kind.dim], self.shape[axis]
             if len(sizes) != places or sum(sizes) != extent:
                 raise UsageError(
@@ -175,21 +194,16 @@ class Layout:
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the place of ``rank`` in the grid."""
+        number = self._number("rank", rank)
         found = []
         for extent in reversed(self.grid):
-            rank, place = divmod(rank, extent)
+            number, place = divmod(number, extent)
             found.append(place)
         return tuple(reversed(found))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that ``rank`` has."""
-        number = as_integer(rank)
-        if number is None or not 0 <= number < self.size:
-            raise UsageError(
-                f"Layout: rank={rank!r} is not a rank of grid={self.grid}; expected "
-                f"0..{self.size - 1}"
-            )
-        coords = self.coords_of(number)
+        coords = self.coords_of(rank)
         return tuple(self._place(axis, coords).count for axis in range(len(self.shape)))
 
     def holder(self, rank: int, of: int) -> bool:
@@ -200,8 +214,19 @@ class Layout:
         difference.
         """
         used = {kind.dim for kind in self.dims if kind is not None}
-        pairs = zip(self.coords_of(rank), self.coords_of(of), strict=True)
+        there = self.coords_of(self._number("of", of))
+        pairs = zip(self.coords_of(rank), there, strict=True)
         return all(a == b for dim, (a, b) in enumerate(pairs) if dim not in used)
+
+    def _number(self, argument: str, rank: Any) -> int:
+        """Return a rank as Python's integer, or raise UsageError."""
+        number = as_integer(rank)
+        if number is None or not 0 <= number < self.size:
+            raise UsageError(
+                f"Layout: {argument}={shown(rank)} is not a rank of grid={self.grid}; "
+                f"expected 0..{shown(self.size - 1)}"
+            )
+        return number
 
     def _place(self, axis: int, coords: Sequence[int]) -> _Place:
         kind, extent = self.dims[axis], self.shape[axis]
@@ -277,12 +302,10 @@ def _append(found: list[Runs], run: Runs) -> None:
 
 
 def _integers(name: str, values: Any, least: int) -> tuple[int, ...]:
-    try:
-        found = [as_integer(value) for value in values]
-    except TypeError:
-        found = [None]
-    if any(value is None or value < least for value in found):
+    items = as_items(values)
+    found = [None] if items is None else [*map(as_integer, items)]
+    if any(value is None or not least <= value <= _LARGEST for value in found):
         raise UsageError(
-            f"Layout: {name}={values!r} must be a sequence of integers from {least}"
+            f"{name}={shown(values)} must be a sequence of integers from {least}"
         )
     return tuple(value for value in found if value is not None)

@@ -26,7 +26,7 @@ from commrt.boxes.strided import (
 )
 from commrt.calls.bound_call import Binders
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
@@ -268,7 +268,7 @@ def _check_layouts(group: Group, source: Any, target: Any) -> None:
     here = f"{_NAME}, rank {group.rank}"
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
-            raise UsageError(f"{here}: {name}={layout!r} must be a commrt.Layout")
+            raise UsageError(f"{here}: {name}={shown(layout)} must be a commrt.Layout")
         if layout.size != group.size:
             raise UsageError(
                 f"{here}: {name} has grid={layout.grid} with {layout.size} places, "

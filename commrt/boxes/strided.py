@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from commrt.arrays.device import is_on_device, see
-from commrt.arrays.host import view
+from commrt.arrays.foreign import asking
+from commrt.arrays.host import plain_array, view
 from commrt.boxes.host_plans import MOST_DIMS, ArrayLayout
 from commrt.errors import BufferError_, UsageError
 from commrt.vocabulary.dtypes import DType
@@ -74,19 +75,20 @@ def strided(array: Any, what: str) -> StridedArray:
     if is_on_device(array):
         found = _on_device(array, what)
     elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        if not array.flags.aligned:
+        mine = plain_array(array)
+        if not mine.flags.aligned:
             raise BufferError_(f"{what} is not aligned: pass a copy of it")
         # Its type is judged like that of any other array.
-        dtype = view(np.empty(0, array.dtype), what).dtype
+        dtype = view(np.empty(0, mine.dtype), what).dtype
         found = StridedArray(
             what,
             array,
-            array,
-            array.ctypes.data,
+            mine,
+            mine.ctypes.data,
             dtype,
-            array.shape,
-            array.strides,
-            bool(array.flags.writeable),
+            mine.shape,
+            mine.strides,
+            bool(mine.flags.writeable),
             array,
         )
     else:
@@ -112,13 +114,14 @@ def strided(array: Any, what: str) -> StridedArray:
 
 
 def _on_device(array: Any, what: str) -> StridedArray:
-    seen = see(array, what, any_strides=True)
+    with asking(array, what):
+        seen = see(array, what, any_strides=True)
     strides = seen.strides
     if strides is None:
         strides = _contiguous(seen.shape, seen.dtype.itemsize)
     return StridedArray(
         what,
-        array,
+        array if seen.owner is None else (array, seen.owner),
         _as_numpy(seen.address, seen.shape, strides, seen.dtype.itemsize),
         seen.address,
         seen.dtype,

@@ -24,10 +24,11 @@ from commrt.arrays.host import (
     numpy_type,
     overlap,
     view_anywhere,
+    view_new,
 )
-from commrt.errors import BufferError_, UsageError, suggest
+from commrt.errors import BufferError_, UsageError, shown, suggest
 from commrt.select.facts import Query
-from commrt.vocabulary.checks import as_integer, check_flag, check_timeout
+from commrt.vocabulary.checks import as_integer, check_flag
 from commrt.vocabulary.dtypes import (
     DTYPES,
     DType,
@@ -37,6 +38,7 @@ from commrt.vocabulary.dtypes import (
     dtype_by_name,
     reduce_op,
 )
+from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import OpSpec, operation
 from commrt.vocabulary.reductions import Reduction
 from commrt.vocabulary.wire_formats import EXACT, check_compress
@@ -51,6 +53,7 @@ __all__ = [
     "check_question",
     "check_reduced",
     "check_root",
+    "check_wishes",
     "check_writable",
     "output_object",
     "parse",
@@ -113,6 +116,10 @@ class Call:
         """Return the view of an argument, of a type that this call takes."""
         what = f"{self.spec.name}: {argument}"
         return view_anywhere(array, what, any_type=self.user is not None)
+
+    def view_new(self, made: Any, x: HostView, shape: tuple[int, ...]) -> HostView:
+        """Return the view of an output that was made for ``x`` with this shape."""
+        return view_new(made, x, shape, f"{self.spec.name}: out")
 
     @property
     def op(self) -> str | None:
@@ -200,7 +207,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     for key in kwargs:
         if key not in allowed:
             raise TypeError(
-                f"{spec.name}() has no argument {key!r}"
+                f"{spec.name}() has no argument {shown(key)}"
                 f"{suggest(key, allowed, _ELSEWHERE)}"
             )
     most = 0 if spec.x_count == "none" else 1
@@ -228,10 +235,10 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             spec.name, "nonblocking", kwargs.get("nonblocking", False)
         ),
         timeout_s=_optional_timeout(spec, kwargs.get("timeout_s")),
-        algorithm=_optional_text(spec, "algorithm", kwargs.get("algorithm")),
-        backend=_optional_text(spec, "backend", kwargs.get("backend")),
-        params=None if params is None else _params(spec, params),
-        name=_optional_text(spec, "name", kwargs.get("name")),
+        algorithm=_optional_text(spec.name, "algorithm", kwargs.get("algorithm")),
+        backend=_optional_text(spec.name, "backend", kwargs.get("backend")),
+        params=None if params is None else _params(spec.name, params),
+        name=_optional_text(spec.name, "name", kwargs.get("name")),
         user=user,
         counts=tuple(kwargs.get(argument) for argument in spec.count_arguments),
         compress=_compress(spec, kwargs.get("compress"), kwargs.get("residual")),
@@ -264,7 +271,8 @@ def check_question(
     number = as_integer(nbytes)
     if number is None or number < 0:
         raise UsageError(
-            f"{what}: nbytes={nbytes!r} must be a number of bytes, an integer from 0"
+            f"{what}: nbytes={shown(nbytes)} must be a number of bytes, an integer "
+            "from 0"
         )
     root_rank = as_integer(root)
     if spec.has_root:
@@ -282,9 +290,20 @@ def _optional_timeout(spec: OpSpec, timeout_s: Any) -> float | None:
     return None if timeout_s is None else check_timeout(spec.name, timeout_s)
 
 
-def _optional_text(spec: OpSpec, argument: str, value: Any) -> str | None:
+def check_wishes(
+    what: str, backend: Any, algorithm: Any, params: Any
+) -> tuple[str | None, str | None, dict[str, int | str] | None]:
+    """Return what a call asks for instead of the automatic choice, checked."""
+    return (
+        _optional_text(what, "backend", backend),
+        _optional_text(what, "algorithm", algorithm),
+        None if params is None else _params(what, params),
+    )
+
+
+def _optional_text(what: str, argument: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise UsageError(f"{spec.name}: {argument}={value!r} must be a string or None")
+        raise UsageError(f"{what}: {argument}={shown(value)} must be a string or None")
     return value
 
 
@@ -315,8 +334,8 @@ def _factor(spec: OpSpec, reduction: ReduceOp, factor: Any) -> int | float | Non
     if reduction is not ReduceOp.PREMUL_SUM:
         if factor is not None:
             raise UsageError(
-                f"{spec.name}: factor={factor!r} belongs to op='premul_sum', not to "
-                f"op={reduction.name.lower()!r}"
+                f"{spec.name}: factor={shown(factor)} belongs to op='premul_sum', not "
+                f"to op={reduction.name.lower()!r}"
             )
         return None
     if factor is None:
@@ -328,23 +347,23 @@ def _factor(spec: OpSpec, reduction: ReduceOp, factor: Any) -> int | float | Non
     if whole is not None:
         return whole
     if isinstance(factor, bool | np.bool_) or not isinstance(factor, Real):
-        raise UsageError(f"{spec.name}: factor={factor!r} must be a real number")
+        raise UsageError(f"{spec.name}: factor={shown(factor)} must be a real number")
     return float(factor)
 
 
-def _params(spec: OpSpec, params: Any) -> dict[str, int | str]:
+def _params(what: str, params: Any) -> dict[str, int | str]:
     if not isinstance(params, Mapping):
         raise UsageError(
-            f"{spec.name}: params={params!r} must be a mapping of names to integers "
-            f"or strings"
+            f"{what}: params={shown(params)} must be a mapping of names to "
+            "integers or strings"
         )
     found: dict[str, int | str] = {}
     for name, value in params.items():
         known = value if isinstance(value, str) else as_integer(value)
         if not isinstance(name, str) or known is None:
             raise UsageError(
-                f"{spec.name}: params: {name!r}: {value!r} must be a name with an "
-                f"integer or a string"
+                f"{what}: params: {shown(name)}: {shown(value)} must be a name "
+                "with an integer or a string"
             )
         found[name] = known
     return found
@@ -415,7 +434,7 @@ def check_root(spec: OpSpec, root: Any, size: int) -> None:
     """Raise UsageError unless ``root`` is a rank."""
     if type(root) is not int or not 0 <= root < size:
         raise UsageError(
-            f"{spec.name}: root={root!r} is not a rank of this communicator; "
+            f"{spec.name}: root={shown(root)} is not a rank of this communicator; "
             f"expected 0..{size - 1}"
         )
 
@@ -428,7 +447,7 @@ def _bind_bcast(call: Call, is_root: bool) -> Bound:
         check_pair(call, x, target, x.count)
         check_overlap(call, x, target)
     elif not is_root and never_changes(x):
-        target = call.view(_new(call, x), "out")
+        target = call.view_new(_new(call, x), x, x.shape)
     if not (is_root and target is x):
         check_writable(call.spec, target)
     result = output_object(call, target)
@@ -471,10 +490,10 @@ def _output(call: Call, x: HostView, size: int) -> HostView:
             check_writable(spec, x)
             return x
         if spec.in_place:
-            return call.view(_new(call, x), "out")
+            return call.view_new(_new(call, x), x, x.shape)
         times = spec.out_count == "times_size"
         shape = (size, *x.shape) if times else block_shape(x, size)
-        return call.view(empty_like_array(x, shape), "out")
+        return call.view_new(empty_like_array(x, shape), x, shape)
     out = call.view(call.out, "out")
     count = x.count
     if spec.out_count == "times_size":

@@ -181,7 +181,7 @@ class Channel(Group, Operations):
         self.closed = "freed"
         self._slow = True
         self._forget_plans()
-        self.host.plans.clear()
+        self.host.forget()
         if at_rest:
             self._resources.close()
 

@@ -14,7 +14,7 @@ from commrt.calls.counts import Exchanging, bind_call
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
 from commrt.group.compare import Comparison
-from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
 __all__ = ["Collectives"]

@@ -8,7 +8,6 @@ ranks first: that is the one thing here that is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Any, Protocol
 
@@ -25,9 +24,9 @@ from commrt.calls.arguments import (
     check_root,
     check_writable,
 )
-from commrt.errors import CommError, TimeoutError_, UsageError
+from commrt.errors import CommError, TimeoutError_, UsageError, shown
 from commrt.group.group import CallChecker, Exchange
-from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.checks import as_integer, as_items
 
 __all__ = ["Exchanging", "bind_call", "bind_counted", "check_counts"]
 
@@ -97,10 +96,10 @@ def check_counts(
             f"{where}: pass {argument}=, a number of elements for each of the {size} "
             f"ranks"
         )
-    counts = None if isinstance(value, str | bytes) else _integers(value)
+    counts = _integers(value)
     if counts is None:
         raise UsageError(
-            f"{where}: {argument}={value!r} must be {size} integers, a number of "
+            f"{where}: {argument}={shown(value)} must be {size} integers, a number of "
             f"elements for each rank"
         )
     if len(counts) != size:
@@ -111,13 +110,13 @@ def check_counts(
     for peer, count in enumerate(counts):
         if count < 0:
             raise UsageError(
-                f"{where}: {argument}[{peer}]={count} is negative: give a number of "
-                f"elements"
+                f"{where}: {argument}[{peer}]={shown(count)} is negative: give a "
+                "number of elements"
             )
     if sum(counts) > _LARGEST:
         raise UsageError(
-            f"{where}: {argument} add up to {sum(counts)}: too many, expected at most "
-            f"{_LARGEST} elements; check the numbers, or split the call"
+            f"{where}: {argument} add up to {shown(sum(counts))}: too many, expected "
+            f"at most {_LARGEST} elements; check the numbers, or split the call"
         )
     return counts
 
@@ -125,11 +124,11 @@ def check_counts(
 def _integers(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
         return tuple(value.tolist())
-    if not isinstance(value, Iterable):
+    items = as_items(value)
+    if items is None:
         return None
-    found = tuple(map(as_integer, value))
-    whole = tuple(one for one in found if one is not None)
-    return whole if len(whole) == len(found) else None
+    whole = tuple(one for one in map(as_integer, items) if one is not None)
+    return whole if len(whole) == len(items) else None
 
 
 def _bind_known(call: Call, rank: int, size: int) -> Bound:
@@ -224,8 +223,8 @@ def _bind_pairs(
 def _output(call: Call, x: HostView, counts: tuple[int, ...], total: int) -> HostView:
     spec = call.spec
     if call.out is None:
-        made = empty_like_array(x, _joined_shape(x, counts, total))
-        return call.view(made, "out")
+        shape = _joined_shape(x, counts, total)
+        return call.view_new(empty_like_array(x, shape), x, shape)
     out = call.view(call.out, "out")
     check_pair(call, x, out, total)
     check_writable(spec, out)

@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from commrt import _native
+from commrt import _native, env
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.selection import Selection
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import engine_factor
+from commrt.vocabulary.operations import elements_of
 
 __all__ = ["HostRoute"]
 
-_MAX_PLANS = 4096
 _NO_DTYPE = 11
 """The element type in the dispatcher's key of a call without an array."""
 _NO_X = -1
@@ -38,8 +38,8 @@ class HostRoute:
 
     def __init__(self, group: Group, selection: Selection) -> None:
         self._group, self._selection = group, selection
-        self.plans: dict[Any, Any] = {}
-        """Plans of calls on host arrays."""
+        self._families: dict[Any, _native.PlanFamily] = {}
+        group.plans_limit_nbytes = int(env.read_float("COMMRT_PLAN_CACHE_NBYTES"))
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts the call's plan."""
@@ -92,38 +92,84 @@ class HostRoute:
 
     def plan(self, call: Call, bound: Bound) -> Any:
         """Return the plan of a call on host arrays, kept for the next like it."""
-        chosen = call.algorithm is not None or call.backend is not None
+        group = self._group
+        family = self._family(call, bound)
+        count, counts = _lengths(call, bound, family.unit)
+        plan = group.find_plan(family, count, counts)
+        if plan is None:
+            plan = self._new_plan(family, call, bound)
+            group.keep_plan(family, count, counts, plan)
+        if call.factor is not None:
+            # One plan per length, of the latest factor: they may be new in every call.
+            changed = plan.with_factor(group, *engine_factor(call.factor, bound.dtype))
+            if changed is not plan:
+                plan = changed
+                group.keep_plan(family, count, counts, plan)
+        return plan
+
+    def _new_plan(
+        self, family: _native.PlanFamily, call: Call, bound: Bound
+    ) -> _native.Plan:
+        """Return the plan of a call, and let the engine make those of like lengths."""
+        span = self._selection.span(call, bound)
+        spec = self._selection.spec(call, bound, span.candidate)
+        attached = self._selection.offers.of(span.candidate)
+        template = family.named(str(span.candidate)) or attached.template(spec)
+        if template is None:
+            alone: _native.Plan = attached.plan(spec)
+            return alone
+        plan: _native.Plan = attached.sized(template, spec)
+        size, item = self._group.size, bound.dtype.itemsize
+        lo, hi = elements_of(call.spec.name, span.lo, span.hi, item, size)
+        self._group.add_template(family, lo, hi, template)
+        self._drop_families()
+        return plan
+
+    def _family(self, call: Call, bound: Bound) -> _native.PlanFamily:
+        """Return what this call has in common with those of other lengths."""
+        spec, user = call.spec, call.user
         params = tuple(sorted((call.params or {}).items()))
+        # The dispatcher does not see compress. Without compress="none" another route
+        # may take the same call, so it must not know plans of it.
+        by_choice = call.algorithm is not None or call.backend is not None or params
+        is_plain = not by_choice and call.compress is None and user is None
         key = (
-            call.spec.code,
-            bound.num_elements,
+            spec.code,
             bound.dtype.name,
-            bound.device,
-            call.reduction if call.user is None else call.user,
+            bound.dtype.itemsize,
+            call.reduction if user is None else user,
             call.root,
             call.backend,
             call.algorithm,
             params,
-            bound.counts,
+            is_plain,
         )
-        plan = self.plans.get(key)
-        if plan is None:
-            if len(self.plans) >= _MAX_PLANS:
-                self.plans.clear()
-            plan = self._selection.planned(call, bound)
-            self.plans[key] = plan
-        if call.factor is not None:
-            # One plan per key, of the latest factor: they may be new in every call.
-            plan = plan.with_factor(
-                self._group, *engine_factor(call.factor, bound.dtype)
+        family = self._families.get(key)
+        if family is None:
+            family = self._group.plan_family(
+                spec.code,
+                bound.dtype.code if spec.x_count != "none" else _NO_DTYPE,
+                int(call.reduction),
+                call.root,
+                unit=self._group.size if spec.out_count == "times_size" else 1,
+                is_plain=is_plain,
             )
-            self.plans[key] = plan
-        # The cache does not see compress. Without compress="none" another route may
-        # take the same call, so no plan of it is kept here.
-        plain = not chosen and not params and call.compress is None
-        if call.user is None and plain:
-            _cache_plan(self._group, call, bound, plan)
-        return plan
+            self._families[key] = family
+            self._drop_families()
+        return family
+
+    def _drop_families(self) -> None:
+        """Drop the families that were not used for longest, if they take too much."""
+        while (least := self._group.least_used_family()) is not None:
+            self._group.drop_family(least)
+            kept = self._families.items()
+            self._families = {key: one for key, one in kept if one is not least}
+
+    def forget(self) -> None:
+        """Plan all calls anew from here on."""
+        for family in self._families.values():
+            self._group.drop_family(family)
+        self._families.clear()
 
     def plan_alone(self, call: Call, bound: Bound) -> Any:
         """Return the plan of a call by a schedule, which this rank makes alone."""
@@ -132,21 +178,9 @@ class HostRoute:
         return self.plan(call, bound)
 
 
-def _cache_plan(group: Group, call: Call, bound: Bound, plan: Any) -> None:
-    """Tell the dispatcher the plan of a call without special wishes."""
-    spec = call.spec
-    takes_x = spec.x_count != "none"
-    key = (
-        spec.code,
-        bound.dtype.code if takes_x else _NO_DTYPE,
-        int(call.reduction),
-        call.root,
-    )
-    if bound.counts:
-        count = _NO_X if call.x is None else bound.given_elements
-        flat = [one for counts in bound.counts for one in counts]
-        group.keep_vector_plan(count, *key, flat, plan)
-    else:
-        times_size = spec.out_count == "times_size"
-        count = bound.num_elements // (group.size if times_size else 1)
-        group.keep_plan(count, *key, plan)
+def _lengths(call: Call, bound: Bound, unit: int) -> tuple[int, list[int]]:
+    """Return the lengths of a call as the dispatcher has them: a count, and counts."""
+    if not bound.counts:
+        return bound.num_elements // unit, []
+    count = _NO_X if call.x is None else bound.given_elements
+    return count, [one for counts in bound.counts for one in counts]

@@ -11,19 +11,19 @@ from commrt.arrays.host import numpy_type
 from commrt.backends.base import Attached
 from commrt.backends.offers import AttachedOffers
 from commrt.calls import arguments
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.group.group import Group
 from commrt.planning import host_plans
 from commrt.planning.ordering import wanted_order
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query, without_compression
-from commrt.select.policy import Explanation, Policy
+from commrt.select.policy import Explanation, Policy, Span
 from commrt.select.schema import DEVICES
 from commrt.select.table import Table
 from commrt.select.wishes import Wishes
+from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import rule_nbytes
 from commrt.vocabulary.reductions import BoundReduction, Reduction
-from commrt.vocabulary.wire_formats import COMPRESS
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
@@ -31,38 +31,43 @@ if TYPE_CHECKING:
 __all__ = ["Selection"]
 
 
-_MOST_KEPT = 1024
+_MOST_SPANS = 256
+"""Spans that a communicator keeps, of some 400 bytes each."""
 
 
 class Choices:
-    """Keeps what the policy chose for vector operations and for compressed calls.
+    """Keeps what the policy chose, with the lengths for which that holds.
 
-    Programs may have new counts in every call. An alltoallv's query is the same for all
-    of them, and asking the model takes longer than all the rest of making a plan. The
-    dispatcher knows no plan of what is compressed, so that is asked every time.
+    Asking the model takes longer than all the rest of making a plan, and programs may
+    have a new length in every call.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._kept: dict[Any, Candidate] = {}
+        self._kept: dict[Any, list[Span]] = {}
+        self._num_spans = 0
 
     def forget(self) -> None:
         """Ask again from here on: what can run has changed."""
         self._kept.clear()
+        self._num_spans = 0
 
-    def of(self, query: Query, call: Call) -> Candidate:
+    def of(self, query: Query, call: Call) -> Span:
         """Return what runs ``query``, for a call's wishes."""
         params = tuple(sorted((call.params or {}).items()))
-        key = query, call.backend, call.algorithm, params
-        found = self._kept.get(key)
-        if found is None:
-            wishes = {"backend": call.backend, "algorithm": call.algorithm}
-            choice = self._policy.choose(query, **wishes, params=call.params)
-            found = choice.candidate
-            if call.spec.count_arguments or COMPRESS in found.params:
-                if len(self._kept) >= _MOST_KEPT:
-                    self._kept.clear()
-                self._kept[key] = found
+        key = replace(query, nbytes=0), call.backend, call.algorithm, params
+        spans = self._kept.pop(key, [])
+        self._kept[key] = spans  # the last used is the last
+        for span in spans:
+            if span.covers(query.nbytes):
+                return span
+        wishes = {"backend": call.backend, "algorithm": call.algorithm}
+        found = self._policy.span(query, **wishes, params=call.params)
+        spans.append(found)
+        self._num_spans += 1
+        while self._num_spans > _MOST_SPANS:
+            oldest = next(iter(self._kept))
+            self._num_spans -= len(self._kept.pop(oldest))
         return found
 
 
@@ -108,6 +113,7 @@ class Selection:
         ``distinct`` a candidate that runs the very program of an earlier one is left
         out: on two ranks a ring and a direct exchange are one and the same.
         """
+        distinct = check_flag("candidates", "distinct", distinct)
         query = self.question("candidates", coll, nbytes, dtype, op, 0, device)
         found = self.policy.candidates(query)
         if not distinct:
@@ -134,6 +140,9 @@ class Selection:
         ``params`` are what the call itself asks for.
         """
         query = self.question("explain", coll, nbytes, dtype, op, root, device)
+        backend, algorithm, params = arguments.check_wishes(
+            "explain", backend, algorithm, params
+        )
         found = self.policy.explain(
             query, backend=backend, algorithm=algorithm, params=params
         )
@@ -159,8 +168,10 @@ class Selection:
         query = arguments.check_question(
             what, coll, nbytes, dtype, name, root, self._group.size
         )
-        if device not in DEVICES:
-            raise UsageError(f"{what}: device={device!r}{suggest(device, DEVICES)}")
+        if not isinstance(device, str) or device not in DEVICES:
+            raise UsageError(
+                f"{what}: device={shown(device)}{suggest(device, DEVICES)}"
+            )
         query = replace(query, device=device)
         if query.op is None:
             return query
@@ -170,16 +181,21 @@ class Selection:
 
     def choose(self, call: Call, bound: Bound) -> Candidate:
         """Return what runs a call, without what a rule compresses it to."""
-        query, candidate = self.asked(call, bound)
+        return self.span(call, bound).candidate
+
+    def span(self, call: Call, bound: Bound) -> Span:
+        """Return what runs a call, and the rule's bytes for which that holds."""
+        query, span = self.asked(call, bound)
         if call.spec.compresses:
-            candidate = without_compression(candidate)
+            span = replace(span, candidate=without_compression(span.candidate))
+        candidate = span.candidate
         # Parameters that the call gives make it another program.
         reason = self.offers.why_refused(query, candidate)
         if reason is not None:
             raise UsageError(f"{candidate} must not run {query}: {reason}")
-        return candidate
+        return span
 
-    def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
+    def asked(self, call: Call, bound: Bound) -> tuple[Query, Span]:
         """Return a call as a query, and the policy's answer to it."""
         spec = call.spec
         nbytes = bound.num_elements * bound.dtype.itemsize
@@ -202,26 +218,28 @@ class Selection:
 
     def planned(self, call: Call, bound: Bound) -> Any:
         """Return the plan of a call, made anew by the backend that is to run it."""
-        candidate = self.choose(call, bound)
+        spec = self.spec(call, bound, self.choose(call, bound))
+        return self.offers.of(spec.candidate).plan(spec)
+
+    def spec(self, call: Call, bound: Bound, candidate: Candidate) -> PlanSpec:
+        """Return a call as backends are told of it."""
         user = None
         if call.user is not None and bound.x is not None:
             user = BoundReduction(call.user, numpy_type(bound.x))
-        return self.offers.of(candidate).plan(
-            PlanSpec(
-                op=call.spec,
-                num_elements=bound.num_elements,
-                dtype=bound.dtype,
-                reduction=call.reduction,
-                root=call.root,
-                candidate=candidate,
-                in_elements=bound.in_elements,
-                out_elements=bound.out_elements,
-                has_output=bound.result is not None,
-                counts=bound.counts,
-                factor=call.factor,
-                user=user,
-                device=_memory(call, bound),
-            )
+        return PlanSpec(
+            op=call.spec,
+            num_elements=bound.num_elements,
+            dtype=bound.dtype,
+            reduction=call.reduction,
+            root=call.root,
+            candidate=candidate,
+            in_elements=bound.in_elements,
+            out_elements=bound.out_elements,
+            has_output=bound.result is not None,
+            counts=bound.counts,
+            factor=call.factor,
+            user=user,
+            device=_memory(call, bound),
         )
 
 

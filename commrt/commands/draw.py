@@ -11,6 +11,7 @@ from pathlib import Path
 from commrt import algorithms
 from commrt.commands.verify import collectives_of, load, nodes_of
 from commrt.errors import ScheduleError, UsageError
+from commrt.files.write import write_file
 from commrt.schedule.draw import draw
 from commrt.schedule.ir import ParamValue
 from commrt.schedule.verify import verify
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         picture = draw(schedule)
         out = Path(args.out or f"{known[0]}-{name}-{args.ranks}.svg")
-        out.write_text(picture, encoding="utf-8")
+        write_file(out, picture)
     except UsageError as error:
         print(f"commrt draw: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commrt.errors import UsageError
+from commrt.files.visible import visible, visible_lines
+from commrt.files.write import write_file
 from commrt.trace.job import Job, load
 from commrt.trace.log import KEYS
 from commrt.trace.perfetto import write_perfetto
@@ -28,23 +30,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"--by {wrong[0]}: expected of {', '.join(KEYS)}")
         job = load(args.files, args.job)
         if args.command == "summarize":
-            print(summary_text(job, by), end="")
+            print(visible_lines(summary_text(job, by)), end="")
             return 0
         return _write(job, args)
     except UsageError as error:
-        print(f"commrt trace {args.command}: {error}", file=sys.stderr)
+        print(f"commrt trace {args.command}: {visible(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"commrt trace {args.command}: {error}", file=sys.stderr)
+        print(f"commrt trace {args.command}: {visible(str(error))}", file=sys.stderr)
         return 1
 
 
 def _write(job: Job, args: argparse.Namespace) -> int:
     out = Path(args.out)
     for note in job.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {visible(note)}", file=sys.stderr)
     if args.command == "plot":
-        out.write_text(picture(job), encoding="utf-8")
+        write_file(out, picture(job))
         print(f"{out}: {len(job.logs)} of {job.size} ranks")
         return 0
     count = write_perfetto(job, out)

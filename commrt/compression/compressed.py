@@ -15,10 +15,10 @@ from commrt.calls.arguments import Bound, Call
 from commrt.calls.channel import Channel
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
-from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.errors import BufferError_, MismatchError, UsageError, shown
 from commrt.group.stepped import SteppedRequest
-from commrt.select.facts import Candidate, Query
-from commrt.select.policy import Explanation, Policy
+from commrt.select.facts import Query
+from commrt.select.policy import Explanation, Policy, Span
 from commrt.sparse.memory import Pool
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
@@ -43,7 +43,7 @@ class Chooser(Protocol):
         """Tables, and what is asked for beforehand."""
         ...
 
-    def asked(self, call: Call, bound: Bound) -> tuple[Query, Candidate]:
+    def asked(self, call: Call, bound: Bound) -> tuple[Query, Span]:
         """Return a call as a question, and the policy's answer to it."""
         ...
 
@@ -155,7 +155,7 @@ class Compression:
         if call.compress is None:
             wanted = None if reason is not None else self._asked_by_rule(call, bound)
             return None if wanted is None else wire_format(wanted)
-        what = f"{spec.name}: compress={call.compress!r}"
+        what = f"{spec.name}: compress={shown(call.compress)}"
         if reason is not None:
             fits = bound.dtype.name in COMPRESSED_DTYPES
             raise (UsageError if fits else BufferError_)(f"{what}: {reason}")
@@ -176,10 +176,11 @@ class Compression:
         named = COMPRESS in (call.algorithm or "") or COMPRESS in (call.params or {})
         if self._channel.deterministic or not (named or self.is_open):
             return None
-        _, candidate = self._choices.asked(call, bound)
-        if COMPRESS not in candidate.params:
+        _, span = self._choices.asked(call, bound)
+        params = span.candidate.params
+        if COMPRESS not in params:
             return None
-        found = check_compress(candidate.params[COMPRESS])
+        found = check_compress(params[COMPRESS])
         return None if found == EXACT else found
 
     def _rules_may_compress(self) -> bool:

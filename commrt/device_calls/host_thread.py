@@ -25,6 +25,7 @@ from commrt.devices.arrays import freeing_nothing
 from commrt.errors import CommError, MismatchError, RevokedError, TimeoutError_
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["HostChannel", "HostJob", "HostJobs"]
 
@@ -111,7 +112,7 @@ class HostJob:
             self._leave()
             return True
         assert self._begin is not None
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = deadline_after(self._timeout_s)
         self._request = self._begin(self.work.places(self.call))
         self.work.announce()
         return True

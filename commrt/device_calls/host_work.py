@@ -15,6 +15,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from commrt.device_calls.host_thread import HostChannel, HostJob, HostJobs
 from commrt.device_calls.requests import DeviceRequest, late
 from commrt.errors import CaptureError, UsageError
 from commrt.group.stepped import SteppedRequest
-from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.limits import check_timeout, deadline_after
 
 if TYPE_CHECKING:
     from commrt.device_calls.collectives import DeviceCollectives
@@ -46,12 +47,13 @@ __all__ = [
 
 def holds_device_arrays(*arguments: Any) -> bool:
     """Return whether any of a call's arguments is, or consists of, device arrays."""
+    parts = chain.from_iterable(
+        each if isinstance(each, tuple | list) else [each] for each in arguments
+    )
     return any(
-        holds_device_arrays(*each)
-        if isinstance(each, tuple | list)
-        else is_on_device(each)
-        for each in arguments
-        if each is not None and not isinstance(each, str | int | float | np.ndarray)
+        is_on_device(part)
+        for part in parts
+        if part is not None and not isinstance(part, str | int | float | np.ndarray)
     )
 
 
@@ -255,7 +257,7 @@ class HostRequest(DeviceRequest):
         return check_timeout(self.title, timeout_s)
 
     def _finish(self, limit_s: float) -> None:
-        if not self._jobs.finish(self._job, time.monotonic() + limit_s):
+        if not self._jobs.finish(self._job, deadline_after(limit_s)):
             raise late(self, limit_s)
 
     def waits_for(self) -> str:
@@ -305,7 +307,7 @@ class HostResultRequest(HostRequest):
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
         """Block the host until the operation is complete; return the output."""
         limit = self._limit(timeout_s)
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(limit)
         result = self.wait(timeout_s=limit)
         super().synchronize(timeout_s=max(1e-3, deadline - time.monotonic()))
         if not self._given.synchronize(max(1e-3, deadline - time.monotonic())):

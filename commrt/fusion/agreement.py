@@ -20,6 +20,7 @@ import numpy as np
 from commrt import _native
 from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["Agreement", "Follower", "Leader"]
 
@@ -179,7 +180,7 @@ class Agreement(ABC):
         return calls
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = deadline_after(limit_s)
         while True:
             self.look()
             if done():

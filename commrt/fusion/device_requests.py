@@ -20,7 +20,7 @@ from commrt.errors import (
 )
 from commrt.fusion.device_copies import Block, BucketCopies, Part, PooledEvent
 from commrt.group.group import Group
-from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.limits import check_timeout, deadline_after
 from commrt.vocabulary.request import Request
 
 __all__ = ["FusedDeviceRequest", "SentBucket"]
@@ -124,7 +124,7 @@ class SentBucket:
 
     def synchronize(self, limit_s: float) -> bool:
         """Block the host until all is done; False where its last part takes longer."""
-        deadline = time.monotonic() + limit_s
+        deadline = deadline_after(limit_s)
         self.request.synchronize(timeout_s=limit_s)
         self.put_back()
         engine, device = self._engine, self._copies.device
@@ -207,7 +207,7 @@ class FusedDeviceRequest(Request):
 
     def _send(self, limit_s: float) -> bool:
         """Have the bucket sent; False where the ranks do not agree within the limit."""
-        comm, deadline = self._comm, time.monotonic() + limit_s
+        comm, deadline = self._comm, deadline_after(limit_s)
         while self._sent is None and self._error is None:
             comm.check_process()
             self._have_sent(self.number, max(0.0, deadline - time.monotonic()))
@@ -270,7 +270,7 @@ class FusedDeviceRequest(Request):
         if timeout_s is not None:
             limit_s = check_timeout(self._what, timeout_s)
         self._observed = True
-        deadline = time.monotonic() + limit_s
+        deadline = deadline_after(limit_s)
         bucket = self._bucket(limit_s)
         try:
             done = bucket.synchronize(max(1e-3, deadline - time.monotonic()))

@@ -22,14 +22,15 @@ from commrt.calls.arguments import Bound, Call, allreduce_in_place
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_collectives import runs_on_host
-from commrt.errors import CaptureError, CommError, UsageError
+from commrt.errors import CaptureError, CommError, UsageError, shown
 from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
 from commrt.fusion.failed_buckets import FailedBuckets
 from commrt.select.facts import Candidate
-from commrt.vocabulary.checks import as_integer, check_timeout
+from commrt.vocabulary.checks import as_integer
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
+from commrt.vocabulary.limits import check_timeout
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusion"]
 
@@ -37,6 +38,7 @@ DEFAULT_NBYTES = 4 * 1024 * 1024
 """Bytes in a bucket unless the caller says otherwise. Two allreduces of half as many
 bytes take longer than one of these; one of twice as many saves hardly any time
 (docs/performance.md)."""
+_MOST_NBYTES = 2**62
 _PATIENCE_S = 5.0
 """Seconds that a rank leaving by an exception waits for the others to leave, too."""
 
@@ -115,17 +117,18 @@ class Fusion:
         """
         self.group.check_usable()
         limit = as_integer(nbytes)
-        if limit is None or limit < 1:
+        if limit is None or not 1 <= limit <= _MOST_NBYTES:
             raise UsageError(
-                f"fused: nbytes={nbytes!r} must be a number of bytes, an integer from 1"
+                f"fused: nbytes={shown(nbytes)} must be a number of bytes, an integer "
+                f"in 1..{_MOST_NBYTES}"
             )
         if time_limit_s is not None:
             try:
                 time_limit_s = check_timeout("fused", time_limit_s)
             except UsageError:
                 raise UsageError(
-                    f"fused: time_limit_s={time_limit_s!r} must be a number of seconds "
-                    f"above 0, or None"
+                    f"fused: time_limit_s={shown(time_limit_s)} must be a number of "
+                    "seconds above 0, or None"
                 ) from None
             if math.isinf(time_limit_s):
                 time_limit_s = None

@@ -13,13 +13,13 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.lending import Lender
 from commrt.errors import BackendError
+from commrt.vocabulary.limits import as_timedelta
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -70,7 +70,7 @@ class GlooGroups(Lender):
 
         store = self._bootstrap.private_store(_key(ranks, number))  # type: ignore[attr-defined]
         at = ranks.index(self._bootstrap.rank)
-        limit = timedelta(seconds=timeout_s)
+        limit = as_timedelta(timeout_s)
         try:
             group = ProcessGroupGloo(store, at, len(ranks), limit)
         except RuntimeError as error:

@@ -23,6 +23,7 @@ from typing import Any
 from commrt import _native
 from commrt.bootstrap.base import poll_until
 from commrt.errors import BackendError
+from commrt.vocabulary.limits import as_timedelta
 
 __all__ = ["GlooRelay"]
 
@@ -178,7 +179,7 @@ def _gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
             "and commrt[mpi], or take a torch with gloo"
         ) from error
     try:
-        return ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        return ProcessGroupGloo(store, rank, size, as_timedelta(timeout_s))
     except RuntimeError as error:
         raise BackendError(
             f"rank {rank} of {size}: gloo does not connect the ranks, which lie on "

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.errors import UsageError
-from commrt.vocabulary.checks import as_integer
+from commrt.errors import UsageError, shown
+from commrt.vocabulary.checks import as_integer, as_items
 
 __all__ = ["Coords", "Grid", "fill_dims", "make_grid", "ranks_along", "times"]
 
@@ -40,7 +40,7 @@ class Grid:
         number = as_integer(rank)
         if number is None or not 0 <= number < self.size:
             raise UsageError(
-                f"coords_of: rank={rank!r} is not a rank of the grid; expected "
+                f"coords_of: rank={shown(rank)} is not a rank of the grid; expected "
                 f"0..{self.size - 1}"
             )
         found = []
@@ -87,7 +87,7 @@ class Grid:
         number, count = as_integer(dim), len(self.dims)
         if number is None or not -count <= number < count:
             raise UsageError(
-                f"{what}: dim={dim!r} is not a dimension of {times(self.dims)}; "
+                f"{what}: dim={shown(dim)} is not a dimension of {times(self.dims)}; "
                 f"expected 0..{count - 1}"
             )
         return number % count
@@ -106,14 +106,11 @@ def make_grid(size: int, dims: Any, periodic: Any) -> Grid:
     extents = fill_dims("cart", size, dims)
     if isinstance(periodic, bool):
         return Grid(extents, (periodic,) * len(extents))
-    try:
-        wraps = tuple(periodic)
-    except TypeError:
-        wraps = ()
+    wraps = tuple(as_items(periodic) or ())
     if len(wraps) != len(extents) or not all(isinstance(one, bool) for one in wraps):
         raise UsageError(
-            f"cart: periodic={periodic!r} must be True or False, or one of them for "
-            f"each of the {len(extents)} dimensions"
+            f"cart: periodic={shown(periodic)} must be True or False, or one of them "
+            f"for each of the {len(extents)} dimensions"
         )
     return Grid(extents, wraps)
 
@@ -161,14 +158,12 @@ def _balanced(number: int, count: int, most: int) -> list[int] | None:
 
 
 def _integers(what: str, argument: str, values: Any) -> tuple[int, ...]:
-    try:
-        found = [as_integer(value) for value in values]
-    except TypeError:
-        found = [None]
+    items = as_items(values)
+    found = [None] if items is None else [*map(as_integer, items)]
     if any(value is None for value in found):
         raise UsageError(
-            f"{what}: {argument}={values!r} must be a sequence of integers, such as "
-            f"(2, 2)"
+            f"{what}: {argument}={shown(values)} must be a sequence of integers, such "
+            "as (2, 2)"
         )
     return tuple(value for value in found if value is not None)
 

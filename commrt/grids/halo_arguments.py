@@ -9,12 +9,12 @@ from typing import Any
 
 from commrt.arrays.device import place_of
 from commrt.boxes.strided import StridedArray, check_apart, check_writable, strided
-from commrt.errors import MismatchError, UsageError
+from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import HaloShape
 from commrt.grids.halo_order import choose_direct, needs_order
 from commrt.group.group import Group
-from commrt.vocabulary.checks import as_integer, check_flag
+from commrt.vocabulary.checks import as_integer, as_items, check_flag
 from commrt.vocabulary.dtypes import ReduceOp, check_reduction, reduce_op
 
 __all__ = [
@@ -132,8 +132,8 @@ def _reduction(
         found = reduce_op(op)
         if found in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
             raise UsageError(
-                f"op={op!r}: how many ranks contribute differs from cell to cell; take "
-                f"op='sum'"
+                f"op={shown(op)}: how many ranks contribute differs from cell to cell; "
+                "take op='sum'"
             )
         for array in arrays:
             check_reduction(found, array.dtype)
@@ -147,14 +147,11 @@ def _widths(what: str, width: Any, ndim: int) -> tuple[tuple[int, int], ...]:
     one = as_integer(width)
     given: Any = [one] * ndim if one is not None else width
     pairs = []
-    try:
-        each: Any
-        for each in given:
-            number = as_integer(each)
-            low, high = each if number is None else (number, number)
-            pairs.append((as_integer(low), as_integer(high)))
-    except (TypeError, ValueError):
-        pairs = []
+    for each in as_items(given) or ():
+        number = as_integer(each)
+        pair = as_items(each) if number is None else [number, number]
+        low, high = pair if pair is not None and len(pair) == 2 else (None, None)
+        pairs.append((as_integer(low), as_integer(high)))
     found = [
         (low, high)
         for low, high in pairs
@@ -162,8 +159,8 @@ def _widths(what: str, width: Any, ndim: int) -> tuple[tuple[int, int], ...]:
     ]
     if len(found) != ndim or len(pairs) != ndim:
         raise UsageError(
-            f"{what}: width={width!r} must be a number of cells from 0, or one or a "
-            f"pair (low, high) of them for each of the {ndim} dimensions of the grid"
+            f"{what}: width={shown(width)} must be a number of cells from 0, or one or "
+            f"a pair (low, high) of them for each of the {ndim} dimensions of the grid"
         )
     return tuple(found)
 
@@ -180,17 +177,15 @@ def _axes(
                     f"{ndim}: say by axes= which of them the grid distributes"
                 )
         return tuple(range(ndim))
-    try:
-        numbers = [as_integer(axis) for axis in axes]
-    except TypeError:
-        numbers = []
+    numbers = [*map(as_integer, as_items(axes) or ())]
     found = [axis for axis in numbers if axis is not None]
     least = min(len(array.shape) for array in arrays)
     right = len(found) == len(numbers) == ndim == len({*found})
     if not right or not all(0 <= axis < least for axis in found):
         raise UsageError(
-            f"{what}: axes={axes!r} must be {ndim} different dimensions of the fields, "
-            f"one for each dimension of the grid; expected numbers in 0..{least - 1}"
+            f"{what}: axes={shown(axes)} must be {ndim} different dimensions of the "
+            "fields, one for each dimension of the grid; expected numbers in "
+            f"0..{least - 1}"
         )
     return tuple(found)
 
@@ -204,7 +199,7 @@ def _check_extents(rank: int, grid: Grid, halo: Halo, array: StridedArray) -> No
         if own < 0:
             raise UsageError(
                 f"{array.what} has {extent} cells in dimension {axis}, less than its "
-                f"halo of {low} + {high}; the halo is part of the array"
+                f"halo of {shown(low)} + {shown(high)}; the halo is part of the array"
             )
         before, after = grid.shift(rank, dim, 1)
         needed = max(low if after is not None else 0, high if before is not None else 0)

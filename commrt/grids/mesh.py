@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from commrt.errors import ClosedError, UsageError, suggest
+from commrt.errors import ClosedError, UsageError, shown, suggest
 from commrt.grids.geometry import Grid, fill_dims, ranks_along
+from commrt.vocabulary.checks import as_items
 
 __all__ = ["Mesh", "parse_axes"]
 
@@ -90,6 +91,11 @@ class Mesh(Generic[C]):
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
         """Return the rank of ``comm`` at ``coords``, which names every axis."""
+        if not isinstance(coords, Mapping):
+            raise UsageError(
+                f"mesh.rank_at: coords={shown(coords)} must name a place on each axis "
+                f"of {self.shape}, such as {dict.fromkeys(self._names, 0)}"
+            )
         for axis in coords:
             self._number(axis)
         missing = [name for name in self._names if name not in coords]
@@ -113,8 +119,7 @@ class Mesh(Generic[C]):
         names = axes if isinstance(axes, tuple) else (axes,)
         if len({*map(self._number, names)}) != len(names) or not names:
             raise UsageError(
-                f"mesh[{', '.join(map(repr, names))}]: name one or more different axes "
-                f"of {self.shape}"
+                f"mesh[{shown(names)}]: name one or more different axes of {self.shape}"
             )
         return self._comm if names == self._names else self._along(names)
 
@@ -141,8 +146,10 @@ class Mesh(Generic[C]):
         return f"<Mesh {self._title}: {self.shape}, at {self.coords}{state}>"
 
     def _number(self, axis: Any) -> int:
-        if axis not in self._names:
-            raise UsageError(f"mesh: unknown axis {axis!r}{suggest(axis, self._names)}")
+        if not isinstance(axis, str) or axis not in self._names:
+            raise UsageError(
+                f"mesh: unknown axis {shown(axis)}{suggest(axis, self._names)}"
+            )
         return self._names.index(axis)
 
     def _along(self, names: tuple[str, ...]) -> C:
@@ -158,18 +165,21 @@ class Mesh(Generic[C]):
 
 def parse_axes(size: int, axes: Any) -> dict[str, int]:
     """Return the ranks along each axis that ``mesh`` is asked for, or UsageError."""
-    try:
-        pairs = [*axes.items()] if isinstance(axes, Mapping) else [*axes]
-        names = tuple(name for name, _ in pairs)
-        sizes = tuple(size for _, size in pairs)
-    except (TypeError, ValueError):
+    items = as_items(iter(axes.items()) if isinstance(axes, Mapping) else axes)
+    pairs = [as_items(item) for item in items or ()]
+    named = [(*pair,) for pair in pairs if pair is not None and len(pair) == 2]
+    if not named or items is None or len(named) != len(items):
         raise UsageError(
-            f"mesh: axes={axes!r} must be names with numbers of ranks, such as "
+            f"mesh: axes={shown(axes)} must be names with numbers of ranks, such as "
             f"{{'data': 2, 'tensor': 4}}"
-        ) from None
+        )
+    names = tuple(name for name, _ in named)
+    sizes = tuple(size for _, size in named)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
-            raise UsageError(f"mesh: axis {name!r} must be a name, such as 'data'")
+            raise UsageError(f"mesh: axis {shown(name)} must be a name, such as 'data'")
         if names.count(name) > 1:
-            raise UsageError(f"mesh: axis {name!r} is named twice; expected once each")
+            raise UsageError(
+                f"mesh: axis {shown(name)} is named twice; expected once each"
+            )
     return dict(zip(names, fill_dims("mesh", size, sizes), strict=True))

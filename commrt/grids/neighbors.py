@@ -25,7 +25,7 @@ from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.calls.bound_call import Binders
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import BufferError_, MismatchError, UsageError
+from commrt.errors import BufferError_, MismatchError, UsageError, shown
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.on_device import (
     BoundNeighbors,
@@ -35,7 +35,7 @@ from commrt.grids.on_device import (
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
-from commrt.vocabulary.checks import as_integer, check_flag
+from commrt.vocabulary.checks import as_integer, as_items, check_flag
 from commrt.vocabulary.operations import names_of, other_call
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
 
 _X, _OUT = 0, 1
 _MOST_PLANS = 1024
+_LARGEST = 2**63 - 1
 Counts = Sequence[int] | None
 _Ranges = tuple[tuple[int, int], ...]
 
@@ -247,7 +248,7 @@ class NeighborCalls:
             None,
             bound.result,
             what,
-            nonblocking,
+            bool(nonblocking),
             limit,
         )
 
@@ -451,15 +452,18 @@ def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:
 
 
 def _checked(what: str, argument: str, counts: Any, expected: int) -> list[int]:
-    try:
-        found = [as_integer(count) for count in counts]
-    except TypeError:
-        found = [None]
+    items = as_items(counts)
+    found = [None] if items is None else [*map(as_integer, items)]
     right = [count for count in found if count is not None and count >= 0]
     if len(right) != len(found) or len(found) != expected:
         raise UsageError(
-            f"{what}: {argument}={counts!r} must be {expected} numbers of elements "
-            f"from 0, one for each neighbour"
+            f"{what}: {argument}={shown(counts)} must be {expected} numbers of "
+            "elements from 0, one for each neighbour"
+        )
+    if sum(right) > _LARGEST:
+        raise UsageError(
+            f"{what}: {argument} add up to {shown(sum(right))}: too many, expected at "
+            f"most {_LARGEST} elements; check the numbers, or split the call"
         )
     return right
 

@@ -20,6 +20,7 @@ from commrt.errors import (
     TimeoutError_,
     TruncationError,
     UsageError,
+    shown,
 )
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import Arena
@@ -29,7 +30,8 @@ from commrt.job.world import FIRST_TAG, World
 from commrt.planning.footprint import LANE_NBYTES
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
-from commrt.vocabulary.checks import as_integer, check_timeout
+from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.limits import NO_LIMIT_S, check_timeout
 
 __all__ = ["CallChecker", "Group"]
 
@@ -143,6 +145,8 @@ class Group(_native.Group):
         self.arena: Arena | None = None
         self._resources = ExitStack()
         """Gives back what the group holds, the latest first."""
+        # Keys of exchanges of this group, and of groups made from it, begin with it.
+        self._resources.callback(world.bootstrap.forget, f"comm{identity}")
         self._attach(self.timeout_s if limit_s is None else limit_s)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
@@ -159,12 +163,14 @@ class Group(_native.Group):
         if len(members) > 1:
             region = _native.region_nbytes(len(members), LANE_NBYTES)
             on_node = [ranks[i] for i in members]
-            key = f"arena/{self.identity}/{here}"
+            key = f"comm{self.identity}/arena/{here}"
             self.arena = world.share_memory(on_node, key, region, limit_s)
             self._resources.callback(self._leave_memory)
             self._attach_arena(
                 self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
             )
+            if world.bells is not None:
+                self.attach_bells(world.bells.native, world.bells.of(ranks))
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
             world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
@@ -216,12 +222,13 @@ class Group(_native.Group):
 
     @property
     def timeout_s(self) -> float:
-        """Default limit of a wait, in seconds."""
+        """Default limit of a wait, in seconds; None and ``inf`` set no limit."""
         return self._timeout_s
 
     @timeout_s.setter
-    def timeout_s(self, timeout_s: float) -> None:
-        self._timeout_s = check_timeout(self.name, timeout_s)
+    def timeout_s(self, timeout_s: float | None) -> None:
+        limit = NO_LIMIT_S if timeout_s is None else timeout_s
+        self._timeout_s = check_timeout(self.name, limit)
 
     @property
     def is_relayed(self) -> bool:
@@ -276,11 +283,13 @@ class Group(_native.Group):
     def comes_to_rest(self) -> bool:
         """Wait until nothing is in flight, for a moment: messages may be on the way."""
         deadline = time.monotonic() + _REST_S
+        backoff = _native.Backoff(self.world.engine)
         while not self.idle and not self.failure:
-            if not self.world.engine.step():
-                os.sched_yield()
-            if time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 break
+            if not self.world.engine.step():
+                backoff.pause(left_s)
         return self.idle
 
     def check_process(self) -> None:
@@ -312,8 +321,8 @@ class Group(_native.Group):
         found = as_integer(rank)
         if found is None or not 0 <= found < self.size:
             raise UsageError(
-                f"{what}: {argument}={rank!r} is not a rank of {self.name}; expected "
-                f"0..{self.size - 1}"
+                f"{what}: {argument}={shown(rank)} is not a rank of {self.name}; "
+                f"expected 0..{self.size - 1}"
             )
         return found
 

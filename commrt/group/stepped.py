@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from commrt.errors import CommError, RevokedError, TimeoutError_, UsageError
-from commrt.vocabulary.checks import check_timeout
+from commrt.vocabulary.limits import check_timeout, deadline_after
 from commrt.vocabulary.request import Request
 
 __all__ = ["Awaited", "SteppedRequest", "Steps"]
@@ -88,7 +88,7 @@ class SteppedRequest(Request):
             limit = self._timeout_s
         else:
             limit = check_timeout(self._what, timeout_s)
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(limit)
         with self._lock:
             while not self._done:
                 for request in self._waiting:

@@ -76,7 +76,7 @@ class SymmetricMemory:
         if self.heap is None:
             group, world = self._group, self._group.world
             on_node = [group.world_ranks[rank] for rank in sorted(group.node_members)]
-            key = f"heap/{group.identity}/{world.node_of(world.rank)}"
+            key = f"comm{group.identity}/heap/{world.node_of(world.rank)}"
             self.heap = SymmetricHeap(
                 world.bootstrap,
                 on_node,

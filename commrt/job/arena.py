@@ -31,6 +31,7 @@ from commrt import env
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.job.memory_limit import check_fits
+from commrt.vocabulary.limits import deadline_after, socket_seconds
 
 __all__ = [
     "Arena",
@@ -423,7 +424,7 @@ def _receive_fd(described: dict[str, Any], timeout_s: float) -> int:
     if "path" in described:
         return _open_file(str(described["path"]), int(described["inode"]))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(timeout_s)
+        peer.settimeout(socket_seconds(timeout_s))
         _connect(peer, "\0" + str(described["socket"]), timeout_s)
         if _peer_uid(peer) != os.geteuid():
             raise OSError("the socket belongs to another user")
@@ -436,7 +437,7 @@ def _receive_fd(described: dict[str, Any], timeout_s: float) -> int:
 
 
 def _connect(peer: socket.socket, name: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = deadline_after(timeout_s)
     while True:
         try:
             peer.connect(name)

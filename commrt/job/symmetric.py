@@ -14,7 +14,7 @@ rank has done so its slot may be given out again.
 from __future__ import annotations
 
 import json
-import operator
+import math
 import sys
 import threading
 from collections import deque
@@ -25,13 +25,16 @@ from typing import Any
 import numpy as np
 
 from commrt.bootstrap.base import Bootstrap
-from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.errors import BackendError, MismatchError, UsageError, shown
 from commrt.job.arena import Arena
 from commrt.job.memory_limit import memory_limit_nbytes
+from commrt.vocabulary.checks import as_integer, as_items
 
 __all__ = ["Slot", "Slots", "SymmetricHeap", "as_array", "parse_request"]
 
 _ALIGN_NBYTES = 4096
+_MOST_DIMS = 64
+_MOST_ELEMENTS = 2**62
 _SEGMENT_NBYTES = 2 << 20
 """Segments are multiples of it: the size of a huge page."""
 
@@ -282,29 +285,37 @@ def parse_request(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any
 
     Raises UsageError for what no array can have.
     """
-    sizes: tuple[int, ...]
-    try:
-        sizes = (operator.index(shape),)
-    except TypeError:
-        try:
-            sizes = tuple(operator.index(size) for size in shape)
-        except TypeError:
-            raise UsageError(
-                f"shape={shape!r}: expected a number of elements, or several"
-            ) from None
+    one = as_integer(shape)
+    items = as_items(shape) if one is None else [one]
+    sizes = tuple(size for size in map(as_integer, items or ()) if size is not None)
+    if items is None or len(sizes) != len(items):
+        raise UsageError(
+            f"empty: shape={shown(shape)}: expected a number of elements, or several"
+        )
+    if len(sizes) > _MOST_DIMS:
+        raise UsageError(
+            f"empty: shape has {len(sizes)} dimensions; numpy and torch have at most "
+            f"{_MOST_DIMS}"
+        )
     if any(size < 0 for size in sizes):
         raise UsageError(
-            f"shape={shape!r}: sizes must not be negative; expected numbers from 0"
+            f"empty: shape={shown(shape)}: sizes must not be negative; expected "
+            "numbers from 0"
+        )
+    if math.prod(sizes) > _MOST_ELEMENTS:
+        raise UsageError(
+            f"empty: shape={shown(shape)}: too many elements, expected at most "
+            f"{_MOST_ELEMENTS}"
         )
     if type(dtype).__module__ == "torch":
         return sizes, np.dtype(f"V{dtype.itemsize}"), dtype
     try:
         parsed = np.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"dtype={dtype!r}: {error}") from None
-    if parsed.hasobject or parsed.itemsize == 0:
+    except Exception as error:  # noqa: BLE001 - numpy raises what the value raises
+        raise UsageError(f"empty: dtype={shown(dtype)}: {error}") from None
+    if parsed.hasobject or parsed.itemsize == 0 or parsed.subdtype is not None:
         raise UsageError(
-            f"dtype={dtype!r}: elements must have a size and be plain bytes"
+            f"empty: dtype={shown(dtype)}: elements must have a size and be plain bytes"
         )
     return sizes, parsed, None
 

@@ -24,6 +24,7 @@ from commrt.job.arena import (
     process_arena,
     share,
 )
+from commrt.job.bells import NodeBells, hang_bells, own_bells
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
@@ -87,6 +88,8 @@ class World:
     """Cost of messages by gloo; None if it carries none."""
     slot_window_nbytes: int = 0
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
+    bells: NodeBells | None = None
+    """Wake ranks of this node that sleep; None where this rank is alone there."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
@@ -209,14 +212,20 @@ class World:
         key: str,
         same: str = "",
         timeout_s: float | None = None,
+        *,
+        once: bool = False,
     ) -> int:
         """Return an identity that no communicator of any member uses.
 
-        Raises MismatchError on all of them unless they say the ``same``.
+        ``once``: these members have never used the key, and never will again. Raises
+        MismatchError on all of them unless they say the ``same``.
         """
+        key = f"{key}/id"
         blob = f"{self.next_id} {same}".encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
-        said = self.bootstrap.exchange(members, f"id/{key}", blob, limit)
+        said = self.bootstrap.exchange(members, key, blob, limit)
+        if once:
+            self.bootstrap.forget(key)
         parts = [text.decode().partition(" ") for text in said]
         wishes = [wish for _, _, wish in parts]
         if len({*wishes}) > 1:
@@ -319,7 +328,7 @@ def connect_world(
         in_process=in_process,
     )
     bootstrap.idle = world.engine.step
-    world.cores = _agree_cores(world)
+    _agree_cores_and_bells(world)
     if len(nodes) > 1 and mpi is None:
         world.relay = _relay(world)
         world.gloo_groups = GlooGroups(bootstrap)
@@ -347,15 +356,17 @@ def _relay(world: World) -> GlooRelay:
     return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
 
 
-def _agree_cores(world: World) -> int:
-    """Return the number of cores that the ranks of the poorest node have together.
+def _agree_cores_and_bells(world: World) -> None:
+    """Set how many cores the poorest node's ranks have together, and their bells.
 
     Ranks may be bound to different cores: their affinities are united, and the
     container's quota (seen as fewer available cores than the affinity) still holds.
     Nodes on one machine share its cores, and pretended ones their container's quota.
     """
     affinity = sorted(os.sched_getaffinity(0))
-    facts = [affinity, available_cores(), machine_identity(), secrets.token_hex(4)]
+    bells = own_bells(world.engine)
+    job = secrets.token_hex(4)
+    facts = [affinity, available_cores(), machine_identity(), job, bells]
     mine = json.dumps(facts).encode()
     everybody = range(world.size)
     blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
@@ -370,7 +381,10 @@ def _agree_cores(world: World) -> int:
         poorest += [n * share if pretended else n for n in quotas]
         poorest.append(len({core for r in ranks for core in said[r][0]}))
         poorest.append(len({core for r in beside for core in said[r][0]}) * share)
-    return max(1, int(min(poorest)))
+    world.cores = max(1, int(min(poorest)))
+    here = world.nodes[world.node_of(world.rank)]
+    if len(here) > 1:
+        world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from commrt import env
+from commrt.files.write import write_file
 
 __all__ = ["folder", "key", "load", "save"]
 
@@ -62,14 +62,7 @@ def save(where: Path | None, name: str, image: bytes) -> None:
     """
     if where is None:
         return
-    partial = None
-    try:
+    content = _MAGIC + hashlib.sha256(image).digest() + image
+    with contextlib.suppress(OSError):
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=where, prefix=".partial-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(image).digest() + image)
-        os.replace(partial, where / name)
-    except OSError:
-        if partial is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
+        write_file(where / name, content, mode=0o600)

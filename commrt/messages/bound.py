@@ -70,7 +70,8 @@ def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
 
     def run(nonblocking: bool) -> Any:
         messages.group.check_usable()
-        return messages.group.send_bytes(*to, nonblocking, messages.group.timeout_s)
+        limit = messages.group.timeout_s
+        return messages.group.send_bytes(*to, nonblocking, limit, sent.dtype.code)
 
     return BoundCall(what, _MESSAGES, run)
 
@@ -87,7 +88,8 @@ def _bind_recv(messages: Messages, out: Any, *, source: Any, tag: Any) -> BoundC
 
     def run(nonblocking: bool) -> Any:
         messages.group.check_usable()
-        return messages.group.recv_bytes(*place, nonblocking, messages.group.timeout_s)
+        limit = messages.group.timeout_s
+        return messages.group.recv_bytes(*place, nonblocking, limit, got.dtype.code)
 
     return BoundCall(what, _MESSAGES, run)
 
@@ -120,8 +122,9 @@ def _bind_sendrecv(
     def run(nonblocking: bool) -> Any:
         messages.group.check_usable()
         owners = sent.owner, got.owner
+        limit, types = messages.group.timeout_s, (sent.dtype.code, got.dtype.code)
         return messages.group.sendrecv_bytes(
-            *leaving, *coming, *owners, out, what, nonblocking, messages.group.timeout_s
+            *leaving, *coming, *owners, out, what, nonblocking, limit, *types
         )
 
     return BoundCall(what, _MESSAGES, run)

@@ -16,7 +16,7 @@ from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
-from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.errors import BackendError, MismatchError, UsageError, shown
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.messages.lists import WHAT, Message
@@ -30,9 +30,10 @@ _CODE = other_call(WHAT).code
 
 def check_backend(what: str, backend: Any) -> bool:
     """Return whether messages go by NCCL; UsageError for what names no backend."""
-    if backend not in (None, _BACKEND):
+    is_known = isinstance(backend, str) and backend == _BACKEND
+    if backend is not None and not is_known:
         raise UsageError(
-            f"{what}: backend={backend!r} must be None, for ordinary messages, or "
+            f"{what}: backend={shown(backend)} must be None, for ordinary messages, or "
             f"'nccl', where all ranks of the communicator make this call together"
         )
     return backend is not None

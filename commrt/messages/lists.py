@@ -11,7 +11,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.host import HostView, view_anywhere
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.group import Group
 from commrt.vocabulary.checks import as_integer, check_flag
 
@@ -82,16 +82,19 @@ def check_tag(what: str, argument: str, tag: Any) -> int:
     found = as_integer(tag)
     if found is None or not 0 <= found <= _MAX_TAG:
         raise UsageError(
-            f"{what}: {argument}={tag!r} must be an integer in 0..{_MAX_TAG}"
+            f"{what}: {argument}={shown(tag)} must be an integer in 0..{_MAX_TAG}"
         )
     return found
 
 
 def _rows(
     messages: Sequence[Message], replaced: set[int]
-) -> list[tuple[int, int, int, int, bool]]:
+) -> list[tuple[int, int, int, int, int, bool]]:
     return [
-        (buffer.address, buffer.nbytes, peer, tag, index in replaced)
+        (
+            *(buffer.address, buffer.nbytes, peer, tag),
+            *(buffer.dtype.code, index in replaced),
+        )
         for index, (buffer, peer, tag) in enumerate(messages)
     ]
 
@@ -100,7 +103,7 @@ def _messages(group: Group, argument: str, peer_name: str, given: Any) -> list[M
     array_name = "x" if peer_name == "dest" else "out"
     form = f"({array_name}, {peer_name}) or ({array_name}, {peer_name}, tag)"
     if not isinstance(given, list | tuple):
-        raise UsageError(f"{WHAT}: {argument}={given!r} must be a list of {form}")
+        raise UsageError(f"{WHAT}: {argument}={shown(given)} must be a list of {form}")
     found = []
     for index, item in enumerate(given):
         what = f"{WHAT}: {argument}[{index}]"

@@ -74,5 +74,8 @@ class DeviceMessages:
         return self._result
 
 
-def _rows(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
-    return [(each.address, each.nbytes, peer, tag) for each, peer, tag in messages]
+def _rows(messages: Sequence[Message]) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (each.address, each.nbytes, peer, tag, each.dtype.code)
+        for each, peer, tag in messages
+    ]

@@ -79,6 +79,7 @@ class Messages:
             "send",
             nonblocking,
             limit,
+            buffer.dtype.code,
         )
         return started
 
@@ -115,6 +116,7 @@ class Messages:
             "recv",
             nonblocking,
             limit,
+            buffer.dtype.code,
         )
 
     def sendrecv(
@@ -167,6 +169,8 @@ class Messages:
             "sendrecv",
             nonblocking,
             limit,
+            sent.dtype.code,
+            got.dtype.code,
         )
 
     def multi_sendrecv(

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.nccl.features import NEWEST_KNOWN, feature, version_text
 from commrt.vocabulary.dtypes import DTYPES, DType, ReduceOp, check_reduction
 from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
@@ -195,7 +195,7 @@ def scalar_bytes(coll: str, factor: int | float | None, dtype: DType) -> bytes:
         return struct.pack(_FORMATS[dtype.name], factor)
     except (struct.error, OverflowError) as error:
         raise UsageError(
-            f"factor={factor!r} does not fit into {dtype.name}: {error}"
+            f"factor={shown(factor)} does not fit into {dtype.name}: {error}"
         ) from None
 
 

@@ -22,6 +22,7 @@ from commrt.nccl.joining import Joining
 from commrt.nccl.libnccl import Library, library
 from commrt.nccl.operations import NcclOperations
 from commrt.nccl.outcomes import ABORTED, CLOSED, FAILED, IN_PROGRESS, LIVE, SUCCESS
+from commrt.vocabulary.limits import check_timeout
 
 __all__ = ["NcclComm", "NcclConfig"]
 
@@ -73,7 +74,10 @@ class NcclComm(NcclOperations):
         """
         config = config or NcclConfig()
         taken = taken or library()
-        limit = env.read_float("COMMRT_TIMEOUT_S") if timeout_s is None else timeout_s
+        if timeout_s is None:
+            limit = env.read_float("COMMRT_TIMEOUT_S")
+        else:
+            limit = check_timeout(name, timeout_s)
         ranks = range(bootstrap.size) if members is None else members
         joining = Joining(bootstrap, list(ranks), config, taken, limit, name, device)
         return cls(joining.join(), taken, config, name)

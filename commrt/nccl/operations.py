@@ -25,6 +25,7 @@ from commrt.nccl.abilities import (
 from commrt.nccl.config import GroupShape
 from commrt.nccl.outcomes import SUCCESS, error_for
 from commrt.vocabulary.dtypes import DType, ReduceOp
+from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import operation
 
 __all__ = ["Message", "NcclOperations"]
@@ -320,7 +321,9 @@ class NcclOperations:
                 f"{self.name}: NCCL does not survive fork: make a communicator in the "
                 f"child, or start it by spawn"
             )
-        return self.timeout_s if timeout_s is None else timeout_s
+        if timeout_s is None:
+            return self.timeout_s
+        return check_timeout(self.name, timeout_s)
 
     def check_code(self, code: int, what: str, limit: float) -> None:
         """Raise the error that a code of NCCL stands for."""

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from commrt import _native
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["end_all", "order_of"]
 
@@ -48,7 +49,7 @@ def end_all(timeout_s: float = _GRACE_S) -> None:
 
     Those that other ranks have not come to end within ``timeout_s`` are aborted.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = deadline_after(timeout_s)
     with _LOCK:
         orders = [order for _, order in _ORDERS.values()]
         _ORDERS.clear()

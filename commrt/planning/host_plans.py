@@ -1,38 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that the engine runs on the host, made of schedules and element counts.
-
-The number of fragments must be equal on all ranks, because messages are matched by
-their position in fragments. It is therefore computed from the *footprint* of the whole
-schedule, over all ranks, never from one rank's program.
-"""
+"""Parameters and programs of schedules that the engine runs on the host."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from commrt import _native, algorithms
-from commrt.errors import ScheduleError, UsageError, suggest
-from commrt.planning import vectors
-from commrt.planning.footprint import (
-    CHUNK_NBYTES,
-    LANE_NBYTES,
-    Footprint,
-    Own,
-    footprint,
-)
+from commrt.errors import ScheduleError, UsageError, shown, suggest
+from commrt.planning.footprint import CHUNK_NBYTES, LANE_NBYTES, Own, footprint
 from commrt.planning.spec import PlanSpec, Ranks
 from commrt.schedule.engine_model import LINES, EngineModel
-from commrt.schedule.exposure import Reach, reaches
-from commrt.schedule.lower import LOCAL, Lowered, lower
+from commrt.schedule.lower import Lowered, lower
 from commrt.schedule.nodes import Nodes
 from commrt.select.facts import (
     Candidate,
@@ -48,15 +33,16 @@ __all__ = [
     "INLINE_NBYTES",
     "LANE_NBYTES",
     "SYMMETRIC_NBYTES",
+    "StoreRule",
     "TransportParams",
     "allows",
     "check_params",
     "distinct",
+    "lowered_program",
     "lowered_programs",
     "node_numbers",
     "only_by_name",
     "scaling",
-    "schedule_plan",
     "split_params",
     "why_not",
 ]
@@ -87,9 +73,6 @@ _CACHE_NBYTES = 32 << 20
 """The last cache, where the kernel does not tell."""
 _MOST_SPINS = 1 << 20
 """A look takes tens of nanoseconds: some 50 ms, as often as a wait checks signals."""
-_BY_LINK_CLASS = -1
-"""Code that tells the engine ``spins=auto``."""
-_KINDS = {"in": 0, "out": 1, "tmp": 2}
 
 
 @lru_cache(maxsize=1)
@@ -136,7 +119,7 @@ class TransportParams:
         known = ("auto", *_STORES)
         if self.store not in known:
             raise UsageError(
-                f"unknown store={self.store!r}{suggest(self.store, known)}"
+                f"unknown store={shown(self.store)}{suggest(self.store, known)}"
             )
         for name in ("chunk", "depth", "reuse"):
             value = getattr(self, name)
@@ -144,8 +127,8 @@ class TransportParams:
                 continue
             if not isinstance(value, int) or not 1 <= value <= 1 << 30:
                 raise UsageError(
-                    f"parameter {name}={value!r} must be an integer in 1..{1 << 30}"
-                    f"{', or auto' if name != 'depth' else ''}"
+                    f"parameter {name}={shown(value)} must be an integer in "
+                    f"1..{1 << 30}{', or auto' if name != 'depth' else ''}"
                 )
         self._check_inline()
         self._check_spins()
@@ -157,8 +140,8 @@ class TransportParams:
             return
         if type(wanted) is not int or not least <= wanted <= most:
             raise UsageError(
-                f"parameter inline={wanted!r} must be an integer in {least}..{most}, "
-                f"or auto"
+                f"parameter inline={shown(wanted)} must be an integer in "
+                f"{least}..{most}, or auto"
             )
 
     def _check_spins(self) -> None:
@@ -167,8 +150,8 @@ class TransportParams:
             return
         if type(looks) is not int or not 0 <= looks <= _MOST_SPINS:
             raise UsageError(
-                f"parameter spins={looks!r} must be an integer in 0..{_MOST_SPINS}, "
-                f"or auto"
+                f"parameter spins={shown(looks)} must be an integer in "
+                f"0..{_MOST_SPINS}, or auto"
             )
 
     def most_inline(self, reduces: bool) -> int:
@@ -177,6 +160,22 @@ class TransportParams:
             return self.inline
         return _INLINE_COMBINED_NBYTES if reduces else INLINE_NBYTES[1]
 
+    def store_rule(self, link_class: LinkClass, combines: bool) -> StoreRule:
+        """Return how the stores of a plan follow from its lengths."""
+        if self.store != "auto":
+            fixed = _STORES[self.store], 0
+            return StoreRule(0, 0, fixed, fixed, fixed)
+        near = link_class in ("near", "single")
+        far = link_class == "far"
+        caches = _CACHES_LEFT_FAR[combines] if far else _CACHES_LEFT
+        return StoreRule(
+            _LEARN_FROM_NBYTES,
+            ceil(caches * last_level_cache_nbytes()),
+            (_STORES["plain"], 0),
+            (_STORES["plain" if near else "stream_slots"], _STORES["stream_slots"]),
+            (_STORES["stream" if near else "stream_both"], _STORES["stream_both"]),
+        )
+
     def stores(
         self,
         message_nbytes: int,
@@ -184,21 +183,34 @@ class TransportParams:
         link_class: LinkClass,
         combines: bool,
     ) -> tuple[int, int]:
-        """Return the codes of the store kind and of what the engine learns about.
+        """Return the codes of the store kind and of what the engine learns about."""
+        rule = self.store_rule(link_class, combines)
+        return rule.of(message_nbytes, node_nbytes)
 
-        ``node_nbytes`` is what the buffers of all ranks of this node take together:
-        where it stays in their cache, results do so too.
-        """
-        if self.store != "auto":
-            return _STORES[self.store], 0
-        if message_nbytes < _LEARN_FROM_NBYTES:
-            return _STORES["plain"], 0
-        near = link_class in ("near", "single")
-        far = link_class == "far"
-        caches = _CACHES_LEFT_FAR[combines] if far else _CACHES_LEFT
-        if node_nbytes < caches * last_level_cache_nbytes():
-            return _STORES["plain" if near else "stream_slots"], _STORES["stream_slots"]
-        return _STORES["stream" if near else "stream_both"], _STORES["stream_both"]
+
+@dataclass(frozen=True)
+class StoreRule:
+    """Codes of the stores of a plan, and of what the engine learns, by its lengths."""
+
+    learns_from: int
+    """First length of the longest message, in bytes, that is not ``short``."""
+    beyond_cache: int
+    """First length of what the buffers of all ranks of this node take together that is
+    ``beyond``: below it, results stay in their cache."""
+    short: tuple[int, int]
+    cached: tuple[int, int]
+    beyond: tuple[int, int]
+
+    def of(self, message_nbytes: int, node_nbytes: int) -> tuple[int, int]:
+        """Return the codes for such lengths."""
+        if message_nbytes < self.learns_from:
+            return self.short
+        return self.cached if node_nbytes < self.beyond_cache else self.beyond
+
+    def plain(self) -> tuple[int, int, list[tuple[int, int]]]:
+        """Return it as the engine takes it."""
+        kinds = [self.short, self.cached, self.beyond]
+        return self.learns_from, self.beyond_cache, kinds
 
 
 _TRANSPORT_NAMES = tuple(TransportParams.__dataclass_fields__)
@@ -227,7 +239,8 @@ def check_params(
     for name in params:
         if name not in known:
             raise UsageError(
-                f"{coll} {algorithm}: unknown parameter {name!r}{suggest(name, known)}"
+                f"{coll} {algorithm}: unknown parameter "
+                f"{shown(name)}{suggest(name, known)}"
             )
     split_params(params)
 
@@ -335,158 +348,13 @@ def distinct(
     return list(found.values())
 
 
-_REACHED_RANKS = 64
-"""Most ranks for which it pays to find out which memory peers may reach."""
-
-
-@lru_cache(maxsize=256)
-def _reaches(
-    coll: str, algorithm: str, root: int, params: Own, nodes: Nodes
-) -> tuple[tuple[Reach, ...], tuple[Lowered, ...]]:
-    def share_memory(rank: int, peer: int) -> bool:
-        return nodes[rank] == nodes[peer]
-
-    programs = lowered_programs(coll, algorithm, root, params, nodes)
-    return tuple(reaches(programs, share_memory)), tuple(programs)
-
-
-BoundsOf = Callable[[int, Lowered], list[list[int]]]
-"""Return the block boundaries of each space of a rank."""
-
-
-def _reach(
-    comm: Ranks, spec: PlanSpec, own: Mapping[str, ParamValue], bounds_of: BoundsOf
-) -> dict[str, Any]:
-    """Return the engine's arguments about buffers in the symmetric heap."""
-    nothing = np.zeros(0, np.uint8)
-    # Nobody knows an alltoallv's whole length: its buffers are ordinary ones.
-    long = spec.num_elements * spec.dtype.itemsize >= SYMMETRIC_NBYTES
-    told = {
-        "shows_result": long and spec.op.rule_bytes != "any",
-        "exposable": nothing,
-        "operand_exposable": nothing,
-        "deliverable": nothing,
-        "landings": np.zeros(0, np.int64),
-    }
-    wanted = told["shows_result"] and comm.has_heap and comm.size <= _REACHED_RANKS
-    if not wanted:
-        return told
-    found, programs = _reaches(
-        spec.op.name,
-        spec.candidate.algorithm,
-        spec.root,
-        tuple(sorted(own.items())),
-        node_numbers(comm),
-    )
-    mine = found[comm.rank]
-    landings = np.zeros(len(mine.landings), np.int64)
-    for row, landing in enumerate(mine.landings):
-        if landing is not None:
-            peer, (space, lo, _) = landing
-            landings[row] = bounds_of(peer, programs[peer])[space][lo]
-    told.update(
-        exposable=mine.exposable,
-        operand_exposable=mine.operand_exposable,
-        deliverable=mine.deliverable,
-        landings=landings,
-    )
-    return told
-
-
-_RELAYED_CHUNK = 262144
-_RELAYED_LONG_NBYTES, _RELAYED_LONG_CHUNK = 1 << 20, 4 << 20
-_RELAYED_LONG_SUM_NBYTES, _RELAYED_LONG_SUM_CHUNK = 2 << 20, 1 << 20
-
-
 def node_numbers(comm: Ranks) -> Nodes:
     """Return the number of the node that each rank lies on."""
     return comm.facts.layout
 
 
-def schedule_plan(comm: Ranks, spec: PlanSpec) -> Any:
-    """Return the engine's plan of this rank for a schedule algorithm."""
-    assert isinstance(comm, _native.Group), "the engine runs plans of its own groups"
-    coll, name = spec.op.name, spec.candidate.algorithm
-    check_params(coll, name, comm.size, spec.candidate.params)
-    own, transport = split_params(spec.candidate.params)
-    reason = why_not(comm, coll, name, spec.root, own)
-    if reason is not None:
-        raise UsageError(
-            f"{spec.candidate} cannot run {coll} on these {comm.size} ranks, because "
-            f"it needs more than {LINES} messages on their way from one rank to "
-            f"another: {reason}; send fewer, or receive them as they are sent"
-        )
-    lowered = _lowered(
-        coll,
-        name,
-        spec.root,
-        tuple(sorted(own.items())),
-        node_numbers(comm),
-        comm.rank,
-    )
-    bound = footprint(
-        coll,
-        name,
-        comm.size,
-        spec.root,
-        tuple(sorted(own.items())),
-        node_numbers(comm),
-    )
-    chunk = bound.chunk_nbytes(transport.chunk)
-    if comm.is_relayed and transport.chunk == "auto":
-        chunk = _relayed_chunk(spec)
-    lengths = _layout(comm, spec, own, bound, chunk)
-    bounds_of, longest = lengths.bounds, lengths.longest_nbytes
-    peers = _peers(lowered)
-    buffers = (spec.in_elements + spec.out_elements) * spec.dtype.itemsize
-    on_node = max(len(ranks) for ranks in comm.nodes)
-    store, adaptive = transport.stores(
-        longest, buffers * on_node, comm.facts.link_class, spec.op.reduces
-    )
-    factor, integer_factor, divisor = scaling(spec, comm.size)
-    return _native.make_schedule_plan(
-        comm,
-        coll=spec.op.code,
-        dtype=spec.dtype.code,
-        redop=int(spec.reduction),
-        root=spec.root,
-        in_elems=spec.in_elements,
-        out_elems=spec.out_elements,
-        label=str(spec.candidate),
-        spaces=_spaces(lowered, bounds_of(comm.rank, lowered)),
-        peers=peers,
-        inputs=lowered.inputs,
-        input_ptr=lowered.input_ptr,
-        outputs=lowered.outputs,
-        output_ptr=lowered.output_ptr,
-        deps=lowered.deps,
-        dep_ptr=lowered.dep_ptr,
-        fragments=lengths.fragments,
-        lane_nbytes=LANE_NBYTES,
-        depth=transport.depth,
-        slot_reuse=bound.slot_reuse(transport.reuse, spec.op.reduces),
-        most_inline=transport.most_inline(spec.op.reduces),
-        spins=transport.spins if isinstance(transport.spins, int) else _BY_LINK_CLASS,
-        store=store,
-        adaptive=adaptive,
-        factor=factor,
-        integer_factor=integer_factor,
-        divisor=divisor,
-        alone=spec.op.reduces and spec.op.num_contributors(comm.rank, comm.size) == 1,
-        returns_out=spec.has_output,
-        itemsize=spec.dtype.itemsize,
-        user_function=0 if spec.user is None else spec.user.address,
-        user_owner=spec.user,
-        # Ranks that add the same numbers must get the same, whose ever they are.
-        rounds_scaled=spec.dtype.is_short_float
-        and (comm.deterministic or spec.op.reduces_to_all),
-        **_reach(comm, spec, own, bounds_of),
-        **lengths.ragged(lowered, peers),
-    )
-
-
 @lru_cache(maxsize=1024)
-def _lowered(
+def lowered_program(
     coll: str, algorithm: str, root: int, params: Own, nodes: Nodes, rank: int
 ) -> Lowered:
     """Return a rank's program: kept, as calls may have new counts every time."""
@@ -501,59 +369,8 @@ def lowered_programs(
 ) -> list[Lowered]:
     """Return the programs of all ranks."""
     ranks = range(len(nodes))
-    return [_lowered(coll, algorithm, root, params, nodes, rank) for rank in ranks]
-
-
-def _relayed_chunk(spec: PlanSpec) -> int:
-    """Return the bytes per message where gloo carries some: equal on all ranks.
-
-    Its messages are dear, and those that it carries with their announcement
-    (native/engine/relay.hpp) save a round. On two pretended nodes a sum of 64 MiB in
-    messages of 1 MiB took 0.8 of the time of such ones, a reduce-scatter of 8 MiB in
-    messages of 4 MiB 0.7, an all-gather and an all-to-all 0.5 to 0.6.
-    """
-    least, chunk = _RELAYED_LONG_NBYTES, _RELAYED_LONG_CHUNK
-    if spec.op.reduces_to_all:
-        least, chunk = _RELAYED_LONG_SUM_NBYTES, _RELAYED_LONG_SUM_CHUNK
-    is_long = spec.num_elements * spec.dtype.itemsize > least and not spec.counts
-    return chunk if is_long else _RELAYED_CHUNK
-
-
-def _layout(
-    comm: Ranks,
-    spec: PlanSpec,
-    own: dict[str, ParamValue],
-    bound: Footprint,
-    chunk: int,
-) -> vectors.Lengths:
-    if spec.counts:
-        return vectors.counted_lengths(comm.rank, comm.size, spec, own, bound, chunk)
-    return vectors.even_lengths(spec, bound, chunk)
-
-
-def _spaces(lowered: Lowered, bounds: list[list[int]]) -> list[tuple[int, list[int]]]:
-    spaces = []
-    used: list[set[int]] = [set() for _ in lowered.spaces]
-    for kind, where, lo, hi in (*lowered.inputs.tolist(), *lowered.outputs.tolist()):
-        if kind == LOCAL:
-            used[where].update(range(lo, hi))
-    for number, (space, edges) in enumerate(zip(lowered.spaces, bounds, strict=True)):
-        if space.kind == "tmp":
-            # Scratch of an inner algorithm is as long as the whole vector, and holds a
-            # part of it: what nothing touches takes no memory.
-            lengths = [hi - lo for lo, hi in pairwise(edges)]
-            kept = [n * (i in used[number]) for i, n in enumerate(lengths)]
-            edges = [0, *accumulate(kept)]
-        # A space that this rank does not have still needs its place in the list.
-        spaces.append((_KINDS[space.kind], edges if len(edges) > 1 else [0, 0]))
-    return spaces
-
-
-def _peers(lowered: Lowered) -> list[tuple[int, int, int]]:
-    peers = sorted(set(lowered.messages_in) | set(lowered.messages_out))
     return [
-        (peer, lowered.messages_out.get(peer, 0), lowered.messages_in.get(peer, 0))
-        for peer in peers
+        lowered_program(coll, algorithm, root, params, nodes, rank) for rank in ranks
     ]
 
 

@@ -12,17 +12,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from commrt import algorithms
 from commrt.errors import UsageError
 from commrt.planning.footprint import LANE_NBYTES, Footprint, Own
 from commrt.planning.spec import PlanSpec
-from commrt.schedule.ir import ParamValue, Schedule, Slice, Space
-from commrt.schedule.lower import LOCAL, Lowered
+from commrt.schedule.ir import ParamValue, Schedule, Space
 from commrt.schedule.parts import Parts, block_length, parts_of
 
-__all__ = ["CountedFootprint", "Lengths", "counted_lengths", "even_lengths"]
+__all__ = [
+    "CountedFootprint",
+    "Lengths",
+    "counted_lengths",
+    "even_lengths",
+    "parts_for",
+]
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,6 @@ class Lengths(ABC):
     def bounds(self, rank: int, lowered: HasSpaces) -> list[list[int]]:
         """Return the block boundaries of each space of ``rank``."""
 
-    def ragged(
-        self, lowered: Lowered, peers: Sequence[tuple[int, int, int]]
-    ) -> dict[str, Any]:
-        """Return what the engine is told where pairs have fragments of their own."""
-        return {}
-
 
 @dataclass(frozen=True)
 class _Even(Lengths):
@@ -85,37 +84,9 @@ class _Counted(Lengths):
     parts: Parts
     lengths: Mapping[int, int]
     """Elements of each holder's data that this rank knows of."""
-    per_holder: dict[int, int]
-    """Fragments of each pair's messages; empty where all have as many."""
 
     def bounds(self, rank: int, lowered: HasSpaces) -> list[list[int]]:
         return self.parts.bounds(rank, lowered.spaces, self.lengths)
-
-    def ragged(
-        self, lowered: Lowered, peers: Sequence[tuple[int, int, int]]
-    ) -> dict[str, Any]:
-        if not self.per_holder:
-            return {}
-        rank, size, of = lowered.rank, self.parts.size, self.per_holder
-        return {
-            "instr_fragments": [
-                of.get(self._pair(lowered, index), self.fragments)
-                for index in range(len(lowered))
-            ],
-            "peer_fragments": [
-                (of[rank * size + peer], of[peer * size + rank]) for peer, _, _ in peers
-            ],
-        }
-
-    def _pair(self, lowered: Lowered, index: int) -> int:
-        """Return whose data an instruction handles: there is no more than one pair."""
-        rank, size = lowered.rank, self.parts.size
-        inputs, outputs = lowered.inputs_of(index), lowered.outputs_of(index)
-        for kind, *where in (*inputs, *outputs):
-            if kind == LOCAL:
-                return self.parts.holder(rank, Slice(*where))
-        # It takes a message, and no more than that.
-        return inputs[0][1] * size + rank
 
 
 @lru_cache(maxsize=256)
@@ -127,6 +98,26 @@ def _parts(coll: str, name: str, size: int, root: int, params: Own) -> Parts | N
     # Tests show it of the package's own; of many ranks it takes long to see.
     sure = algorithms.get(coll, name).built_in
     return found if sure or found.one_pair_at_a_time(schedule) else None
+
+
+def parts_for(size: int, spec: PlanSpec, own: Mapping[str, ParamValue]) -> Parts | None:
+    """Return the data that each block holds, for calls with counts; else None.
+
+    Raises UsageError where the schedule cannot run blocks of different lengths.
+    """
+    if not spec.op.count_arguments:
+        return None
+    found = _parts(
+        *(spec.op.name, spec.candidate.algorithm, size, spec.root),
+        tuple(sorted(own.items())),
+    )
+    if found is None:
+        raise UsageError(
+            f"{spec.candidate} cannot run {spec.op.name} on {size} ranks: a block of "
+            f"its schedule holds data of several ranks, whose lengths differ; choose "
+            f"another algorithm"
+        )
+    return found
 
 
 def even_lengths(spec: PlanSpec, bound: Footprint, chunk_nbytes: int) -> Lengths:
@@ -145,15 +136,8 @@ def counted_lengths(
     chunk_nbytes: int,
 ) -> Lengths:
     """Return what follows from the counts of one call."""
-    name = spec.candidate.algorithm
-    params = tuple(sorted(own.items()))
-    parts = _parts(spec.op.name, name, size, spec.root, params)
-    if parts is None:
-        raise UsageError(
-            f"{spec.candidate} cannot run {spec.op.name} on {size} ranks: a block of "
-            f"its schedule holds data of several ranks, whose lengths differ; choose "
-            f"another algorithm"
-        )
+    parts = parts_for(size, spec, own)
+    assert parts is not None
 
     def cut(counts: Sequence[int]) -> tuple[int, int]:
         counted = _counted(bound, counts, parts.share)
@@ -163,20 +147,18 @@ def counted_lengths(
 
     if len(spec.counts) == 1:
         counts = spec.counts[0]
-        return _Counted(*cut(counts), parts, dict(enumerate(counts)), {})
+        return _Counted(*cut(counts), parts, dict(enumerate(counts)))
     sent, received = spec.counts
-    lengths, per_pair, longest = dict[int, int](), dict[int, int](), 0
+    lengths, most, longest = dict[int, int](), 1, 0
     for peer in range(size):
         lengths[rank * size + peer] = sent[peer]
         lengths[peer * size + rank] = received[peer]
     for pair, count in lengths.items():
         if divmod(pair, size) == (rank, rank):
             continue
-        per_pair[pair], nbytes = cut([count])
-        longest = max(longest, nbytes)
-    most = max(per_pair.values(), default=1)
-    same = all(number == most for number in per_pair.values())
-    return _Counted(most, longest, parts, lengths, {} if same else per_pair)
+        number, nbytes = cut([count])
+        most, longest = max(most, number), max(longest, nbytes)
+    return _Counted(most, longest, parts, lengths)
 
 
 def _counted(bound: Footprint, counts: Sequence[int], share: int) -> CountedFootprint:

@@ -20,8 +20,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from commrt import _native
 from commrt.errors import ScheduleError
-from commrt.schedule.dependencies import DependencyTracker
+from commrt.schedule.dependencies import locations
 from commrt.schedule.ir import (
     Op,
     ParamValue,
@@ -29,7 +30,6 @@ from commrt.schedule.ir import (
     Slice,
     Space,
     SpaceKind,
-    Step,
     StepTable,
     full_multiple,
 )
@@ -121,8 +121,10 @@ class Recorder:
         self.nblk = 1 if operation(coll).x_count == "none" else size
         self.steps = StepTable()
         self.scratch: list[Space] = []
-        self._tracker: DependencyTracker | None = None
-        self._tracked = 0
+        self._columns = self.steps.columns
+        self._user: tuple[Space, Space] | None = None
+        self._buffers: tuple[Buffer, Buffer] | None = None
+        self._placed = -1
         self._after: tuple[int, ...] = ()
 
     def set_blocks(self, nblk: int) -> None:
@@ -138,9 +140,25 @@ class Recorder:
                 f"multiple of {multiple}"
             )
         self.nblk = nblk
+        self._user = self._buffers = None
 
     def user_spaces(self) -> tuple[Space, Space]:
         """Return ``in`` and ``out`` as this rank has them."""
+        if self._user is None:
+            self._user = self._made_user_spaces()
+        return self._user
+
+    def user_buffers(self) -> tuple[Buffer, Buffer]:
+        """Return ``in`` and ``out`` as an author sees them."""
+        if self._buffers is None:
+            inp, out = self.user_spaces()
+            self._buffers = (
+                Buffer(IN, 0, inp.nblk, 1, inp.name),
+                Buffer(OUT, 0, out.nblk, 1, out.name),
+            )
+        return self._buffers
+
+    def _made_user_spaces(self) -> tuple[Space, Space]:
         spec = operation(self.coll)
         if spec.is_empty:
             # A barrier is an allreduce of nothing: one block without elements.
@@ -197,32 +215,19 @@ class Recorder:
         self._after = tuple(sorted({*self._after, *steps} - {NO_STEP}))
 
     def add(self, op: Op, src: Slice | None, dst: Slice | None, peer: int = -1) -> int:
-        self._check(op, src, dst)
-        if any(end and end.lo == end.hi for end in (src, dst)):
-            self._after = ()
-            return NO_STEP
-        reads = [end for end in (src, dst if op is Op.RED else None) if end]
-        deps = self._track().access(len(self.steps), reads, [dst] if dst else [])
+        if self._placed != len(self.scratch):
+            # Scratch added later gets numbers after all others: those known stay valid.
+            self._placed = len(self.scratch)
+            self._columns.place(locations(self.spaces()))
         after, self._after = self._after, ()
-        deps.update(after)
-        return self.steps.append(Step(op, src, dst, peer, tuple(sorted(deps)), after))
-
-    def _check(self, op: Op, src: Slice | None, dst: Slice | None) -> None:
-        if src and dst and src.hi - src.lo != dst.hi - dst.lo:
+        try:
+            return self._columns.record(op, src, dst, peer, after)
+        except _native.ScheduleFaultError as fault:
+            _, (num_src, num_dst), _ = fault.args
             raise ScheduleError(
                 f"rank {self.rank} step {len(self.steps)} ({op.name.lower()}): "
-                f"{src.hi - src.lo} blocks into {dst.hi - dst.lo}; both sides need "
-                f"the same number"
-            )
-
-    def _track(self) -> DependencyTracker:
-        # Scratch added later gets numbers after all others: the tracker's stay valid.
-        if self._tracker is None:
-            self._tracker = DependencyTracker(self.spaces())
-        elif self._tracked != len(self.scratch):
-            self._tracker.extend(self.spaces())
-        self._tracked = len(self.scratch)
-        return self._tracker
+                f"{num_src} blocks into {num_dst}; both sides need the same number"
+            ) from None
 
 
 class Builder:
@@ -269,8 +274,7 @@ class Builder:
         return self._user(OUT)
 
     def _user(self, space: int) -> Buffer:
-        buffer = self.recorder.user_spaces()[space]
-        return Buffer(space, 0, buffer.nblk, 1, buffer.name)
+        return self.recorder.user_buffers()[space]
 
     def blocks(self, nblk: int) -> None:
         """Cut the full vector into ``nblk`` blocks instead of ``size``."""
@@ -315,7 +319,7 @@ class Builder:
 
         It records into the same program: use it to run an algorithm among a group.
         """
-        group = tuple(self.global_ranks[rank] for rank in ranks)
+        group = tuple(map(self.global_ranks.__getitem__, ranks))
         if self.recorder.rank not in group:
             raise ScheduleError(
                 f"rank {self.recorder.rank} is not in group {group}: let only the "

@@ -75,7 +75,7 @@ def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
         moved = _moved(ranks)
         ends = play(steps, partners, width, MESSAGE_SHARE, on_node)
         if not ends.complete:
-            for _ in Execution(programs, partners):
+            for _ in Execution(programs):
                 pass  # says who waits for whom
         fill = ends.data - moved
         known[on_node] = Counts(

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies from data: who must wait for whom because they touch the same block.
+"""Places of blocks: which of them are the same memory.
 
-One tracker serves the builder (steps), the verifier (to find missing edges) and the
-lowering (instructions). Block i of ``in`` counts as block i of ``out`` where the two
-may be the same memory, so a program is right in place and out of place.
+Block i of ``in`` counts as block i of ``out`` where the two may be the same memory: so
+a program is right in place and out of place. Who must wait for whom follows from the
+places that steps touch. ``native/schedules/steps.cpp`` finds it out, for the builder,
+the verifier and the lowering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from commrt.schedule.ir import Slice, Space
+from commrt.schedule.ir import Space
 
-__all__ = ["DependencyTracker", "locations"]
+__all__ = ["locations"]
 
 
 def locations(spaces: Sequence[Space]) -> list[int]:
@@ -27,41 +28,3 @@ def locations(spaces: Sequence[Space]) -> list[int]:
         by_name[space.name] = len(first) - 1
         following += space.nblk
     return first
-
-
-class DependencyTracker:
-    """Reads and writes of blocks in program order; yields the edges they need."""
-
-    def __init__(self, spaces: Sequence[Space]) -> None:
-        self._first = locations(spaces)
-        self._writer: dict[int, int] = {}
-        self._readers: dict[int, list[int]] = {}
-
-    def extend(self, spaces: Sequence[Space]) -> None:
-        """Learn of spaces added at the end; those known before keep their numbers."""
-        self._first = locations(spaces)
-
-    def access(
-        self, index: int, reads: Iterable[Slice], writes: Iterable[Slice]
-    ) -> set[int]:
-        """Record what item ``index`` touches and return what it must wait for."""
-        deps: set[int] = set()
-        writer, readers = self._writer, self._readers
-        for where in reads:
-            first = self._first[where.space]
-            for block in range(first + where.lo, first + where.hi):
-                if block in writer:
-                    deps.add(writer[block])
-                readers.setdefault(block, []).append(index)
-        for where in writes:
-            first = self._first[where.space]
-            for block in range(first + where.lo, first + where.hi):
-                # The readers have waited for the writer before them.
-                before = readers.pop(block, None)
-                if before is not None:
-                    deps.update(before)
-                if block in writer:
-                    deps.add(writer[block])
-                writer[block] = index
-        deps.discard(index)
-        return deps

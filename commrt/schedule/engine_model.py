@@ -17,23 +17,19 @@ instruction never disables another, so one maximal run decides for all.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 
+from commrt import _native
 from commrt.errors import ScheduleError
-from commrt.schedule.lower import MESSAGE, Entry, Lowered
+from commrt.schedule.columns import lowered_programs
+from commrt.schedule.lower import Lowered
 
-__all__ = ["LINES", "EngineModel"]
+__all__ = ["LINES", "EngineModel", "run_engine"]
 
 LINES = 64
 """Message lines per ordered pair of ranks."""
-_NAMED = 3
-"""Number of reasons that the message about a deadlock names."""
-
-Fact = tuple[str, int, int, int]
-"""("done", rank, position, 0), ("sent" or "acked", from, to, message id)."""
-Node = tuple[int, int]
-"""rank, position; position = fragment * instructions + instruction."""
+_ACKED, _DONE, _SENT = range(3)
+"""Kinds of facts, as engine_run.cpp has them."""
 
 
 class EngineModel:
@@ -52,125 +48,53 @@ class EngineModel:
         lowered: Sequence[Lowered],
         fragments: int,
         lines: int = LINES,
-        has_lines: Callable[[int, int], bool] = lambda rank, peer: True,
+        has_lines: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.lowered = lowered
         self.fragments = fragments
         self.lines = lines
         self.has_lines = has_lines
-        self._entries = [
-            [
-                (one.inputs_of(i), one.outputs_of(i), one.deps_of(i))
-                for i in range(len(one))
-            ]
-            for one in lowered
-        ]
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        self._facts: set[Fact] = set()
-        self._waiters: dict[Fact, list[Node]] = {}
-        self._unmet: dict[Node, int] = {}
-        self._ready: list[list[int]] = [[] for _ in self.lowered]
-        self._first = [0] * len(self.lowered)
-        for rank, own in enumerate(self._entries):
-            for place in range(len(own) * self.fragments):
-                self._enlist((rank, place))
-        active = list(range(len(self.lowered)))
-        while active:
-            rank = active.pop()
-            while (position := self._next(rank)) is not None:
-                fragment, index = divmod(position, len(self._entries[rank]))
-                yield rank, fragment, index
-                for fact in self._effects(rank, fragment, index):
-                    active.extend(self._establish(fact))
-        self._check_finished()
+        order = run_engine(
+            lowered_programs(self.lowered), self.fragments, self.lines, self.has_lines
+        )
+        yield from map(tuple, order.rows().tolist())
 
-    def _enlist(self, node: Node) -> None:
-        rank, position = node
-        fragment, index = divmod(position, len(self._entries[rank]))
-        needs = self._needs(rank, fragment, index)
-        self._unmet[node] = len(needs)
-        for fact in needs:
-            self._waiters.setdefault(fact, []).append(node)
-        if not needs:
-            heapq.heappush(self._ready[rank], position)
 
-    def _next(self, rank: int) -> int | None:
-        ready = self._ready[rank]
-        window = 2 * len(self._entries[rank])
-        if not ready or ready[0] >= self._first[rank] + window:
-            return None
-        return heapq.heappop(ready)
-
-    def _needs(self, rank: int, fragment: int, index: int) -> set[Fact]:
-        inputs, outputs, deps = self._entries[rank][index]
-        base = fragment * len(self._entries[rank])
-        needs: set[Fact] = {("done", rank, base + dep, 0) for dep in deps}
-        for peer, k in _messages(inputs):
-            message = fragment * self.lowered[rank].messages_in[peer] + k
-            needs.add(("sent", peer, rank, message))
-        for peer, k in _messages(outputs):
-            if not self.has_lines(rank, peer):
-                continue
-            count = self.lowered[rank].messages_out[peer]
-            message = fragment * count + k
-            if message >= self.lines:
-                needs.add(("acked", rank, peer, message - self.lines))
-            if fragment:
-                # Slot p - Q: the same publish of the fragment before.
-                needs.add(("acked", rank, peer, message - count))
-        return needs
-
-    def _effects(self, rank: int, fragment: int, index: int) -> list[Fact]:
-        inputs, outputs, _ = self._entries[rank][index]
-        one = self.lowered[rank]
-        position = fragment * len(one) + index
-        facts: list[Fact] = [("done", rank, position, 0)]
-        for peer, k in _messages(outputs):
-            facts.append(("sent", rank, peer, fragment * one.messages_out[peer] + k))
-        for peer, k in _messages(inputs):
-            facts.append(("acked", peer, rank, fragment * one.messages_in[peer] + k))
-        return facts
-
-    def _establish(self, fact: Fact) -> set[int]:
-        """Record a fact; return the ranks that may go on because of it."""
-        self._facts.add(fact)
-        changed = set()
-        for node in self._waiters.pop(fact, ()):
-            self._unmet[node] -= 1
-            if not self._unmet[node]:
-                heapq.heappush(self._ready[node[0]], node[1])
-                changed.add(node[0])
-        if fact[0] == "done":
-            rank = fact[1]
-            while ("done", rank, self._first[rank], 0) in self._facts:
-                self._first[rank] += 1
-                changed.add(rank)
-        return changed
-
-    def _check_finished(self) -> None:
-        for rank, own in enumerate(self._entries):
-            if self._first[rank] == len(own) * self.fragments:
-                continue
-            fragment, index = divmod(self._first[rank], len(own))
-            missing = sorted(self._needs(rank, fragment, index) - self._facts)
-            named = ", ".join(map(_describe, missing[:_NAMED]))
-            more = len(missing) - _NAMED
+def run_engine(
+    programs: _native.LoweredPrograms,
+    fragments: int,
+    lines: int = LINES,
+    has_lines: Callable[[int, int], bool] | None = None,
+) -> _native.EngineOrder:
+    """Return an order in which all of it runs, or raise ScheduleError."""
+    try:
+        return programs.run(fragments, lines, has_lines)
+    except _native.ScheduleFaultError as fault:
+        kind, numbers, _ = fault.args
+        if kind == "uses":
             raise ScheduleError(
-                f"lowered program deadlocks: rank {rank} fragment {fragment} "
-                f"instruction {index} waits for {named}"
-                f"{f' and {more} more' if more > 0 else ''}, which never come"
-            )
+                f"rank {numbers[0]} sends a message that it does not count; expected "
+                f"the tables that lower() returns"
+            ) from None
+        raise ScheduleError(_stuck(numbers)) from None
 
 
-def _messages(entries: Sequence[Entry]) -> list[tuple[int, int]]:
-    return [entry[1:3] for entry in entries if entry[0] == MESSAGE]
+def _stuck(numbers: Sequence[int]) -> str:
+    rank, fragment, index, num_missing, *facts = numbers
+    named = [_describe(*facts[i : i + 4]) for i in range(0, len(facts), 4)]
+    more = num_missing - len(named)
+    return (
+        f"lowered program deadlocks: rank {rank} fragment {fragment} instruction "
+        f"{index} waits for {', '.join(named)}"
+        f"{f' and {more} more' if more > 0 else ''}, which never come"
+    )
 
 
-def _describe(fact: Fact) -> str:
-    kind, a, b, c = fact
-    if kind == "done":
+def _describe(kind: int, a: int, b: int, message: int) -> str:
+    if kind == _DONE:
         return f"its own instruction at position {b}"
-    if kind == "sent":
-        return f"message {c} from rank {a}"
-    return f"rank {b} to acknowledge message {c}"
+    if kind == _SENT:
+        return f"message {message} from rank {a}"
+    return f"rank {b} to acknowledge message {message}"

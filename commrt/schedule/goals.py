@@ -52,7 +52,15 @@ class Goal:
             share = nblk // self.size
             return [(block, 1 << (block // share)) for block in range(nblk)]
         first = rank * nblk if spec.out_count == "div_size" else 0
-        holders = 1 << self.root
-        if spec.reduces or self.idempotent:
-            holders = sum(1 << one for one in spec.contributors(rank, self.size))
+        holders = sum(1 << one for one in self.holders(rank))
         return [(first + block, holders) for block in range(nblk)]
+
+    def holders(self, rank: int) -> range:
+        """Return the ranks whose contributions ``out`` of ``rank`` ends with.
+
+        Where each block of ``out`` belongs to a rank of its own, it holds that one's.
+        """
+        spec = operation(self.coll)
+        if spec.reduces or self.idempotent:
+            return spec.contributors(rank, self.size)
+        return range(self.root, self.root + 1)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from commrt.errors import ScheduleError
 from commrt.schedule.engine_model import LINES, EngineModel
-from commrt.schedule.execute import Execution, match
+from commrt.schedule.execute import Execution
 from commrt.schedule.ir import Op, Schedule, Slice, Space
 from commrt.schedule.lower import LOCAL, Lowered
 from commrt.vocabulary.operations import operation
@@ -44,7 +44,7 @@ def run(
         schedule, [program.spaces for program in programs], inputs, in_place=in_place
     )
     steps = [list(program.steps) for program in programs]
-    for (rank, index), sender in Execution(programs, match(programs)):
+    for (rank, index), sender in Execution(programs):
         step = steps[rank][index]
         assert step.dst is not None
         source = step.src if sender is None else steps[sender[0]][sender[1]].src

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
+from commrt import _native
 from commrt.errors import ScheduleError
 from commrt.vocabulary.operations import operation
 
@@ -172,36 +172,24 @@ class Step(NamedTuple):
     """The part of ``deps`` that the author asked for; data demands the rest."""
 
 
-_NONE = (-1, 0, 0)
 _OPS = tuple(Op)
 
 
 class StepTable(Sequence[Step]):
-    """The steps of a rank, stored in int32 columns; indexing yields ``Step``."""
+    """The steps of a rank, stored in columns; indexing yields ``Step``."""
 
-    __slots__ = ("_after", "_columns", "_dep_ptr", "_deps")
+    __slots__ = ("columns",)
 
     def __init__(self) -> None:
-        # op, peer, src space, lo, hi, dst space, lo, hi
-        self._columns = tuple(array("i") for _ in range(8))
-        self._deps = array("i")
-        self._dep_ptr = array("i", [0])
-        self._after: dict[int, tuple[int, ...]] = {}
+        self.columns = _native.StepColumns()
+        """The engine's form."""
 
     def append(self, step: Step) -> int:
         """Add a step and return its index."""
-        index = len(self)
-        row = (step.op, step.peer, *(step.src or _NONE), *(step.dst or _NONE))
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
-        self._deps.extend(step.deps)
-        self._dep_ptr.append(len(self._deps))
-        if step.after:
-            self._after[index] = step.after
-        return index
+        return self.columns.append(*step)
 
     def __len__(self) -> int:
-        return len(self._dep_ptr) - 1
+        return len(self.columns)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -210,17 +198,18 @@ class StepTable(Sequence[Step]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(f"step {index} of {len(self)}")
-        return self._step(index, tuple(column[index] for column in self._columns))
+        op, src, dst, peer, deps, after = self.columns.row(index)
+        return Step(
+            _OPS[op],
+            None if src is None else Slice(*src),
+            None if dst is None else Slice(*dst),
+            peer,
+            deps,
+            after,
+        )
 
     def __iter__(self) -> Iterator[Step]:
-        return map(self._step, range(len(self)), zip(*self._columns, strict=True))
-
-    def _step(self, index: int, row: tuple[int, ...]) -> Step:
-        op, peer, s, s_lo, s_hi, d, d_lo, d_hi = row
-        src = Slice(s, s_lo, s_hi) if s >= 0 else None
-        dst = Slice(d, d_lo, d_hi) if d >= 0 else None
-        deps = tuple(self._deps[self._dep_ptr[index] : self._dep_ptr[index + 1]])
-        return Step(_OPS[op], src, dst, peer, deps, self._after.get(index, ()))
+        return map(self.__getitem__, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepTable) and list(self) == list(other)

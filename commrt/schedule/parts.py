@@ -42,6 +42,15 @@ class Parts:
         """Return whose data the first block of a slice holds."""
         return self.held[rank][where.space][where.lo] // self.share
 
+    def holder_of(self, lowered: Lowered, index: int) -> int:
+        """Return whose data an instruction handles, if there is no more than one."""
+        inputs, outputs = lowered.inputs_of(index), lowered.outputs_of(index)
+        for kind, *where in (*inputs, *outputs):
+            if kind == LOCAL:
+                return self.holder(lowered.rank, Slice(*where))
+        # It takes a message, and no more than that.
+        return inputs[0][1] * self.size + lowered.rank
+
     def stays_in_pairs(self, schedule: Schedule) -> bool:
         """Return whether nothing passes through a rank that does not know its length.
 

@@ -22,27 +22,38 @@ device's do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from commrt import _native
 from commrt.errors import ScheduleError
 from commrt.nccl.config import GroupShape
-from commrt.schedule.dependencies import locations
-from commrt.schedule.ir import Schedule, Slice, Space
-from commrt.schedule.lower import LOCAL, Entry, Lowered, lower
+from commrt.schedule.columns import lowered_programs
+from commrt.schedule.ir import Schedule, Slice, Space, full_multiple
+from commrt.schedule.lower import lower
 
 __all__ = [
     "Group",
     "Message",
     "Place",
     "RankRounds",
+    "Rows",
     "Slot",
     "Step",
     "Work",
     "lower_to_rounds",
+    "rows_of",
     "sequence",
+    "sequence_rows",
 ]
+
+Rows = npt.NDArray[np.int32]
+"""A stream's program: a group's row is followed by those of its messages."""
 
 
 class Slot(NamedTuple):
@@ -75,29 +86,75 @@ class Work(NamedTuple):
     src: Place
 
 
-@dataclass
-class _Round:
-    sends: list[Message] = field(default_factory=list)
-    recvs: list[Message] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
+_SEND, _RECV, _COPY, _REDUCE = 1, 2, 3, 4
+"""Kinds of rows, as schedules/rounds.hpp has them; 0 begins a group."""
+_Row = Sequence[int]
 
 
-@dataclass(frozen=True)
 class RankRounds:
-    """One rank's part: what it does first, and then in each round."""
+    """One rank's part: what it does first, and then in each round.
 
-    rank: int
-    spaces: tuple[Space, ...]
-    sends: tuple[tuple[Message, ...], ...]
-    """Messages that the rank sends, by round."""
-    recvs: tuple[tuple[Message, ...], ...]
-    work: tuple[tuple[Work, ...], ...]
-    """Work before the first round, and behind each."""
+    Args:
+        rank: whose part.
+        spaces: the rank's spaces.
+        all_rounds: those of all ranks, in the engine's form.
+    """
 
-    @property
-    def num_rounds(self) -> int:
+    def __init__(
+        self, rank: int, spaces: tuple[Space, ...], all_rounds: _native.AllRounds
+    ) -> None:
+        self.rank = rank
+        self.spaces = spaces
+        self.all_rounds = all_rounds
+        self.num_rounds = all_rounds.num_rounds(rank)
         """Rounds of a fragment, equal on all ranks."""
-        return len(self.sends)
+        self.num_slots = all_rounds.num_slots(rank)
+        """Slots of a fragment."""
+
+    @cached_property
+    def _rows(self) -> list[_Row]:
+        found: list[_Row] = self.all_rounds.rows(self.rank).tolist()
+        return found
+
+    @cached_property
+    def sends(self) -> tuple[tuple[Message, ...], ...]:
+        """Messages that the rank sends, by round."""
+        return self._messages(_SEND)
+
+    @cached_property
+    def recvs(self) -> tuple[tuple[Message, ...], ...]:
+        """Messages that it receives, by round."""
+        return self._messages(_RECV)
+
+    @cached_property
+    def work(self) -> tuple[tuple[Work, ...], ...]:
+        """Work before the first round, and behind each."""
+        found: list[list[Work]] = [[] for _ in range(self.num_rounds + 1)]
+        for row in self._rows:
+            if row[0] in (_COPY, _REDUCE):
+                found[row[1] + 1].append(_work(row))
+        return tuple(map(tuple, found))
+
+    def _messages(self, kind: int) -> tuple[tuple[Message, ...], ...]:
+        found: list[list[Message]] = [[] for _ in range(self.num_rounds)]
+        for row in self._rows:
+            if row[0] == kind:
+                found[row[1]].append(_message(row))
+        return tuple(map(tuple, found))
+
+
+def _place(slot: int, space: int, lo: int, hi: int) -> Place:
+    where = Slice(space, lo, hi)
+    return where if slot < 0 else Slot(slot, where)
+
+
+def _message(row: _Row) -> Message:
+    return Message(row[2], row[3], _place(*row[4:8]))
+
+
+def _work(row: _Row) -> Work:
+    kind: Literal["copy", "reduce"] = "copy" if row[0] == _COPY else "reduce"
+    return Work(kind, _place(*row[4:8]), _place(*row[8:12]))
 
 
 @dataclass(frozen=True)
@@ -122,264 +179,39 @@ def lower_to_rounds(schedule: Schedule) -> list[RankRounds]:
     lowered = [
         lower(schedule, rank, lambda peer: False) for rank in range(schedule.size)
     ]
-    when = _Timing(lowered)
-    count = 1 + max((number for own in when.done for number in own), default=-1)
-    return [
-        _rounds_of(one, count, when.done[one.rank], when.messages) for one in lowered
-    ]
+    multiple = full_multiple(schedule.coll, schedule.size)
+    try:
+        rounds = lowered_programs(lowered, multiple).rounds()
+    except _native.ScheduleFaultError as fault:
+        raise ScheduleError(_said(fault)) from None
+    return [RankRounds(one.rank, one.spaces, rounds) for one in lowered]
 
 
-MessageId = tuple[int, int, int]
-"""sender, receiver, k."""
-_BEFORE = -1
-"""The round of what waits for no message."""
-
-
-class _Timing:
-    """Rounds in which each instruction of each rank is done."""
-
-    def __init__(self, lowered: Sequence[Lowered]) -> None:
-        self.lowered = lowered
-        self.messages: dict[MessageId, int] = {}
-        self.done = [[_BEFORE] * len(one) for one in lowered]
-        self._inputs = [[one.inputs_of(i) for i in range(len(one))] for one in lowered]
-        self._deps = [[one.deps_of(i) for i in range(len(one))] for one in lowered]
-        self._sent = [
-            [_sent_by(one, i) for i in range(len(one))] for one in self.lowered
-        ]
-        self._run()
-
-    def _run(self) -> None:
-        missing = [[0] * len(one) for one in self.lowered]
-        followers: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        receivers: dict[MessageId, tuple[int, int]] = {}
-        ready: list[tuple[int, int]] = []
-        for rank, one in enumerate(self.lowered):
-            for index in range(len(one)):
-                needed = self._deps[rank][index]
-                for other in needed:
-                    followers.setdefault((rank, other), []).append((rank, index))
-                taken = _taken_by(rank, self._inputs[rank][index])
-                for message in taken:
-                    receivers[message] = rank, index
-                missing[rank][index] = len(needed) + len(taken)
-                if not missing[rank][index]:
-                    ready.append((rank, index))
-        num_done = 0
-        while ready:
-            rank, index = ready.pop()
-            num_done += 1
-            self._settle(rank, index)
-            after = followers.get((rank, index), [])
-            sent = self._sent[rank][index]
-            if sent is not None:
-                if sent not in receivers:
-                    raise ScheduleError(
-                        f"rank {rank} sends message {sent[2]} to rank {sent[1]}, which "
-                        f"does not receive it; every send needs one receive"
-                    )
-                after = [*after, receivers[sent]]
-            for follower in after:
-                missing[follower[0]][follower[1]] -= 1
-                if not missing[follower[0]][follower[1]]:
-                    ready.append(follower)
-        for rank, one in enumerate(self.lowered):
-            stuck = [i for i in range(len(one)) if missing[rank][i]]
-            if stuck:
-                raise ScheduleError(
-                    f"no rounds: rank {rank} waits for ever in instruction {stuck[0]}, "
-                    f"for a message that nobody sends or for one that waits for it"
-                )
-
-    def _settle(self, rank: int, index: int) -> None:
-        done = self.done[rank]
-        before = [done[other] for other in self._deps[rank][index]]
-        sent = self._sent[rank][index]
-        if sent is not None:
-            # The value that it sends was made in an earlier round, at the latest.
-            done[index] = self.messages[sent] = 1 + max(before, default=_BEFORE)
-            return
-        taken = _taken_by(rank, self._inputs[rank][index])
-        before += [self.messages[message] for message in taken]
-        done[index] = max(before, default=_BEFORE)
-
-
-def _sent_by(one: Lowered, index: int) -> MessageId | None:
-    outputs = [entry for entry in one.outputs_of(index) if entry[0] != LOCAL]
-    if not outputs:
-        return None
-    inputs = one.inputs_of(index)
-    if len(one.outputs_of(index)) != 1 or len(inputs) != 1 or inputs[0][0] != LOCAL:
-        raise ScheduleError(
-            f"rank {one.rank} instruction {index} sends and does other work, too: "
-            f"rounds need instructions that only send"
+def _said(fault: _native.ScheduleFaultError) -> str:
+    """Return why there are no rounds, in words."""
+    kind, numbers, _ = fault.args
+    if kind == "no rounds":
+        rank, index = numbers
+        return (
+            f"no rounds: rank {rank} waits for ever in instruction {index}, for a "
+            f"message that nobody sends or for one that waits for it"
         )
-    return one.rank, outputs[0][1], outputs[0][2]
-
-
-def _taken_by(rank: int, inputs: Iterable[Entry]) -> list[MessageId]:
-    return [(peer, rank, k) for kind, peer, k, _ in inputs if kind != LOCAL]
-
-
-def _rounds_of(
-    one: Lowered, count: int, done: Sequence[int], messages: dict[MessageId, int]
-) -> RankRounds:
-    return _RankLowering(one, count, done, messages).result()
-
-
-class _RankLowering:
-    """The rounds of one rank, filled instruction by instruction."""
-
-    def __init__(
-        self,
-        one: Lowered,
-        count: int,
-        done: Sequence[int],
-        messages: dict[MessageId, int],
-    ) -> None:
-        self.one = one
-        self.done = done
-        self.messages = messages
-        self.rounds = [_Round() for _ in range(count + 1)]  # [-1]: before the first
-        self._first = locations(one.spaces)
-        self._num_slots = 0
-        # Memory that a round's groups read and write; straight receives must keep off
-        # it.
-        self._touched: dict[int, list[range]] = {}
-
-    def result(self) -> RankRounds:
-        one = self.one
-        for index in range(len(one)):
-            if _sent_by(one, index) is not None:
-                self._send(index)
-        for index in range(len(one)):
-            if _sent_by(one, index) is None:
-                self._compute(index)
-        for each in self.rounds:
-            for ends in (each.sends, each.recvs):
-                ends.sort(key=lambda message: (message.peer, message.k))
-        before = self.rounds[_BEFORE]
-        rounds = self.rounds[:-1]
-        return RankRounds(
-            one.rank,
-            one.spaces,
-            tuple(tuple(each.sends) for each in rounds),
-            tuple(tuple(each.recvs) for each in rounds),
-            (tuple(before.work), *(tuple(each.work) for each in rounds)),
+    if kind == "sends and works":
+        rank, index = numbers
+        return (
+            f"rank {rank} instruction {index} sends and does other work, too: rounds "
+            f"need instructions that only send"
         )
-
-    def _send(self, index: int) -> None:
-        (_, space, lo, hi), *_ = self.one.inputs_of(index)
-        (_, peer, k, _), *_ = self.one.outputs_of(index)
-        number = self.done[index]
-        source = Slice(space, lo, hi)
-        self.rounds[number].sends.append(Message(peer, k, source))
-        self._touched.setdefault(number, []).append(self._blocks(source))
-
-    def _compute(self, index: int) -> None:
-        inputs, number = self.one.inputs_of(index), self.done[index]
-        outputs = [Slice(*entry[1:]) for entry in self.one.outputs_of(index)]
-        straight = self._may_come_straight(index, outputs)
-        if straight and not self._arrives(inputs[0], number) and len(inputs) > 1:
-            # The first two operands may stand in either order.
-            inputs[:2] = inputs[1::-1]
-        straight = straight and self._arrives(inputs[0], number)
-        places: list[Place] = []
-        for position, entry in enumerate(inputs):
-            if entry[0] == LOCAL:
-                places.append(Slice(*entry[1:]))
-            else:
-                first = straight and position == 0
-                places.append(self._receive(entry, outputs, inputs, straight=first))
-        if not outputs:
-            return
-        work = self.rounds[number].work
-        where = self._combine(places, outputs[0], work)
-        for output in outputs:
-            if output != where:
-                work.append(Work("copy", output, where))
-
-    def _arrives(self, entry: Entry, number: int) -> bool:
-        """Return whether a message comes in the round in which it is used."""
-        if entry[0] == LOCAL:
-            return False
-        return self.messages[entry[1], self.one.rank, entry[2]] == number
-
-    def _may_come_straight(self, index: int, outputs: Sequence[Slice]) -> bool:
-        """Return whether a message may be received where the first output is."""
-        number = self.done[index]
-        if not outputs or number == _BEFORE:
-            return False
-        if any(self.done[other] >= number for other in self.one.deps_of(index)):
-            return False
-        target = self._blocks(outputs[0])
-        own = [e for e in self.one.inputs_of(index) if e[0] == LOCAL]
-        reads = [self._blocks(Slice(*entry[1:])) for entry in own]
-        return not any(
-            _meet(target, other) for other in (*reads, *self._touched.get(number, ()))
+    rank, k, peer = numbers
+    if kind == "no length":
+        return (
+            f"rank {rank} takes message {k} from rank {peer} and keeps nothing of it: "
+            f"its length is not known; let the step that receives it keep its blocks"
         )
-
-    def _receive(
-        self,
-        entry: Entry,
-        outputs: Sequence[Slice],
-        inputs: Sequence[Entry],
-        *,
-        straight: bool,
-    ) -> Place:
-        _, peer, k, _ = entry
-        number = self.messages[peer, self.one.rank, k]
-        place: Place
-        if straight:
-            place = outputs[0]
-            self._touched.setdefault(number, []).append(self._blocks(place))
-        else:
-            own = [Slice(*e[1:]) for e in inputs if e[0] == LOCAL]
-            place = self._slot((*outputs, *own)[0])
-        self.rounds[number].recvs.append(Message(peer, k, place))
-        return place
-
-    def _slot(self, like: Slice) -> Slot:
-        self._num_slots += 1
-        return Slot(self._num_slots - 1, like)
-
-    def _combine(self, places: list[Place], output: Slice, work: list[Work]) -> Place:
-        """Reduce ``places`` from the left; return where the value is then."""
-        if len(places) == 1:
-            return places[0]
-        target = self._blocks(output)
-        shared = self._lying_in(places, target)
-        if shared == [1] and self._blocks_of(places[1]) == target:
-            places = [places[1], places[0], *places[2:]]
-            shared = [0]
-        where: Place
-        if not shared or (shared == [0] and self._blocks_of(places[0]) == target):
-            # If in[i] and out[i] are the same, in place, this copies a block to itself.
-            where = output
-        elif isinstance(places[0], Slot):
-            where = places[0]
-        else:
-            where = self._slot(output)
-        if where != places[0]:
-            work.append(Work("copy", where, places[0]))
-        work.extend(Work("reduce", where, place) for place in places[1:])
-        return where
-
-    def _lying_in(self, places: Sequence[Place], target: range) -> list[int]:
-        """Return the operands that lie at the place of the result."""
-        return [
-            i
-            for i, place in enumerate(places)
-            if isinstance(place, Slice) and _meet(target, self._blocks(place))
-        ]
-
-    def _blocks_of(self, place: Place) -> range | None:
-        return self._blocks(place) if isinstance(place, Slice) else None
-
-    def _blocks(self, where: Slice) -> range:
-        """Return the numbers of its blocks, those of ``in`` as those of ``out``."""
-        first = self._first[where.space]
-        return range(first + where.lo, first + where.hi)
+    return (
+        f"rank {rank} sends message {k} to rank {peer}, which does not receive it; "
+        f"every send needs one receive"
+    )
 
 
 def sequence(
@@ -403,49 +235,61 @@ def sequence(
         shape: how large groups may be; larger ones are cut, at both ends alike.
     """
     shape = shape or GroupShape.of(size)
+    rows = sequence_rows(own, size, fragments=fragments, lag=lag, shape=shape)
+    return _steps_of(rows)
+
+
+def sequence_rows(
+    own: RankRounds, size: int, *, fragments: int, lag: int, shape: GroupShape
+) -> Rows:
+    """Return a rank's program as ``sequence`` does, row by row."""
+    return own.all_rounds.sequence(
+        own.rank,
+        size=size,
+        fragments=fragments,
+        lag=lag,
+        distances=shape.distances,
+        messages=shape.messages,
+    )
+
+
+def _steps_of(rows: Rows) -> list[Step]:
+    """Return a program's steps from its rows."""
     steps: list[Step] = []
-    for number in range(own.num_rounds + (fragments - 1) * lag + 1):
-        running = [
-            (f, number - f * lag)
-            for f in range(fragments)
-            if 0 <= number - f * lag <= own.num_rounds
-        ]
-        for f, at in running:
-            if at == 0:
-                steps.extend((f, work) for work in own.work[0])
-        moving = [(f, at) for f, at in running if at < own.num_rounds]
-        steps.extend(_groups(own, size, number, moving, shape))
-        for f, at in moving:
-            steps.extend((f, work) for work in own.work[at + 1])
+    left = iter(rows.tolist())
+    for row in left:
+        if row[0] in (_COPY, _REDUCE):
+            steps.append((row[1], _work(row)))
+            continue
+        messages = [next(left) for _ in range(row[3])]
+        sends, recvs = (
+            tuple((each[1], _message(each)) for each in messages if each[0] == kind)
+            for kind in (_SEND, _RECV)
+        )
+        steps.append(Group(row[1], row[2], sends, recvs))
     return steps
 
 
-def _groups(
-    own: RankRounds,
-    size: int,
-    number: int,
-    moving: Sequence[tuple[int, int]],
-    shape: GroupShape,
-) -> Iterator[Group]:
-    """Cut a round by what both ends of a message know: its place among the pair's
-    messages, and the distance from sender to receiver."""
-    parts: dict[int, tuple[list[tuple[int, Message]], list[tuple[int, Message]]]] = {}
-    spans = -(-size // shape.distances)
-    for is_recv in (False, True):
-        seen: dict[int, int] = {}
-        for fragment, at in moving:
-            for message in (own.recvs if is_recv else own.sends)[at]:
-                k = seen.get(message.peer, 0)
-                seen[message.peer] = k + 1
-                ahead = message.peer - own.rank
-                ahead = (-ahead if is_recv else ahead) % size
-                part = k // shape.messages * spans + ahead // shape.distances
-                ends = parts.setdefault(part, ([], []))
-                ends[is_recv].append((fragment, message))
-    for part in sorted(parts):
-        sends, recvs = parts[part]
-        yield Group(number, part, tuple(sends), tuple(recvs))
+def rows_of(steps: Sequence[Step]) -> Rows:
+    """Return the rows of a program's steps."""
+    none = (-1, -1, 0, 0)
+    rows: list[tuple[int, ...]] = []
+    for step in steps:
+        if not isinstance(step, Group):
+            fragment, work = step
+            kind = _COPY if work.kind == "copy" else _REDUCE
+            places = _numbers(work.dst) + _numbers(work.src)
+            rows.append((kind, fragment, -1, 0, *places))
+            continue
+        count = len(step.sends) + len(step.recvs)
+        rows.append((0, step.round, step.part, count, *none, *none))
+        for kind, ends in ((_SEND, step.sends), (_RECV, step.recvs)):
+            for fragment, (peer, k, place) in ends:
+                rows.append((kind, fragment, peer, k, *_numbers(place), *none))
+    return np.array(rows, np.int32).reshape(-1, 12)
 
 
-def _meet(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
+def _numbers(place: Place) -> tuple[int, int, int, int]:
+    if isinstance(place, Slot):
+        return place.number, *place.like
+    return -1, *place

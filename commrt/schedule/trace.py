@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commrt.schedule.execute import Execution, match
+from commrt.schedule.execute import Execution
 from commrt.schedule.goals import Content, Goal
 from commrt.schedule.ir import Op, RankProgram, Schedule, Slice
 
@@ -73,7 +73,7 @@ def trace(schedule: Schedule) -> Trace:
         deps = programs[rank].steps[index].deps
         return max((columns[rank][dep] for dep in deps), default=0)
 
-    for (rank, index), sender in Execution(programs, match(programs)):
+    for (rank, index), sender in Execution(programs):
         step, own = programs[rank].steps[index], programs[rank]
         column = columns[rank][index] = ready(rank, index)
         reduces = step.op in (Op.RRED, Op.RED)

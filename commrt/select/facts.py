@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.schedule.order import Order
 from commrt.vocabulary.wire_formats import COMPRESS
 
@@ -140,7 +140,7 @@ class Candidate:
         found = _CANDIDATE.fullmatch(text.strip())
         if found is None:
             raise UsageError(
-                f"{text.strip()!r} is not a candidate: write BACKEND/ALGORITHM or "
+                f"{shown(text.strip())} is not a candidate: write BACKEND/ALGORITHM or "
                 f"BACKEND/ALGORITHM{{NAME=VALUE,...}}, as in shm/ring{{chunk=131072}}"
             )
         backend, algorithm, params = found.groups()
@@ -160,11 +160,13 @@ def _parse_params(text: str, whole: str) -> dict[str, ParamValue]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = _PARAM.fullmatch(part)
         if found is None or set("{}=") & set(found[2]):
-            raise UsageError(f"parameter {part!r} in {whole!r}: write NAME=VALUE")
+            raise UsageError(
+                f"parameter {shown(part)} in {shown(whole)}: write NAME=VALUE"
+            )
         name, value = found.groups()
         if name in params:
             raise UsageError(
-                f"parameter {name!r} is given twice in {whole!r}: keep one"
+                f"parameter {shown(name)} is given twice in {shown(whole)}: keep one"
             )
         params[name] = int(value) if _INT.fullmatch(value) else value
     return params

@@ -7,7 +7,7 @@ from typing import Any
 
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import Machine
-from commrt.select.rules import Evidence, Point, Rule
+from commrt.select.rules import Evidence, Match, Point, Rule
 
 __all__ = ["plain_machine", "plain_rule"]
 
@@ -32,16 +32,7 @@ def plain_rule(rule: Rule) -> dict[str, Any]:
     match = rule.match
     plain: dict[str, Any] = {
         "op": rule.op,
-        "match": {
-            "ranks": _or_any(match.ranks),
-            "nodes": _or_any(match.nodes),
-            "ppn": _or_any(match.ppn),
-            "link_class": _or_any(match.link_class),
-            "device": _or_any(match.device),
-            "dtype": _or_any(match.dtype),
-            "redop": _or_any(match.redop),
-            "bytes": [match.lo, match.hi],
-        },
+        "match": {**_plain_match(match), "bytes": [match.lo, match.hi]},
         "use": _plain_candidate(rule.use),
     }
     if rule.evidence is not None:
@@ -49,8 +40,11 @@ def plain_rule(rule: Rule) -> dict[str, Any]:
     return plain
 
 
-def _or_any(value: int | str | None) -> int | str:
-    return "any" if value is None else value
+def _plain_match(match: Match) -> dict[str, Any]:
+    """Return what calls must have; what may be anything is left out."""
+    keys = ("ranks", "nodes", "ppn", "link_class", "device", "dtype", "redop")
+    said = {key: getattr(match, key) for key in keys}
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def _plain_candidate(candidate: Candidate) -> dict[str, Any]:
@@ -69,7 +63,7 @@ def _plain_evidence(evidence: Evidence) -> dict[str, Any]:
             "us": second.us,
             "ci": list(second.ci),
         }
-    for key in ("crossover", "date"):
+    for key in ("crossover", "date", "quality"):
         if getattr(evidence, key) is not None:
             plain[key] = getattr(evidence, key)
     return plain
@@ -85,4 +79,6 @@ def _plain_point(point: Point) -> dict[str, Any]:
     }
     if point.native_us is not None:
         plain["native_us"] = point.native_us
+    if point.disturbed:
+        plain["disturbed"] = point.disturbed
     return plain

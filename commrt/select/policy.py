@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol
 
-from commrt.errors import BackendError, UsageError, suggest
+from commrt.errors import BackendError, UsageError, shown, suggest
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
@@ -24,7 +24,7 @@ from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wish, Wishes
 from commrt.vocabulary.operations import operation
 
-__all__ = ["Explanation", "Offers", "Policy", "Rejected"]
+__all__ = ["Explanation", "Offers", "Policy", "Rejected", "Span"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,22 @@ class Explanation:
         lines += [f"  seen   {line}" for line in self.evidence]
         lines += [f"  not    {no.candidate}: {no.reason}" for no in self.rejected]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A choice, and the lengths for which it holds."""
+
+    candidate: Candidate
+    """The candidate that runs."""
+    lo: int
+    """First rule byte count (``operations.rule_nbytes``)."""
+    hi: int | None
+    """First one beyond; None: no end."""
+
+    def covers(self, nbytes: int) -> bool:
+        """Return whether the choice holds for so many bytes."""
+        return self.lo <= nbytes and (self.hi is None or nbytes < self.hi)
 
 
 class Offers(Protocol):
@@ -137,6 +153,60 @@ class Policy:
             )
         return found
 
+    def span(
+        self,
+        query: Query,
+        *,
+        backend: str | None = None,
+        algorithm: str | None = None,
+        params: Mapping[str, int | str] | None = None,
+    ) -> Span:
+        """Return what runs ``query``, and the lengths for which that holds.
+
+        Lengths whose first and last have the same choice have it all. They begin as
+        the power of two that the query lies in, as far as no rule of the table begins
+        or ends there, and are halved until that is so. So the answer for a length
+        depends on nothing else, such as on which lengths were asked for before.
+        """
+        if operation(query.coll).rule_bytes in ("none", "any"):
+            found = self._choose(query, backend, algorithm, params)
+            return Span(found.candidate, 0, None)
+
+        def at(nbytes: int) -> Candidate | None:
+            try:
+                asked = replace(query, nbytes=nbytes)
+                return self._choose(asked, backend, algorithm, params).candidate
+            except UsageError:
+                return None
+
+        lo, hi = self._widest(query)
+        first, last = at(lo), at(hi - 1)
+        while first != last:
+            middle = (lo + hi) // 2
+            if query.nbytes < middle:
+                hi, last = middle, at(middle - 1)
+            else:
+                lo, first = middle, at(middle)
+        if first is None:
+            # It says why; if it does not, the choice is that of this length alone.
+            found = self._choose(query, backend, algorithm, params)
+            return Span(found.candidate, query.nbytes, query.nbytes + 1)
+        return Span(first, lo, hi)
+
+    def _widest(self, query: Query) -> tuple[int, int]:
+        """Return the lengths among which the choice of one may hold for all."""
+        bits = query.nbytes.bit_length()
+        lo, hi = (1 << bits) >> 1, 1 << bits
+        spec = operation(query.coll)
+        for edge in () if self.table is None else self.table.edges:
+            if edge.op not in (query.coll, spec.vector_of):
+                continue
+            if lo < edge.nbytes <= query.nbytes:
+                lo = edge.nbytes
+            elif query.nbytes < edge.nbytes < hi:
+                hi = edge.nbytes
+        return lo, hi
+
     def choose(
         self,
         query: Query,
@@ -145,7 +215,7 @@ class Policy:
         algorithm: str | None = None,
         params: Mapping[str, int | str] | None = None,
     ) -> Choice:
-        """Return what runs ``query``.
+        """Return what runs ``query``, and why.
 
         Args:
             query: the operation.
@@ -157,6 +227,21 @@ class Policy:
         Raises:
             UsageError: what was asked for does not exist, or cannot run this query.
         """
+        found = self._choose(query, backend, algorithm, params)
+        span = self.span(query, backend=backend, algorithm=algorithm, params=params)
+        if found.candidate == span.candidate:
+            return found
+        near = replace(query, nbytes=span.lo)
+        return self._choose(near, backend, algorithm, params)
+
+    def _choose(
+        self,
+        query: Query,
+        backend: str | None,
+        algorithm: str | None,
+        params: Mapping[str, int | str] | None,
+    ) -> Choice:
+        """Return the choice for the very length of ``query``."""
         found = self.candidates(query)
         if backend is not None or algorithm is not None:
             wanted, given = _asked(backend, algorithm)
@@ -434,7 +519,7 @@ def _raise_unknown(
     else:
         asked, known = f"{backend}/{algorithm}", {each.name for each in found}
     raise UsageError(
-        f"{who} asks for {asked!r}, which does not exist or cannot run {query}"
+        f"{who} asks for {shown(asked)}, which does not exist or cannot run {query}"
         f"{suggest(asked, known)}"
     )
 
@@ -450,7 +535,10 @@ def _us(microseconds: float) -> str:
 def _rule_text(hit: Hit) -> str:
     match = hit.rule.match
     beyond = "infinity" if match.hi is None else str(match.hi)
-    verdict = hit.rule.evidence.verdict if hit.rule.evidence else "no evidence"
+    evidence = hit.rule.evidence
+    verdict: str = "no evidence" if evidence is None else evidence.verdict
+    if evidence is not None and evidence.quality is not None:
+        verdict += f" by {evidence.quality} evidence"
     return f"rule {hit.index}: [{match.lo}, {beyond}) bytes, {verdict}"
 
 
@@ -462,6 +550,7 @@ def _evidence_lines(hit: Hit) -> tuple[str, ...]:
     lines = [
         f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "
         f"n={point.n} in {point.launches} launches"
+        + (f", {point.disturbed} more disturbed" if point.disturbed else "")
         + (f", {own} {_us(point.native_us)}" if point.native_us else "")
         for point in evidence.points
     ]

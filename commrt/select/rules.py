@@ -13,18 +13,22 @@ from typing import Literal, NamedTuple
 from commrt.select.facts import Candidate
 
 __all__ = [
+    "QUALITIES",
     "VERDICTS",
     "Cell",
     "Evidence",
     "Match",
     "Point",
+    "Quality",
     "Rule",
     "RunnerUp",
     "Verdict",
 ]
 
-Verdict = Literal["win", "tie", "only", "extrapolated"]
-VERDICTS: tuple[Verdict, ...] = ("win", "tie", "only", "extrapolated")
+Verdict = Literal["win", "tie", "unsure", "only", "extrapolated"]
+VERDICTS: tuple[Verdict, ...] = ("win", "tie", "unsure", "only", "extrapolated")
+Quality = Literal["good", "fair", "poor"]
+QUALITIES: tuple[Quality, ...] = ("good", "fair", "poor")
 
 
 class Cell(NamedTuple):
@@ -84,6 +88,9 @@ class Point:
     native_us: float | None = None
     """Time of ``mpi/native``, or of ``nccl/native`` on devices, at the same bytes in
     the same launches."""
+    disturbed: int = 0
+    """Further repetitions, which do not count: other programs ran on the ranks' cores
+    meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,8 @@ class Evidence:
     """Measurements that support a rule."""
 
     verdict: Verdict
-    """win: clearly fastest; tie: the simpler of equals; only: nothing to compare."""
+    """win: clearly fastest; tie: the simpler of equals; unsure: another one was faster,
+    but not for sure; only: nothing to compare."""
     points: tuple[Point, ...] = ()
     """Measurements inside the range."""
     runner_up: RunnerUp | None = None
@@ -114,6 +122,8 @@ class Evidence:
     """Note on the lower end of the range: where it lies, and by which times."""
     date: str | None = None
     """Date of the measurement, ISO 8601."""
+    quality: Quality | None = None
+    """How far the measurements can be trusted; None: an older commrt measured."""
 
 
 @dataclass(frozen=True)

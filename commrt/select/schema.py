@@ -16,11 +16,13 @@ from commrt.errors import suggest
 from commrt.select.facts import LINK_CLASSES, Candidate, ParamValue
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
 from commrt.select.rules import (
+    QUALITIES,
     VERDICTS,
     Cell,
     Evidence,
     Match,
     Point,
+    Quality,
     Rule,
     RunnerUp,
     Verdict,
@@ -348,18 +350,26 @@ def _mapping(node: Node) -> dict[str, Node]:
 
 
 def _evidence(node: Node, where: _Where) -> Evidence:
-    keys = take(node, ["verdict"], ["points", "runner_up", "crossover", "date"])
+    keys = take(
+        node, ["verdict"], ["points", "runner_up", "crossover", "date", "quality"]
+    )
     return Evidence(
         cast("Verdict", _name(keys["verdict"], VERDICTS, "verdict")),
         tuple(_point(point) for point in _items(keys.get("points"))),
         _optional(keys.get("runner_up"), lambda child: _runner_up(child, where), None),
         _optional(keys.get("crossover"), _text, None),
         _optional(keys.get("date"), _text, None),
+        _optional(keys.get("quality"), _quality, None),
     )
 
 
+def _quality(node: Node) -> Quality:
+    return cast("Quality", _name(node, QUALITIES, "quality"))
+
+
 def _point(node: Node) -> Point:
-    keys = take(node, ["bytes", "us", "ci", "n", "launches"], ["native_us"])
+    more = ["native_us", "disturbed"]
+    keys = take(node, ["bytes", "us", "ci", "n", "launches"], more)
     return Point(
         _count(keys["bytes"], smallest=0),
         _time(keys["us"]),
@@ -367,6 +377,7 @@ def _point(node: Node) -> Point:
         _count(keys["n"]),
         _count(keys["launches"]),
         _optional(keys.get("native_us"), _time, None),
+        _optional(keys.get("disturbed"), lambda child: _count(child, smallest=0), 0),
     )
 
 

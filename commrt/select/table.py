@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from commrt.select import schema
 from commrt.select.facts import CommFacts, Query
@@ -24,7 +24,16 @@ from commrt.select.rules import Rule
 from commrt.select.schema import Catalog
 from commrt.select.text_file import read_text
 
-__all__ = ["Catalog", "Table", "load", "load_file"]
+__all__ = ["Catalog", "Edge", "Table", "load", "load_file"]
+
+
+class Edge(NamedTuple):
+    """A length at which a rule begins, or ends."""
+
+    op: str
+    """Operation."""
+    nbytes: int
+    """First rule byte count of the one rule, and the first beyond the other."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,17 @@ class Table:
             plain["defaults"]["tested_together"] = [*map(list, self.tested_together)]
         plain["rules"] = [plain_rule(rule) for rule in self.rules]
         return plain
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Lengths at which rules begin or end, each once for an operation."""
+        found = {
+            Edge(rule.op, nbytes)
+            for rule in self.rules
+            for nbytes in (rule.match.lo, rule.match.hi)
+            if nbytes
+        }
+        return tuple(sorted(found))
 
     def lookup(self, facts: CommFacts, query: Query) -> Hit | None:
         """Return the rule that applies, or None where the model has to decide."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.select.facts import Candidate, ParamValue
 from commrt.vocabulary.operations import COLLECTIVES
 
@@ -77,7 +77,8 @@ class Wish:
         named = None if bare else parsed.backend
         if backend is not None and named not in (None, backend):
             raise UsageError(
-                f"backend={backend!r} contradicts algorithm={text!r}: give one of them"
+                f"backend={shown(backend)} contradicts algorithm={shown(text)}: give "
+                "one of them"
             )
         merged = {**parsed.params, **params}
         return cls(backend or named, parsed.algorithm, merged)
@@ -117,18 +118,18 @@ def parse_wishes(text: str | None, who: str = VARIABLE) -> Wishes:
         if not colon:
             if others is not None:
                 raise UsageError(
-                    f"{who}: {part!r} and {str(others)!r} are both for all operations: "
-                    f"keep one; {_FORM}"
+                    f"{who}: {shown(part)} and {str(others)!r} are both for all "
+                    f"operations: keep one; {_FORM}"
                 )
             others = _parsed(part, who)
             continue
         coll = coll.strip()
         if coll not in COLLECTIVES:
             raise UsageError(
-                f"{who}: unknown operation {coll!r}{suggest(coll, COLLECTIVES)}"
+                f"{who}: unknown operation {shown(coll)}{suggest(coll, COLLECTIVES)}"
             )
         if coll in named:
-            raise UsageError(f"{who} names {coll!r} twice: keep one")
+            raise UsageError(f"{who} names {shown(coll)} twice: keep one")
         named[coll] = _parsed(wanted, who)
     return Wishes(who, named, others)
 

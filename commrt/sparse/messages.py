@@ -20,6 +20,7 @@ from commrt.group.stepped import Steps
 from commrt.sparse.cost import Rule
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.shared import Room
+from commrt.vocabulary.dtypes import dtype_by_name
 
 if TYPE_CHECKING:
     from commrt.calls.channel import Channel
@@ -199,8 +200,9 @@ def share_rows(talk: Talk, row: Any) -> Steps[Any]:
     rows[talk.comm.rank] = row
     others = _in_turn(ranks, talk.comm.rank)
     nbytes, out = row.nbytes, rows.ctypes.data
-    sends = [(row.ctypes.data, nbytes, rank, talk.tag, False) for rank in others]
-    recvs = [(out + rank * nbytes, nbytes, rank, talk.tag, False) for rank in others]
+    integers = talk.tag, dtype_by_name("int64").code, False
+    sends = [(row.ctypes.data, nbytes, rank, *integers) for rank in others]
+    recvs = [(out + rank * nbytes, nbytes, rank, *integers) for rank in others]
     messages = PersistentMessages(talk.comm, sends, recvs, row, rows, rows, "tell")
     yield [messages.run(True, talk.timeout_s)]
     return rows

@@ -153,7 +153,7 @@ def make_room(channel: Channel, timeout_s: float) -> Room | None:
     try:
         arena = channel.world.share_memory(
             channel.world_ranks,
-            f"sparse/{channel.identity}",
+            f"comm{channel.identity}/sparse",
             _HALVES * _SECTIONS * section,
             timeout_s,
         )

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from commrt.arrays.host import HostView, empty_like_array, overlap, view_anywhere
+from commrt.arrays.host import (
+    HostView,
+    empty_like_array,
+    overlap,
+    view_anywhere,
+    view_new,
+)
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_thread import HostChannel
@@ -18,7 +24,7 @@ from commrt.device_calls.host_work import (
     refuse_host_arrays,
     start_host_call,
 )
-from commrt.errors import BufferError_, MismatchError, UsageError, suggest
+from commrt.errors import BufferError_, MismatchError, UsageError, shown, suggest
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
@@ -34,7 +40,8 @@ from commrt.sparse.ring import why_not_two_level
 from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import SparseArgument, SparseVector, parse, parts_on_device
-from commrt.vocabulary.checks import check_flag, check_timeout
+from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import other_call
 
 __all__ = ["SparseSums"]
@@ -232,9 +239,9 @@ class SparseSums:
 
         def check() -> tuple[Header, Output]:
             check_flag(here, "nonblocking", nonblocking)
+            self._check_algorithm(here, algorithm)
             pool, in_order = self._pool, self._group.deterministic
             output = _output(here, x, result, out, pool, in_order)
-            self._check_algorithm(here, algorithm)
             if algorithm == "split_dense" and output.format == "sparse":
                 raise UsageError(
                     f"{here}: algorithm='split_dense' has a dense sum; leave out "
@@ -245,7 +252,7 @@ class SparseSums:
                 why = why_refused(algorithm, in_order, dtype, output.format)
                 if why is not None:
                     raise UsageError(
-                        f"{here}: algorithm={algorithm!r} must not run: {why}"
+                        f"{here}: algorithm={shown(algorithm)} must not run: {why}"
                     )
             return self._header(what, output.argument, output.format, algorithm), output
 
@@ -378,9 +385,9 @@ class SparseSums:
     def _check_algorithm(self, what: str, algorithm: Any) -> None:
         if algorithm is None:
             return
-        if algorithm not in ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise UsageError(
-                f"{what}: unknown algorithm={algorithm!r}"
+                f"{what}: unknown algorithm={shown(algorithm)}"
                 f"{suggest(algorithm, ALGORITHMS)}"
             )
         if algorithm == "two_level_ring" and (
@@ -426,7 +433,13 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
     elif output.format == "dense":
         dtype = argument.dtype.name
         result = empty_like_array(argument.values, argument.shape, dtype)
-        out = view_anywhere(result, "sparse_allreduce: out")
+        out = view_new(
+            result,
+            argument.values,
+            argument.shape,
+            "sparse_allreduce: out",
+            dtype=dtype,
+        )
 
     def start(
         channel: HostChannel, copy_of: Callable[[HostView], Any]
@@ -466,7 +479,9 @@ def _output(
     argument = parse(what, x)
     elements = Elements.of(what, argument, pool, in_order)
     if not isinstance(result, str) or result not in FORMATS:
-        raise UsageError(f"{what}: unknown result={result!r}{suggest(result, FORMATS)}")
+        raise UsageError(
+            f"{what}: unknown result={shown(result)}{suggest(result, FORMATS)}"
+        )
     if out is None:
         return Output(argument, elements, result, None)
     if result == "sparse":

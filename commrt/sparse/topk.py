@@ -27,7 +27,7 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.host import HostView, view, view_anywhere
 from commrt.arrays.residual import check_residual
-from commrt.errors import BufferError_, UsageError
+from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.stepped import Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, agree
@@ -89,7 +89,8 @@ def check_largest(
     number = as_integer(k)
     if number is None or not 0 <= number <= array.count:
         raise UsageError(
-            f"{what}: k={k!r} must be an integer in 0..{array.count}, the elements of x"
+            f"{what}: k={shown(k)} must be an integer in 0..{array.count}, the "
+            "elements of x"
         )
     if array.dtype.kind in ("bool", "complex"):
         raise BufferError_(

@@ -8,6 +8,7 @@ imported: objects are known by what they have.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,10 +18,11 @@ import numpy as np
 
 from commrt import _native
 from commrt.arrays.device import is_on_device
-from commrt.arrays.host import HostView, view_anywhere
+from commrt.arrays.foreign import asking
+from commrt.arrays.host import HostView, view_anywhere, zeros_like_array
 from commrt.arrays.tensors import is_tensor
-from commrt.errors import BufferError_, UsageError
-from commrt.vocabulary.checks import as_integer
+from commrt.errors import BufferError_, UsageError, shown
+from commrt.vocabulary.checks import as_integer, as_items
 from commrt.vocabulary.dtypes import DType
 
 __all__ = [
@@ -50,6 +52,17 @@ class SparseVector:
     shape: tuple[int, ...]
     """Shape of the whole array."""
 
+    def __post_init__(self) -> None:
+        what = "SparseVector"
+        object.__setattr__(self, "shape", check_shape(what, self.shape))
+        indices = _num_entries(f"{what}: indices", self.indices)
+        values = _num_entries(f"{what}: values", self.values)
+        if indices != values:
+            raise UsageError(
+                f"{what}: {indices} indices, but {values} values; there must be a "
+                f"value for each index"
+            )
+
     @property
     def nnz(self) -> int:
         """Number of stored elements, zeros among them included."""
@@ -57,13 +70,20 @@ class SparseVector:
 
     def to_dense(self) -> Any:
         """Return the whole array, in the library of ``values``."""
-        values = self.values
-        if isinstance(values, np.ndarray):
-            whole: Any = np.zeros(prod(self.shape), values.dtype)
-            whole[np.asarray(self.indices)] = values
-        else:
-            whole = values.new_zeros(prod(self.shape))
-            whole[self.indices.long()] = values
+        values, indices = self.values, self.indices
+        seen = view_anywhere(values, "SparseVector: values")
+        whole = zeros_like_array(seen, (prod(self.shape),))
+        if is_tensor(indices):
+            indices = indices.long()
+        elif isinstance(values, np.ndarray):
+            indices = np.asarray(indices)
+        try:
+            whole[indices] = values
+        except (IndexError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"SparseVector: indices are no positions in an array of "
+                f"shape={self.shape}: {error}"
+            ) from error
         return whole.reshape(self.shape)
 
     def __repr__(self) -> str:
@@ -71,6 +91,20 @@ class SparseVector:
             f"SparseVector(nnz={self.nnz}, shape={self.shape}, "
             f"dtype={self.values.dtype}, indices={self.indices.dtype})"
         )
+
+
+def _num_entries(what: str, array: Any) -> int:
+    """Return the length of an array with one axis; BufferError_ for all else."""
+    try:
+        (length,) = array.shape
+        if hasattr(array, "dtype") and not isinstance(array, type):
+            return operator.index(length)
+    except Exception:  # noqa: BLE001 - an object of the program raises what it likes
+        length = None
+    raise BufferError_(
+        f"{what} is a {type(array).__name__}: expected an array with one axis, such as "
+        f"numpy's or torch's"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +138,8 @@ class SparseArgument:
 
 def parse(what: str, x: Any) -> SparseArgument:
     """Return the sparse vector ``x``; UsageError says what is wrong with it."""
-    indices, values, shape = _parts(what, x)
+    with asking(x, f"{what}: x"):
+        indices, values, shape = _parts(what, x)
     where = f"{what}: indices"
     of_indices = view_anywhere(indices, where)
     of_values = view_anywhere(values, f"{what}: values")
@@ -169,16 +204,12 @@ def _index_at(argument: SparseArgument, at: int) -> int:
 def check_shape(what: str, shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple of integers, or raise UsageError."""
     number = as_integer(shape)
-    sizes: list[int | None] = [number]
-    if number is None:
-        try:
-            sizes = [as_integer(size) for size in shape]
-        except TypeError:
-            sizes = [None]
+    items = as_items(shape) if number is None else [number]
+    sizes = [None] if items is None else [*map(as_integer, items)]
     found = [size for size in sizes if size is not None and size >= 0]
     if len(found) != len(sizes) or len(found) > MAX_DIMS or prod(found) > _LARGEST:
         raise UsageError(
-            f"{what}: shape={shape!r} must be a number of elements, or up to "
+            f"{what}: shape={shown(shape)} must be a number of elements, or up to "
             f"{MAX_DIMS} of them, from 0 on"
         )
     return tuple(found)

@@ -32,7 +32,7 @@ from commrt.torch.work import CommrtWork, JoinedWork, seconds
 from commrt.vocabulary.operations import operation
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
     from commrt.torch.reductions import Reduction
 
 __all__ = ["Calls", "RangedCalls"]
@@ -49,7 +49,7 @@ class Calls:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Core,
         completer: Completer,
         sparse_algorithm: str | None = None,
     ) -> None:

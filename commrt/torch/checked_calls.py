@@ -36,18 +36,20 @@ from commrt.torch.described import DESCRIBED, tensor_in_words
 from commrt.torch.errors import as_torch_error
 from commrt.torch.group_methods import Collectives
 from commrt.torch.messages import FromAnyone, Messages
-from commrt.torch.operands import movable, target
+from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
 from commrt.torch.work import CommrtWork, seconds, wait_for
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["CheckedCalls"]
 
 _IS_PART: ContextVar[bool] = ContextVar("commrt.torch.checked", default=False)
 """True if a call is part of one that has been compared."""
 _HEADER_NBYTES = 256
+_TENSORS = ("tensors", "outputs", "inputs", "output", "input")
+"""Arguments of collectives that hold tensors."""
 
 
 def _compared(name: str) -> Any:
@@ -59,10 +61,10 @@ def _compared(name: str) -> Any:
     def compared(self: CheckedCalls, *args: Any, **more: Any) -> Any:
         if _IS_PART.get():
             return method(self, *args, **more)
-        given = arguments.bind(self, *args, **more).arguments
+        called = arguments.bind(self, *args, **more).arguments
         token = _IS_PART.set(True)
         try:
-            return self._compared(name, describe, given, lambda: method(**given))
+            return self._compared(name, describe, called, lambda: method(**called))
         finally:
             _IS_PART.reset(token)
 
@@ -76,16 +78,17 @@ class CheckedCalls(Collectives, Messages):
         self,
         name: str,
         describe: Callable[[Any], Any],
-        given: Any,
+        called: dict[str, Any],
         run: Callable[[], Any],
     ) -> Any:
-        comm, limit = self.calls.comm, _limit(given)
+        comm, limit = self.calls.comm, _limit(called)
         checker = comm.checker
         assert checker is not None
         with self.calls.raising():
             try:
                 comm.check_usable()
-                said = describe(given)
+                called.update(_with_memory(name, called))
+                said = describe(called)
                 fields = {
                     key: shortened(value) if isinstance(value, str) else value
                     for key, value in said.compared().items()
@@ -107,7 +110,7 @@ class CheckedCalls(Collectives, Messages):
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor, and what it is."""
-        x = one("send", tensors)
+        x = given(one("send", tensors), "send: tensor")
         calls, channel = self.calls, self._channel
         header = _header(x)
         with calls.raising():
@@ -126,7 +129,7 @@ class CheckedCalls(Collectives, Messages):
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor, if it is what the sender sends."""
-        x = one("recv", tensors)
+        x = given(one("recv", tensors), "recv: tensor")
         out, back = target(x)
         calls = self.calls
         with calls.raising():
@@ -135,7 +138,7 @@ class CheckedCalls(Collectives, Messages):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from whichever rank sends one, if it is the same there."""
-        x = one("recv_anysource", tensors)
+        x = given(one("recv_anysource", tensors), "recv: tensor")
         out, back = target(x)
         calls, channel, site = self.calls, self._channel, call_site()
 
@@ -157,11 +160,26 @@ for _name in DESCRIBED:
     setattr(CheckedCalls, _name, _compared(_name))
 
 
-def _limit(given: Any) -> float | None:
+def _with_memory(name: str, called: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors among a call's arguments, as those that have their memory."""
+    return {
+        argument: _memory_of(value, f"{name}: {argument}")
+        for argument, value in called.items()
+        if argument in _TENSORS
+    }
+
+
+def _memory_of(value: Any, what: str) -> Any:
+    if isinstance(value, list | tuple):
+        return [_memory_of(each, f"{what}[{i}]") for i, each in enumerate(value)]
+    return value if value is None else given(value, what)
+
+
+def _limit(called: Any) -> float | None:
     """Return a call's own limit in seconds, None where it has none."""
-    timeout = given.get("timeout")
+    timeout = called.get("timeout")
     if timeout is None:
-        timeout = getattr(given.get("opts", given.get("root")), "timeout", None)
+        timeout = getattr(called.get("opts", called.get("root")), "timeout", None)
     return seconds(timeout) if isinstance(timeout, timedelta) else None
 
 
@@ -213,7 +231,7 @@ class _Received:
     def __init__(
         self,
         channel: Channel,
-        comm: Communicator,
+        comm: Core,
         x: torch.Tensor,
         out: torch.Tensor,
         source: int,

@@ -19,7 +19,9 @@ from commrt.torch.errors import wrong_call
 from commrt.torch.monitored_barrier import limit_of
 from commrt.torch.operands import (
     CopyBack,
+    all_given,
     apart,
+    given,
     movable,
     plain,
     split_back,
@@ -57,14 +59,14 @@ class Collectives:
         x = tensors[0] if is_list else one("allreduce", tensors)
         if calls.is_allreduced(x, opts):
             return None
-        if x.layout is not torch.strided:
+        if (x := given(x, "all_reduce: tensor")).layout is not torch.strided:
             return sparse_allreduce(calls, x, opts)
         buffer, back = target(x, moved=False)
         return calls.run(
             "allreduce",
             buffer,
             opts,
-            tensors if back is None and type(tensors) is list else [x],
+            [x],
             back=back,
             reduction=reduction_of(opts.reduceOp),
         )
@@ -72,6 +74,7 @@ class Collectives:
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Answer:
         """Reduce several tensors over all ranks, in place; short ones go together."""
         opts = options(_AllreduceCoalesced, opts, reduceOp=None)
+        tensors = all_given(tensors, "all_reduce_coalesced: tensors")
         calls, op = self.calls, reduction_of(opts.reduceOp)
         apart = op.factor is not None or calls.comm.size == 1 or ASKED.get() is not None
         if apart or not _on_host(tensors):
@@ -109,6 +112,7 @@ class Collectives:
         known, root = PLAIN.get(hash(opts.reduceOp)), opts.rootRank
         if known is not None and calls.ends(opts, _REDUCE, x, op=known, root=root):
             return None
+        x = given(x, "reduce: tensor")
         buffer, back = target(x, moved=False)
         return self.calls.run(
             "reduce",
@@ -127,6 +131,8 @@ class Collectives:
         opts = options(c10d.ReduceScatterOptions, opts, reduceOp=None, timeout=timeout)
         out, parts = one("reduce_scatter", outputs), tensor_list(inputs)
         self._check_list("reduce_scatter", "inputs", parts)
+        out = given(out, "reduce_scatter: output")
+        parts = all_given(parts, "reduce_scatter: input_list")
         counts = [part.numel() for part in parts]
         if len({*counts}) == 1:
             return self.reduce_scatter_single(out, together(parts, False), opts)
@@ -150,8 +156,9 @@ class Collectives:
         op = PLAIN.get(hash(opts.reduceOp))
         if op is not None and calls.ends(opts, _SCATTER, input, out=output, op=op):
             return None
+        output = given(output, "reduce_scatter_tensor: output")
         buffer, back = target(output, moved=False)
-        x = plain(input)
+        x = plain(given(input, "reduce_scatter_tensor: input"))
         fits = x.numel() == buffer.numel() * calls.comm.size
         if fits and not _separate(x, buffer):
             x = _unless_own_block(buffer, x, calls.comm.rank)
@@ -188,6 +195,7 @@ class Collectives:
         x, calls = one("broadcast", tensors), self.calls
         if calls.ends(opts, _BCAST, x, root=opts.rootRank):
             return None
+        x = given(x, "broadcast: tensor")
         buffer, back = target(x)
         return self.calls.run(
             "bcast",
@@ -203,8 +211,10 @@ class Collectives:
     ) -> Answer:
         """Give every rank a list of all ranks' tensors, which may differ in length."""
         opts = options(c10d.AllgatherOptions, opts, timeout=timeout)
-        into, x = tensor_list(outputs), movable(one("allgather", inputs))
+        into, x = tensor_list(outputs), one("allgather", inputs)
         self._check_list("allgather", "outputs", into)
+        into = all_given(into, "all_gather: tensor_list")
+        x = movable(given(x, "all_gather: tensor"))
         out, back = split_back(into)
         counts = _counts(into, out)
         if len({*counts}) > 1:
@@ -237,8 +247,10 @@ class Collectives:
         calls = self.calls
         if calls.ends(opts, _ALLGATHER, input, out=output):
             return None
+        output = given(output, "all_gather_into_tensor: output_tensor")
+        x = movable(given(input, "all_gather_into_tensor: input_tensor"))
         out, back = target(output)
-        return self._gather_all(out, movable(input), opts, [output], back)
+        return self._gather_all(out, x, opts, [output], back)
 
     _allgather_base = all_gather_single
 
@@ -260,11 +272,12 @@ class Collectives:
     ) -> Answer:
         """Give the root a list of all ranks' tensors."""
         opts = options(c10d.GatherOptions, opts, rootRank=None, timeout=timeout)
-        x = movable(one("gather", inputs))
+        x = movable(given(one("gather", inputs), "gather: tensor"))
         if self.calls.comm.rank != opts.rootRank:
             return self.calls.call("gather", [x], opts, [], root=opts.rootRank)
         into = tensor_list(outputs)
         self._check_list("gather", "outputs", into)
+        into = all_given(into, "gather: gather_list")
         out, back = split_back(into)
         return self.calls.call(
             *("gather", [x], opts, into, back), root=opts.rootRank, out=out
@@ -275,9 +288,10 @@ class Collectives:
     ) -> Answer:
         """Give the root one tensor of all ranks' tensors, in rank order."""
         opts = options(c10d.GatherOptions, opts, rootRank=None)
-        x, root = movable(input), opts.rootRank
+        x, root = movable(given(input, "gather_single: tensor")), opts.rootRank
         if self.calls.comm.rank != root:
             return self.calls.call("gather", [x], opts, [], root=root)
+        output = given(output, "gather_single: gather_tensor")
         out, back = target(output)
         return self.calls.call(
             *("gather", [apart(x, out)], opts, [output], back), root=root, out=out
@@ -290,12 +304,13 @@ class Collectives:
     ) -> Answer:
         """Give each rank its tensor of the root's list."""
         opts = options(c10d.ScatterOptions, opts, rootRank=None, timeout=timeout)
-        output = one("scatter", outputs)
+        output = given(one("scatter", outputs), "scatter: tensor")
         out, back = target(output)
         x = None
         if self.calls.comm.rank == opts.rootRank:
             parts = tensor_list(inputs)
             self._check_list("scatter", "inputs", parts)
+            parts = all_given(parts, "scatter: scatter_list")
             x = apart(together(parts), out)
         return self.calls.call(
             *("scatter", [x], opts, [output], back), root=opts.rootRank, out=out
@@ -319,6 +334,8 @@ class Collectives:
         )
         if even and calls.ends(opts, _ALLTOALL, input, out=output):
             return None
+        output = given(output, "all_to_all_single: output")
+        input = given(input, "all_to_all_single: input")
         out, back = target(output)
         x = movable(input)
         size = calls.comm.size
@@ -349,6 +366,8 @@ class Collectives:
         opts = options(c10d.AllToAllOptions, opts, timeout=timeout)
         self._check_list("alltoall", "outputs", outputs)
         self._check_list("alltoall", "inputs", inputs)
+        outputs = all_given(outputs, "all_to_all: output_tensor_list")
+        inputs = all_given(inputs, "all_to_all: input_tensor_list")
         out, back = split_back(outputs)
         x = apart(together(inputs), out)
         return self.calls.call(

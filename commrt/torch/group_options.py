@@ -14,6 +14,7 @@ from commrt.errors import UsageError, suggest
 from commrt.select.facts import ParamValue
 from commrt.select.wishes import Wish, Wishes, parse_wishes
 from commrt.sparse.cost import ALGORITHMS
+from commrt.vocabulary.limits import check_timeout, timedelta_seconds
 from commrt.vocabulary.operations import COLLECTIVES, OPERATIONS, SPARSE_OF_TORCH
 
 __all__ = ["Options", "commrt_name"]
@@ -53,7 +54,7 @@ class Options:
         given = self.timeout
         if given is None:
             return None
-        seconds = given.total_seconds() if isinstance(given, timedelta) else given
+        seconds = timedelta_seconds(given) if isinstance(given, timedelta) else given
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise UsageError(
                 f"commrt.torch.Options: timeout={given!r} must be seconds or a "
@@ -61,7 +62,7 @@ class Options:
             )
         if not seconds > 0:
             raise UsageError(f"commrt.torch.Options: timeout={given!r} must be above 0")
-        return float(seconds)
+        return check_timeout("commrt.torch.Options", seconds)
 
     @property
     def _timeout(self) -> timedelta | None:

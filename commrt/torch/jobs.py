@@ -22,7 +22,7 @@ from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.calls.settings import Settings
-from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.env import read_bool, value
 from commrt.errors import UsageError
 from commrt.job.world import World
@@ -79,7 +79,7 @@ class _Jobs:
 _JOBS = _Jobs()
 
 
-def join(member: Member) -> Communicator:
+def join(member: Member) -> Core:
     """Return the communicator of a group; collective over its ranks."""
     if member.size == 1:
         return _alone(member)
@@ -92,7 +92,7 @@ def join(member: Member) -> Communicator:
     return comm
 
 
-def leave(world_of: Communicator, is_default: bool) -> None:
+def leave(world_of: Core, is_default: bool) -> None:
     """Forget the world of the default group: the next one is another job."""
     world = world_of.world
     if is_default and _JOBS.default is world:
@@ -101,7 +101,7 @@ def leave(world_of: Communicator, is_default: bool) -> None:
         world.relay.close()
 
 
-def _alone(member: Member) -> Communicator:
+def _alone(member: Member) -> Core:
     """Return a communicator of this rank only: nobody is asked, nothing is shared."""
     if _JOBS.alone is None:
         launch = LaunchInfo("torch", 0, 1, "a process group of torch")
@@ -127,17 +127,19 @@ def _bootstrap(member: Member) -> Bootstrap:
     return StoreBootstrap(member.store, member.rank, member.size)
 
 
-def _communicator(world: World, ranks: Sequence[int], member: Member) -> Communicator:
+def _communicator(world: World, ranks: Sequence[int], member: Member) -> Core:
     limit, options = member.timeout_s, member.options
     name = f"torch group {member.name}"
     # Options are checked only once all ranks are known to have the same.
     same = f"pg_options={options!r}"
     if _torch_asks_for_checks(member):
         same = f"{same}, {_DETAIL}"
-    identity = world.agree_id(ranks, f"torch/{member.name}", same, timeout_s=limit)
+    # torch numbers its groups, unless it names them by their ranks.
+    key, is_new = f"torch/{member.name}", member.name.isdecimal()
+    identity = world.agree_id(ranks, key, same, timeout_s=limit, once=is_new)
     settings = _settings(world, ranks, member, name, identity)
     wanted = options.deterministic
-    comm = Communicator(
+    comm = Core(
         world,
         ranks,
         name,
@@ -168,7 +170,7 @@ def _settings(
         if world.rank == ranks[0]:
             why = "pg_options of a process group"
             blob = read_named(Path(options.table), why).encode()
-        key = f"table/{identity}"
+        key = f"comm{identity}/table"
         said = world.bootstrap.exchange(ranks, key, blob, member.timeout_s)
         table = LocatedTable.decode(said[0]).parse(catalog())
     checks = options.check
@@ -196,7 +198,7 @@ def _is_detailed() -> bool:
     return is_detailed
 
 
-def _check_serves(comm: Communicator, wishes: Wishes | None) -> None:
+def _check_serves(comm: Core, wishes: Wishes | None) -> None:
     """Raise UsageError where what all operations are to run can run none of them."""
     wish = None if wishes is None else wishes.others
     if wishes is None or wish is None or comm.size == 1:

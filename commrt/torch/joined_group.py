@@ -25,6 +25,8 @@ from commrt.torch.futures import Completer
 from commrt.torch.memory import SharedMemory
 from commrt.torch.names import BACKEND
 from commrt.trace.folder import keep_files
+from commrt.trace.nvtx import put_ranges
+from commrt.vocabulary.limits import timedelta_seconds
 
 __all__ = ["AsBackend", "JoinedGroup", "Joins"]
 
@@ -46,6 +48,9 @@ class JoinedGroup:
         except CommError as error:
             raise as_torch_error(error) from error.__cause__
         self.comm, self.member = comm, member
+        self.communicator = Communicator(comm)
+        """What programs get of it."""
+        put_ranges(comm, comm)
         # Without a second core for it, progress would only interrupt the computation.
         by_itself = member.size > 1 and progress_mode(comm.world)
         self.completer = Completer(member.name, has_thread=by_itself)
@@ -100,7 +105,7 @@ class Joins:
     @property
     def communicator(self) -> Communicator:
         """commrt's communicator of these ranks, for what torch has no call for."""
-        return self._joined.comm
+        return self._joined.communicator
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         """Return the backend's name, as init_process_group has it."""
@@ -109,14 +114,14 @@ class Joins:
     name = _get_backend_name = getBackendName
 
     def _get_sequence_number_for_group(self) -> int:
-        return int(self._joined.comm.next_seq)
+        return self._joined.comm.next_seq
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to do: commrt counts by itself."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of the calls from now on that have none of their own."""
-        self._joined.comm.timeout_s = timeout.total_seconds()
+        self._joined.comm.timeout_s = timedelta_seconds(timeout)
 
     _set_default_timeout = set_timeout
 

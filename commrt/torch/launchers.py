@@ -32,10 +32,12 @@ from commrt.bootstrap.store import slurm_store
 from commrt.errors import BackendError
 from commrt.launch.detect import LaunchInfo, detect, slurm_step, started_alone
 from commrt.launch.slurm import tasks_on_node
+from commrt.vocabulary.limits import NO_LIMIT_S, as_timedelta, timedelta_seconds
 
 __all__ = ["serve_launchers", "take_mpi"]
 
 _SCHEME = "env"
+_BY_ADDRESS = "tcp"
 _MET: list[Any] = []
 """mpi4py's communicator by which the ranks of a default group to come have met."""
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
@@ -54,6 +56,27 @@ def serve_launchers() -> None:
     given = handlers.get(_SCHEME)
     if given is not None and not isinstance(given, _Rendezvous):
         handlers[_SCHEME] = _Rendezvous(given)
+    by_address = handlers.get(_BY_ADDRESS)
+    if by_address is not None and not isinstance(by_address, _Capped):
+        handlers[_BY_ADDRESS] = _Capped(by_address)
+
+
+class _Capped:
+    """torch's own rendezvous, with limits that its store can count."""
+
+    def __init__(self, own: Handler) -> None:
+        self._own = own
+
+    def __call__(self, url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        """Yield store, rank and size, as torch's handlers do."""
+        return self._own(url, **_countable(kwargs))
+
+
+def _countable(options: dict[str, Any]) -> dict[str, Any]:
+    limit = options.get("timeout")
+    if not isinstance(limit, timedelta):
+        return options
+    return {**options, "timeout": min(limit, as_timedelta(NO_LIMIT_S))}
 
 
 class _Rendezvous:
@@ -69,15 +92,15 @@ class _Rendezvous:
     def __call__(self, url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         """Yield store, rank and size, as torch's handlers do."""
         launch = self._launched(url)
-        if launch is None:
-            return self._own(url, **kwargs)
         limit = kwargs.get("timeout")
+        if launch is None:
+            return self._own(url, **_countable(kwargs))
         if limit is None:
             from torch.distributed import default_pg_timeout
 
             limit = default_pg_timeout
         self._count += 1
-        return self._meet(launch, limit)
+        return self._meet(launch, timedelta_seconds(limit))
 
     def _launched(self, url: str) -> LaunchInfo | None:
         """Return the launcher of the ranks, if it is one that is served here."""
@@ -97,7 +120,7 @@ class _Rendezvous:
         return launch if served and not told else None
 
     def _meet(
-        self, launch: LaunchInfo, limit: timedelta
+        self, launch: LaunchInfo, limit_s: float
     ) -> Iterator[tuple[Any, int, int]]:
         from torch.distributed import HashStore, PrefixStore
 
@@ -110,9 +133,9 @@ class _Rendezvous:
         if launch.kind == "single":
             store = HashStore()
         elif mpi is None:
-            store = slurm_store(rank, size, limit.total_seconds())
+            store = slurm_store(rank, size, limit_s)
         else:
-            store, rank, size = _by_mpi(mpi, limit)
+            store, rank, size = _by_mpi(mpi, as_timedelta(limit_s))
         self._tell(launch, rank, size)
         yield PrefixStore(f"groups-{self._count}", store), rank, size
 

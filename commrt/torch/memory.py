@@ -22,7 +22,7 @@ from commrt.job.memory_limit import memory_limit_nbytes
 from commrt.torch.errors import as_torch_error
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["SharedMemory"]
 
@@ -36,7 +36,7 @@ _ALIGN_NBYTES = 4096
 class SharedMemory:
     """A group's symmetric memory on this rank."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Core) -> None:
         self._comm = comm
         self._whole: torch.Tensor | None = None
         self._free: list[tuple[int, int]] = []  # (begin, end), by address, apart

@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from commrt import _native
 from commrt.errors import TimeoutError_
 from commrt.torch.calls import Calls
-from commrt.torch.operands import movable, target
+from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
 from commrt.torch.profiling import profiled
 from commrt.torch.work import CommrtWork
+from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["FromAnyone", "Messages"]
-
-_NAP_S = 2e-5
 
 
 class Messages:
@@ -30,7 +29,7 @@ class Messages:
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor to a rank of the group."""
-        x = one("send", tensors)
+        x = given(one("send", tensors), "send: tensor")
         calls = self.calls
         with calls.raising(), profiled("send"):
             request = calls.comm.send(
@@ -40,7 +39,7 @@ class Messages:
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from a rank of the group."""
-        x = one("recv", tensors)
+        x = given(one("recv", tensors), "recv: tensor")
         out, back = target(x)
         calls = self.calls
         with calls.raising(), profiled("recv"):
@@ -49,7 +48,7 @@ class Messages:
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from whichever rank sends one."""
-        x = one("recv_anysource", tensors)
+        x = given(one("recv_anysource", tensors), "recv: tensor")
         out, back = target(x)
         calls = self.calls
         comm = calls.comm
@@ -70,9 +69,7 @@ class FromAnyone:
     receives that one.
     """
 
-    def __init__(
-        self, comm: Communicator, receive: Callable[[int], Any], tag: int
-    ) -> None:
+    def __init__(self, comm: Core, receive: Callable[[int], Any], tag: int) -> None:
         """Begin to look.
 
         Args:
@@ -98,17 +95,19 @@ class FromAnyone:
     def wait(self, *, timeout_s: float | None = None) -> Any:
         """Return the tensor once a message has come."""
         limit = self._comm.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
+        deadline = deadline_after(limit)
+        backoff = _native.Backoff(self._comm.world.engine)
         while not self._begin():
-            if time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise TimeoutError_(
                     f"recv_anysource on {self._comm.name}, rank {self._comm.rank}: no "
                     f"rank has sent a message with tag {self._tag} within {limit:g} s"
                 )
             if self._comm.is_relayed:
-                time.sleep(_NAP_S)  # threads of this process carry the message
+                backoff.rest(left_s)  # threads of this process carry the message
             else:
-                os.sched_yield()
+                backoff.pause(left_s)
         left_s = max(1e-3, deadline - time.monotonic())
         return self._receive.wait(timeout_s=left_s)
 

@@ -13,7 +13,7 @@ highest that it hears of.
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,10 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
+from commrt.vocabulary.limits import (
+    NO_LIMIT_S,
+    capped,
+    deadline_after,
+    timedelta_seconds,
+)
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["MonitoredBarrier", "limit_of"]
 
@@ -32,9 +39,6 @@ _TAG = -3
 """Tag of the messages; users' tags are not negative, and ``fused`` has -2."""
 _LEFT, _HERE = range(2)
 """Codes by which a rank tells its state in a call: it waits no more, or has come."""
-_SPINS = 2000
-_NAP_S = 5e-5
-"""Between looks, once so many of them found nothing: some rank is far behind."""
 _NOBODY = "No ranks successfully processed in monitoredBarrier."
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,8 +48,12 @@ def limit_of(timeout: Any, default_s: float) -> float:
     if timeout is None:
         return default_s
     try:
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        limit = float(limit)
+        is_delta = isinstance(timeout, timedelta)
+        limit = capped(timedelta_seconds(timeout) if is_delta else timeout)
+        if math.isnan(limit):
+            raise ValueError
+    except OverflowError:  # an integer that no float can hold
+        return NO_LIMIT_S if timeout > 0 else default_s
     except (TypeError, ValueError):
         raise UsageError(
             f"monitored_barrier: timeout={timeout!r} must be a timedelta, or seconds"
@@ -56,7 +64,7 @@ def limit_of(timeout: Any, default_s: float) -> float:
 class MonitoredBarrier:
     """One group's barriers of this kind, in their order."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Core) -> None:
         self._comm = comm
         self._number = 0
 
@@ -154,17 +162,17 @@ class MonitoredBarrier:
 
     def _look_until(self, is_over: Callable[[], bool], limit_s: float) -> bool:
         """Look until it is over; False where the limit has passed before."""
-        comm, end, looks = self._comm, time.monotonic() + limit_s, 0
+        comm, end = self._comm, deadline_after(limit_s)
+        engine = comm.world.engine
+        backoff = _native.Backoff(engine)
+        pause = backoff.rest if comm.is_relayed else backoff.pause
         while not is_over():
-            if time.monotonic() >= end:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
                 return False
             comm.check_usable()
-            comm.world.engine.step()
-            looks += 1
-            if looks < _SPINS and not comm.is_relayed:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_S)
+            if not engine.step():
+                pause(left_s)
         return True
 
     def _send(self, said: _Numbers, rank: int) -> Any:

@@ -3,22 +3,36 @@
 
 NCCL's users pass views, aliases, parameters and tensors of any strides. Contiguous
 tensors are used where they lie. For others the operation works on a copy, and results
-are copied back once it has ended.
+are copied back once it has ended. Every argument comes by ``given`` first: what follows
+reads memory, and not every tensor has some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from commrt.torch.errors import wrong_call
+from commrt._native import has_memory
+from commrt.arrays.tensors import (
+    check_memory,
+    is_dense,
+    keeps_values_elsewhere,
+    of_own_class,
+)
+from commrt.errors import CommError
+from commrt.torch.errors import as_torch_error, wrong_call
+from commrt.torch.wrapped import held_by
 from commrt.vocabulary.dtypes import DTYPES
 
 __all__ = [
     "KNOWN",
     "CopyBack",
+    "all_given",
     "apart",
+    "given",
     "movable",
     "plain",
     "split_back",
@@ -34,6 +48,51 @@ KNOWN = {
     if hasattr(torch, dtype.name)
 }
 """commrt's names of the types of torch's that it knows."""
+
+
+def given(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the tensor, of torch's own class, that has the memory of an argument.
+
+    That is the argument itself, or the tensor inside of a wrapper, which is waited for
+    where its class waits. Raises BufferError_, which names ``what``, for one that has
+    no memory. Sparse COO tensors pass.
+    """
+    if has_memory(tensor):
+        return tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise wrong_call(
+            f"{what} is a {type(tensor).__name__}: expected a tensor of torch"
+        )
+    try:
+        found: torch.Tensor = tensor
+        if keeps_values_elsewhere(found) and not _is_fake(found):
+            found = held_by(found, what)
+        found = of_own_class(found, what)
+        if found.layout is torch.sparse_coo:
+            return found
+        if not is_dense(found):
+            raise wrong_call(
+                f"{what} is a tensor of {found.dtype} and of layout {found.layout}"
+                f"{', nested' if found.is_nested else ''}, where commrt takes dense "
+                f"ones: only all_reduce takes sparse tensors, of COO; pass "
+                f"x.to_dense(), x.dequantize() or the tensors that it is made of"
+            )
+        check_memory(found, what)
+    except CommError as error:
+        raise as_torch_error(error) from error.__cause__
+    return found
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def all_given(tensors: Any, what: str) -> list[torch.Tensor]:
+    """Return the tensors that have the memory of a list's, as ``given`` does."""
+    return [
+        each if has_memory(each) else given(each, f"{what}[{i}]")
+        for i, each in enumerate(tensors)
+    ]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from commrt.torch.joined_group import JoinedGroup, Joins
 from commrt.torch.messages import Messages
 from commrt.torch.tracing import follow_group
 from commrt.torch.uncompiled import stay_uncompiled
+from commrt.vocabulary.limits import NO_LIMIT_S, as_timedelta, timedelta_seconds
 
 __all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "make_process_group"]
 
@@ -48,6 +49,10 @@ def make_process_group(
             f"commrt.torch.Options, or None"
         )
     is_backend = can_be_made() and not of_all_devices
+    limit_s = timedelta_seconds(options.timeout)
+    if limit_s == NO_LIMIT_S:
+        # torch has given the store the same limit, which it cannot count.
+        options.store.set_timeout(as_timedelta(limit_s))
     joined = JoinedGroup(
         jobs.Member(
             store=options.store,
@@ -55,7 +60,7 @@ def make_process_group(
             size=options.group_size,
             ranks=list(options.global_ranks_in_group),
             name=options.group_id,
-            timeout_s=options.timeout.total_seconds(),
+            timeout_s=limit_s,
             options=pg_options or Options(),
             is_wrapped=is_backend,
         )
@@ -175,7 +180,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
             return None
         of_all = given.ranks or range(given.size)
         name = group_name or f"{self._group_name}:split:{self._splits}:{ranks[0]}"
-        limit = self._comm.timeout_s if timeout is None else timeout.total_seconds()
+        limit = self._comm.timeout_s if timeout is None else timedelta_seconds(timeout)
         group = _group_of(
             JoinedGroup(
                 jobs.Member(

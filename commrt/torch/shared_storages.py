@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from commrt._native import has_memory
 from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.job.arena import Mirror
 
 if TYPE_CHECKING:
-    from commrt.comm import Communicator
+    from commrt.core import Core
 
 __all__ = ["share_storage"]
 
@@ -29,9 +30,7 @@ _FILES = "/dev/shm"
 """Folder of torch's files, which a container may keep small."""
 
 
-def share_storage(
-    comm: Communicator, x: torch.Tensor, *, may_move: bool = True
-) -> bool:
+def share_storage(comm: Core, x: torch.Tensor, *, may_move: bool = True) -> bool:
     """Move the storage of ``x`` into the communicator's symmetric memory.
 
     Collective over a communicator whose ranks share a node; all of them have a storage
@@ -44,6 +43,7 @@ def share_storage(
     """
     storage = x.untyped_storage()
     nbytes = storage.nbytes()
+    may_move = may_move and has_memory(x)
     can_move = may_move and len(comm.nodes) == 1 and _can_move(storage)
     if not comm.allreduce(torch.tensor([int(can_move)]), op="min").item():
         return False

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from commrt.comm import core_of
 from commrt.errors import TimeoutError_
 from commrt.torch.operands import KNOWN
 from commrt.torch.per_call import ASKED
@@ -51,7 +52,7 @@ def _attach(to: Recorder, group: CommrtProcessGroup) -> Group:
         desc = this.getGroupDesc()
         return this.getGroupName(), desc, _DIMENSIONS.get(desc, desc[_after(desc) :])
 
-    world = group.communicator.world
+    world = core_of(group.communicator).world
     key = f"torch/{world.job}/{member.name}/{','.join(map(str, ranks))}"
     logged = to.group(
         Group(key, "torch", ranks, member.rank, world.job, world.size, names)
@@ -170,7 +171,7 @@ def _kind(
 ) -> Kind:
     op, nbytes, dtype, out_nbytes, who, tag, stream = key
     assert group is not None
-    comm = group.communicator
+    comm = core_of(group.communicator)
     name = KNOWN.get(dtype, "uint8")
     is_message = op in MESSAGES
     if is_message:

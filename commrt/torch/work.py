@@ -24,6 +24,7 @@ from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of
 from commrt.torch.operands import CopyBack
 from commrt.torch.profiling import profiled
+from commrt.vocabulary.limits import deadline_after, timedelta_seconds
 
 __all__ = ["CommrtWork", "JoinedWork", "seconds", "wait_for"]
 
@@ -34,7 +35,7 @@ def seconds(timeout: timedelta | None) -> float | None:
     """Return a limit in seconds, None for what torch means by "the default"."""
     if timeout is None:
         return None
-    limit = timeout.total_seconds()
+    limit = timedelta_seconds(timeout)
     return limit if limit > 0 else None
 
 
@@ -184,7 +185,7 @@ class _Joined:
 
         Once one has run into it, the others are looked at, and not waited for.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = None if timeout_s is None else deadline_after(timeout_s)
         errors: list[CommError] = []
         late: CommError | None = None
         for work in self._works:

@@ -29,19 +29,25 @@ _CLASSES: dict[type, type] = {}
 
 
 def follow_bound(
-    comm: Traced, bound: Any, name: str, args: tuple[Any, ...], **more: Any
+    held: object,
+    comm: Traced,
+    bound: Any,
+    name: str,
+    args: tuple[Any, ...],
+    more: dict[str, Any],
 ) -> None:
     """Record the runs of a bound call while somebody records.
 
     Args:
-        comm: its communicator.
+        held: the communicator of the program.
+        comm: its facts.
         bound: what ``comm.plan`` has made.
         name: of the communicator's method that it stands for.
         args: positional arguments of that.
         more: the others.
     """
     to = recorder()
-    if to.is_followed(comm):  # and none of commrt's own
+    if to.is_followed(held):  # and none of commrt's own
 
         def attach(to: Recorder, target: Any) -> Group:
             return _attach(to, target, comm, name, args, more)

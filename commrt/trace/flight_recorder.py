@@ -19,6 +19,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from commrt.files.write import write_file
 from commrt.trace.log import Log, Operation
 from commrt.trace.volumes import MESSAGES
 from commrt.vocabulary.operations import OPERATIONS, ROWS, operation
@@ -48,8 +49,7 @@ def write_flight(log: Log, folder: Path) -> Path:
     """Write a rank's file into a folder, which is made; return its path."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{_PREFIX}{log.rank}"
-    with path.open("wb") as file:
-        pickle.dump(entries_of(log), file, protocol=2)
+    write_file(path, pickle.dumps(entries_of(log), protocol=2))
     return path
 
 

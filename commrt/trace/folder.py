@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from commrt import env
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.trace.flight_recorder import write_flight
 from commrt.trace.log import Log, Span, logs_of, write_log
 from commrt.trace.recorder import Recorder, recorder
@@ -36,7 +36,13 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str], to: Recorder) -> None:
         """Make the folder; UsageError where it cannot be."""
-        self.path = Path(path)
+        try:
+            self.path = Path(os.fsdecode(path))
+            os.fsencode(self.path)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"folder={shown(path)} for logs is no path: {error}"
+            ) from error
         self.span = Span()
         self._to = to
         self._error = ""
@@ -44,9 +50,10 @@ class Folder:
         self._writes = threading.RLock()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            said = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"the folder {self.path} for logs cannot be made: {error.strerror}"
+                f"the folder {self.path} for logs cannot be made: {said}"
             ) from error
 
     def keep(self) -> list[Log]:

@@ -18,14 +18,16 @@ The logs of all ranks together tell two things that one rank cannot know:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from commrt.errors import UsageError
-from commrt.trace.log import Log, Operation, read_log
+from commrt.trace.log import Log, Operation
+from commrt.trace.log_reader import read_log
 from commrt.trace.volumes import MESSAGES
 from commrt.vocabulary.operations import OPERATIONS, OTHERS, operation
 
@@ -158,10 +160,13 @@ def join(logs: Iterable[Log]) -> Job:
 def _notes_on(logs: Sequence[Log]) -> list[str]:
     notes = []
     size = max(log.size for log in logs)
-    missing = sorted({*range(size)} - {log.rank for log in logs})
-    if missing:
+    there = {log.rank for log in logs}
+    num_missing = size - sum(rank < size for rank in there)
+    if num_missing:
+        # A job may have said to have far more ranks than there are logs.
+        missing = itertools.islice((r for r in range(size) if r not in there), 9)
         notes.append(
-            f"{len(missing)} of {size} ranks have no log ({_listed(missing)}): what "
+            f"{num_missing} of {size} ranks have no log ({_listed([*missing])}): what "
             f"was waited for in operations with them is not known"
         )
     for log in logs:
@@ -207,7 +212,9 @@ def _find_peers(events: Sequence[Event]) -> list[str]:
         if at in receives:
             event.peers, receives[at].peers = [receives[at]], [event]
     wrong: dict[str, int] = {}
-    for (_, seq), same in collectives.items():
+    for (_, seq), found in collectives.items():
+        # Of a rank that says to have made one call twice only the first counts.
+        same = [*{event.rank: event for event in reversed(found)}.values()][::-1]
         if len({event.call.op for event in same}) > 1:
             wrong.setdefault(same[0].call.group.name, seq)
             continue
@@ -227,16 +234,18 @@ def _needed(event: Event) -> list[Event] | None:
     if call.op in MESSAGES:
         return event.peers or None
     whom = _WAITS_FOR.get(call.op)
-    wanted = {*range(group.size)} - {group.rank}
     if whom is None:
         return None
+    needed: Collection[int] = range(group.size)
     if whom == "root":
-        wanted = {call.root} - {group.rank}
+        needed = {call.root}
     elif whom == "root waits" and call.root != group.rank:
-        wanted = set()
+        needed = ()
     elif whom == "contributors":
-        wanted = {*operation(call.op).contributors(group.rank, group.size)}
-        wanted -= {group.rank}
+        needed = operation(call.op).contributors(group.rank, group.size)
+    if len(needed) > len(event.peers) + 1:
+        return None  # at once: there may be very many
+    wanted = {*needed} - {group.rank}
     there = [other for other in event.peers if other.call.group.rank in wanted]
     return there if len(there) == len(wanted) else None
 

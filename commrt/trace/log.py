@@ -14,11 +14,12 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
+from commrt.files.write import write_file
 from commrt.trace.recorder import END, KIND, SEQ, SITE, START, Group, Kind, Recorder
 from commrt.trace.volumes import Volume, wire_nbytes
 from commrt.vocabulary.operations import RECEIVED, SENT
@@ -26,19 +27,22 @@ from commrt.vocabulary.operations import RECEIVED, SENT
 __all__ = [
     "FORMAT",
     "KEYS",
+    "KIND_FIELDS",
+    "MOST_CALLS",
     "Log",
     "LoggedGroup",
     "Operation",
     "Place",
     "Span",
     "logs_of",
-    "read_log",
     "size_bin",
     "stream_name",
     "write_log",
 ]
 
 FORMAT = "commrt-trace/1"
+MOST_CALLS = 2_000_000
+"""Most calls of a file."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,9 @@ def count(
     """Return calls and bytes of operations, but receives, by some of ``KEYS``."""
     wrong = [name for name in by if name not in KEYS]
     if wrong:
-        raise UsageError(f"volume: unknown by={wrong[0]!r}{suggest(wrong[0], KEYS)}")
+        raise UsageError(
+            f"volume: unknown by={shown(wrong[0])}{suggest(wrong[0], KEYS)}"
+        )
     keys = [KEYS[name] for name in by]
     found: dict[tuple[str, ...], Volume] = {}
     for one in operations:
@@ -346,16 +352,18 @@ def _operation(record: Sequence[Any], group: LoggedGroup, site: Place) -> Operat
 
 
 def write_log(log: Log, path: Path) -> None:
-    """Write a log; a reader finds the old file or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in _lines(log))
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    """Write a log; a reader finds the old file or the new one.
+
+    Of more calls than a file may have it keeps the latest.
+    """
+    surplus = len(log.operations) - MOST_CALLS
+    if surplus > 0:
+        log = replace(
+            log,
+            operations=log.operations[surplus:],
+            num_dropped=log.num_dropped + surplus,
+        )
+    write_file(path, "".join(f"{line}\n" for line in _lines(log)))
 
 
 def _lines(log: Log) -> Iterator[str]:
@@ -370,7 +378,7 @@ def _lines(log: Log) -> Iterator[str]:
         if one.group not in groups:
             groups[one.group] = len(groups)
             yield json.dumps({"group": asdict(one.group)})
-        kind = (groups[one.group], *(getattr(one, name) for name in _KIND_FIELDS))
+        kind = (groups[one.group], *(getattr(one, name) for name in KIND_FIELDS))
         if kind not in kinds:
             kinds[kind] = len(kinds)
             yield json.dumps({"kind": kind})
@@ -383,85 +391,7 @@ def _lines(log: Log) -> Iterator[str]:
     yield json.dumps({"end": len(log.operations)})
 
 
-_KIND_FIELDS = (
+KIND_FIELDS = (
     *("op", "nbytes", "out_nbytes", "dtype", "itemsize", "backend", "algorithm"),
     *("peer", "tag", "root", "stream"),
 )
-
-
-def read_log(path: Path) -> Log:
-    """Return the log in a file; one that ends early is not ``is_complete``.
-
-    Raises UsageError where it is no log.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"cannot read the log {path}: {error.strerror or error}; expected a .jsonl "
-            f"file that COMMRT_TRACE=FOLDER makes: check the path"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is no log of {FORMAT}: it is no text; logs are the .jsonl files "
-            f"that COMMRT_TRACE=FOLDER makes"
-        ) from error
-    lines = text.split("\n")
-    head = _parsed(lines[0])
-    if not isinstance(head, dict) or head.pop("format", None) != FORMAT:
-        raise UsageError(
-            f"{path} is no log of {FORMAT}: its first line is {lines[0][:60]!r}; logs "
-            f"are the .jsonl files that COMMRT_TRACE=FOLDER makes"
-        )
-    try:
-        log = Log(**head, is_complete=False)
-        _read_lines(log, lines[1:])
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise UsageError(
-            f"{path} is no log of {FORMAT}: its lines are damaged ({error!r}); "
-            f"expected the lines that this version writes: record the run again"
-        ) from error
-    return log
-
-
-def _read_lines(log: Log, lines: list[str]) -> None:
-    groups: list[LoggedGroup] = []
-    kinds: list[tuple[LoggedGroup, dict[str, Any]]] = []
-    sites: list[Place] = []
-    for number, line in enumerate(lines):
-        found = _parsed(line)
-        if found is None:
-            if any(lines[number + 1 :]):
-                raise ValueError(f"line {number + 2} is no JSON")
-            return  # cut off within a line
-        if isinstance(found, list):
-            kind, site, seq, start, end = found
-            group, fields = kinds[kind]
-            log.operations.append(
-                Operation(
-                    group=group,
-                    **fields,
-                    seq=seq,
-                    start_ns=start,
-                    end_ns=abs(end) or None,
-                    failed=end < 0,
-                    site=sites[site],
-                )
-            )
-        elif "group" in found:
-            given = found["group"]
-            groups.append(LoggedGroup(**{**given, "ranks": tuple(given["ranks"])}))
-        elif "kind" in found:
-            at, *values = found["kind"]
-            kinds.append((groups[at], dict(zip(_KIND_FIELDS, values, strict=True))))
-        elif "site" in found:
-            sites.append(Place(**found["site"]))
-        else:
-            log.is_complete = found["end"] == len(log.operations)
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None

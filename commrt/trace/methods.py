@@ -45,10 +45,19 @@ Arguments: TypeAlias = tuple[Any, ...]
 LookAt = Callable[["Traced", Arguments, dict[str, Any]], Sequence[Kind]]
 
 
-def follow_communicator(comm: Traced) -> None:
-    """Record the calls of a communicator of the user while somebody records."""
+def follow_communicator(held: object, comm: Traced) -> None:
+    """Record the calls of a communicator of the user while somebody records.
+
+    Args:
+        held: what the program holds, and whose methods it calls.
+        comm: the facts of that. It must not refer to what is held.
+    """
     begin_where_asked()
-    recorder().follow(comm, _attach)
+
+    def attach(to: Recorder, target: Any) -> Group:
+        return _attach(to, target, comm)
+
+    recorder().follow(held, attach)
 
 
 def group_of_communicator(comm: Traced) -> Group:
@@ -66,11 +75,11 @@ def group_of_communicator(comm: Traced) -> Group:
     )
 
 
-def _attach(to: Recorder, comm: Traced) -> Group:
+def _attach(to: Recorder, held: object, comm: Traced) -> Group:
     group = to.group(group_of_communicator(comm))
     for name, (reads, make) in _METHODS.items():
-        if hasattr(type(comm), name):
-            _record_method(to, comm, name, reads, make(group, name))
+        if hasattr(type(held), name):
+            _record_method(to, held, comm, name, reads, make(group, name))
     return group
 
 
@@ -87,21 +96,21 @@ def kinds_of(
 
 
 def _record_method(
-    to: Recorder, comm: Traced, name: str, reads: str, look: LookAt
+    to: Recorder, held: object, comm: Traced, name: str, reads: str, look: LookAt
 ) -> None:
     """Record a method's calls."""
     # As a bound method does, it keeps its communicator. The garbage collector knows.
-    held = vars(comm).get(name)  # such as one that shows ranges to a profiler
-    function = getattr(type(comm), name) if held is None else held
+    own = vars(held).get(name)  # such as one that shows ranges to a profiler
+    function = getattr(type(held), name) if own is None else own
 
     def looked_at(args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
         return look(comm, args, more)
 
-    owner = comm if held is None else None
+    owner = held if own is None else None
     method = to.method(
         *(name, function, owner, looked_at), reads=reads, watch=TracedRequest
     )
-    to.replace(comm, name, method)
+    to.replace(held, name, method)
 
 
 # -- what a call is --------------------------------------------------------------

@@ -15,7 +15,6 @@ import ctypes
 import ctypes.util
 import importlib.metadata
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -33,7 +32,7 @@ from commrt.vocabulary.operations import (
     rule_nbytes,
 )
 
-__all__ = ["NamedCall", "Ranges", "plans_with_ranges", "ranges_around"]
+__all__ = ["NamedCall", "Ranges", "plans_with_ranges", "put_ranges", "wanted_ranges"]
 
 SONAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 """NVTX 3 as a library, in wheels from CUDA 12.9 on; and what came before it."""
@@ -196,29 +195,36 @@ def plans_with_ranges(plans: P, comm: Traced) -> P:
     return cast("P", named)
 
 
-def ranges_around(comm: Traced) -> Ranges | None:
-    """Put ranges around a communicator's calls; None where nobody asks for it.
+def wanted_ranges() -> Ranges | None:
+    """Return what shows calls to a profiler; None where nobody asks for it.
 
     Raises BackendError where somebody does, and there is no library.
     """
     if not env.read_bool("COMMRT_NVTX"):
         return None
-    ranges = _library(env.read_str("COMMRT_NVTX_LIB") or "")
-    # Not the communicator itself, which would then outlive its last user.
-    this = weakref.ref(comm)
+    return _library(env.read_str("COMMRT_NVTX_LIB") or "")
+
+
+def put_ranges(held: object, comm: Traced) -> None:
+    """Put ranges around the calls of what a program holds, if they are wanted.
+
+    ``comm`` has the facts of that, or is it.
+    """
+    ranges = comm.ranges
+    if ranges is None:
+        return
     for name in _NAMES:
-        if hasattr(type(comm), name):
-            setattr(comm, name, _named(ranges, this, name))
-    return ranges
+        if hasattr(type(held), name):
+            setattr(held, name, _named(ranges, held, comm, name))
 
 
-def _named(ranges: Ranges, this: weakref.ref[Traced], name: str) -> Callable[..., Any]:
+def _named(ranges: Ranges, held: object, comm: Traced, name: str) -> Callable[..., Any]:
+    """Return a method that, as a bound one, keeps its object."""
+
     def call(*args: Any, **more: Any) -> Any:
-        comm = this()
-        assert comm is not None, "its method is called, so somebody has it"
         label, nbytes = ranges.label(comm, name, args, more)
-        method = getattr(type(comm), name)
-        return ranges.run(label, nbytes, method, comm, *args, **more)
+        method = getattr(type(held), name)
+        return ranges.run(label, nbytes, method, held, *args, **more)
 
     call.__name__ = name
     return call

@@ -14,9 +14,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
+from commrt.files.write import write_file
 from commrt.trace.job import Event, Job
 from commrt.trace.log import stream_name
 
@@ -27,10 +29,8 @@ def write_perfetto(job: Job, path: Path) -> int:
     """Write a trace, compressed where the name ends in .gz; return its events."""
     events = list(events_of(job))
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    else:
-        path.write_text(text, encoding="utf-8")
+    packed = path.suffix == ".gz"
+    write_file(path, gzip.compress(text.encode(), mtime=0) if packed else text)
     return len(events)
 
 
@@ -54,32 +54,50 @@ def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
+class _Lanes:
+    """Tracks of one group and stream on a rank: slices on each do not overlap."""
+
+    def __init__(self) -> None:
+        self.tracks: list[int] = []
+        """Track of each lane."""
+        self._busy: list[tuple[int, int]] = []
+        """Ends of the last slices, and their lanes; a heap."""
+        self._free: list[int] = []
+        """Lanes whose slices have ended; a heap."""
+
+    def take(self, start_ns: int, end_ns: int) -> int:
+        """Return the first lane that is free for a slice; starts must ascend."""
+        while self._busy and self._busy[0][0] <= start_ns:
+            heappush(self._free, heappop(self._busy)[1])
+        at = heappop(self._free) if self._free else len(self._busy)
+        heappush(self._busy, (end_ns, at))
+        return at
+
+
 def _tracks(
     events: Sequence[Event],
 ) -> tuple[dict[int, int], dict[tuple[int, int], str]]:
     """Return each event's track, and the tracks' names."""
     found: dict[int, int] = {}
     names: dict[tuple[int, int], str] = {}
-    # Tracks of each group and stream on a rank, with the end of the last slice on each.
-    lanes: dict[tuple[int, str, int | None], list[tuple[int, int]]] = {}
+    lanes: dict[tuple[int, str, int | None], _Lanes] = {}
     count: dict[int, int] = {}
     for event in sorted(events, key=lambda one: (one.rank, one.start_ns)):
         group = event.call.group
         stream = event.call.stream
-        mine = lanes.setdefault((event.rank, group.key, stream), [])
-        free = (at for at, (_, end_ns) in enumerate(mine) if end_ns <= event.start_ns)
-        at = next(free, len(mine))
-        if at < len(mine):
-            track = mine[at][0]
+        mine = lanes.setdefault((event.rank, group.key, stream), _Lanes())
+        # A slice has a length, so that those of one moment are not on one track.
+        end_ns = max(event.end_ns or 0, event.start_ns + 1)
+        at = mine.take(event.start_ns, end_ns)
+        if at < len(mine.tracks):
+            track = mine.tracks[at]
         else:
             track = count[event.rank] = count.get(event.rank, 0) + 1
-            mine.append((track, 0))
+            mine.tracks.append(track)
             same = group.name == group.dimension
             name = group.name if same else f"{group.dimension} ({group.name})"
             on = f", {stream_name(stream)}" if stream is not None else ""
             names[event.rank, track] = f"{name}{on}{f' +{at}' if at else ''}"
-        # A slice has a length, so that those of one moment are not on one track.
-        mine[at] = (track, max(event.end_ns or 0, event.start_ns + 1))
         found[id(event)] = track
     return found, names
 

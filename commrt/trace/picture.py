@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from commrt.files.visible import visible, visible_lines
 from commrt.trace.job import Job
 from commrt.trace.log import size_bin
 from commrt.trace.summary import Row, readable_nbytes, readable_s, rows_by
@@ -69,11 +70,11 @@ def picture(job: Job) -> str:
             parts.append(_drawn(bar, at, longest))
             at += _ROW
         at += _GAP
-    said = f"Communication of job {job.logs[0].job}, {job.size} ranks"
+    said = visible(f"Communication of job {job.logs[0].job}, {job.size} ranks")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {at}" '
         f'width="{_WIDTH}" height="{at}" role="img" aria-label="{escape(said)}">'
-        f"<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
+        f"<style>{_STYLE}</style>{visible_lines(''.join(parts))}</svg>\n"
     )
 
 

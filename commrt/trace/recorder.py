@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 from commrt import _native
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.trace.call_sites import call_sites
 from commrt.trace.volumes import MESSAGES
 
@@ -264,11 +264,20 @@ class Recorder:
 
     def label(self, target: Any, dimension: str) -> None:
         """Name the parallel dimension of a communicator or process group."""
+        if not isinstance(dimension, str):
+            raise UsageError(
+                f"commrt.trace.label: dimension={shown(dimension)} must be a string, "
+                f'such as "tp"'
+            )
         with self._lock:
-            if target not in self._followed:
+            try:
+                is_followed = target in self._followed
+            except Exception:  # noqa: BLE001 - of what has no hash, or a wrong one
+                is_followed = False
+            if not is_followed:
                 raise UsageError(
-                    f"commrt.trace.label: {target!r} is neither a communicator nor a "
-                    f"process group of commrt's"
+                    f"commrt.trace.label: group={shown(target)} is neither a "
+                    "communicator nor a process group of commrt's"
                 )
             self._labels[target] = dimension
             if target in self._groups:

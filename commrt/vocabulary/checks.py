@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of single arguments: flags, integers, timeouts."""
+"""Checks of single arguments: flags, integers, names, lists."""
 
 from __future__ import annotations
 
-import math
 import operator
+from collections.abc import Mapping, Set
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 
-__all__ = ["as_integer", "check_flag", "check_timeout"]
+__all__ = ["as_integer", "as_items", "check_flag", "check_name"]
+
+_MOST_ITEMS = 1_000_000
 
 
 def check_flag(what: str, argument: str, value: Any) -> bool:
     """Return a boolean argument; UsageError for what is merely true or false."""
     if not isinstance(value, bool | np.bool_):
-        raise UsageError(f"{what}: {argument}={value!r} must be True or False")
+        raise UsageError(f"{what}: {argument}={shown(value)} must be True or False")
     return bool(value)
 
 
@@ -27,18 +30,35 @@ def as_integer(value: Any) -> int | None:
         return None
     try:
         return operator.index(value)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - an object of the program raises what it likes
         return None
 
 
-def check_timeout(what: str, timeout_s: Any) -> float:
-    """Return a number of seconds above 0, or raise UsageError."""
-    number = isinstance(timeout_s, int | float | np.integer | np.floating)
-    if not number or isinstance(timeout_s, bool) or not timeout_s > 0:
-        raise UsageError(
-            f"{what}: timeout_s={timeout_s!r} must be a number of seconds above 0"
-        )
+def as_items(values: Any) -> list[Any] | None:
+    """Return the items of a sequence or iterator; None for all else.
+
+    Sets and mappings have no order that ranks could agree on. Nothing is read without
+    an end, so a million items are the most.
+    """
+    if isinstance(values, Set | Mapping | str | bytes):
+        return None
     try:
-        return float(timeout_s)
-    except OverflowError:
-        return math.inf
+        found = list(islice(values, _MOST_ITEMS + 1))
+    except Exception:  # noqa: BLE001 - an object of the program raises what it likes
+        return None
+    return found if len(found) <= _MOST_ITEMS else None
+
+
+def check_name(what: str, name: Any) -> str | None:
+    """Return the name of something new, None without one; else UsageError."""
+    if name is None:
+        return None
+    is_text = isinstance(name, str)
+    if is_text:
+        try:
+            return str(name.encode(), "utf-8")
+        except UnicodeEncodeError:
+            is_text = False
+    raise UsageError(
+        f"{what}: name={shown(name)} must be a string that UTF-8 can write, or None"
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 
 __all__ = [
     "DTYPES",
@@ -106,19 +106,19 @@ _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 def dtype_by_name(name: str) -> DType:
     """Return the element type called ``name``, or raise UsageError."""
-    try:
-        return _BY_NAME[name]
-    except (KeyError, TypeError):
-        raise UsageError(f"unknown dtype {name!r}{suggest(name, _BY_NAME)}") from None
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise UsageError(f"unknown dtype {shown(name)}{suggest(name, _BY_NAME)}")
+    return found
 
 
 def reduce_op(name: str) -> ReduceOp:
     """Return the reduction called ``name``, or raise UsageError with a suggestion."""
-    try:
-        return _REDUCTION_NAMES[name]
-    except (KeyError, TypeError):
+    found = _REDUCTION_NAMES.get(name) if isinstance(name, str) else None
+    if found is None:
         hint = suggest(name, _REDUCTION_NAMES, _ELSEWHERE)
-        raise UsageError(f"unknown reduction op={name!r}{hint}") from None
+        raise UsageError(f"unknown reduction op={shown(name)}{hint}")
+    return found
 
 
 def is_known(op: str) -> bool:
@@ -154,20 +154,21 @@ def check_factor(factor: int | float, dtype: DType) -> None:
             float(factor)
         except OverflowError:
             raise UsageError(
-                f"factor is an integer of {len(str(abs(int(factor))))} digits, too "
-                f"large for {dtype.name}"
+                f"factor is an integer of {int(factor).bit_length()} bits, too large "
+                f"for {dtype.name}"
             ) from None
         return
     if not isinstance(factor, int):
         raise UsageError(
-            f"factor={factor!r} must be an integer for {dtype.name}, which is "
+            f"factor={shown(factor)} must be an integer for {dtype.name}, which is "
             f"multiplied in its own type: cast the array to a float type"
         )
     bits = 8 * dtype.itemsize
     low, high = (0, 2**bits - 1) if dtype.kind == "uint" else _signed_range(bits)
     if not low <= factor <= high:
         raise UsageError(
-            f"factor={factor} does not fit into {dtype.name}: expected {low}..{high}"
+            f"factor={shown(factor)} does not fit into {dtype.name}: expected "
+            f"{low}..{high}"
         )
 
 

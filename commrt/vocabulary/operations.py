@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 
 __all__ = [
     "COLLECTIVES",
@@ -27,6 +27,7 @@ __all__ = [
     "SPARSE_OF_TORCH",
     "CallSpec",
     "OpSpec",
+    "elements_of",
     "names_of",
     "operation",
     "other_call",
@@ -413,12 +414,12 @@ def names_of(*kinds: Kind) -> tuple[str, ...]:
 
 def operation(name: str) -> OpSpec:
     """Return the operation called ``name``, or raise UsageError with a suggestion."""
-    try:
-        return _BY_NAME[name]
-    except (KeyError, TypeError):
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
+    if found is None:
         raise UsageError(
-            f"unknown operation {name!r}{suggest(name, _BY_NAME, ELSEWHERE)}"
-        ) from None
+            f"unknown operation {shown(name)}{suggest(name, _BY_NAME, ELSEWHERE)}"
+        )
+    return found
 
 
 def other_call(name: str) -> CallSpec:
@@ -447,3 +448,22 @@ def rule_nbytes(coll: str, nbytes: int, size: int) -> int:
     if kind in ("none", "any"):
         return 0
     return nbytes // size
+
+
+_NO_END = 2**63 - 1
+
+
+def elements_of(
+    coll: str, lo: int, hi: int | None, itemsize: int, size: int
+) -> tuple[int, int]:
+    """Return the lengths of full vectors whose ``rule_nbytes`` lie in [lo, hi).
+
+    In elements: the first such length, and the first beyond.
+    """
+    kind = operation(coll).rule_bytes
+    if kind in ("none", "any"):
+        return 0, _NO_END
+    times = 1 if kind == "whole" else size
+    first = -(-lo * times // itemsize)
+    end = _NO_END if hi is None else -(-hi * times // itemsize)
+    return first, min(end, _NO_END)

@@ -11,7 +11,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
+from commrt.vocabulary.checks import check_name
 
 __all__ = ["BoundReduction", "Reduction", "reduction"]
 
@@ -36,15 +37,14 @@ class Reduction:
         self.address = _address(fn)
         if self.address is None and not callable(fn):
             raise UsageError(
-                f"reduction: {fn!r} is neither a Python function of two arrays nor a "
-                f"function pointer of ctypes or cffi"
+                f"reduction: {shown(fn)} is neither a Python function of two arrays "
+                "nor a function pointer of ctypes or cffi"
             )
         if not isinstance(commutative, bool):
             raise UsageError(
-                f"reduction: commutative={commutative!r} must be True or False"
+                f"reduction: commutative={shown(commutative)} must be True or False"
             )
-        if name is not None and not isinstance(name, str):
-            raise UsageError(f"reduction: name={name!r} must be a string or None")
+        name = check_name("reduction", name)
         self.fn = fn
         self.commutative = commutative
         self.name = name or getattr(fn, "__name__", None) or type(fn).__name__
@@ -123,8 +123,8 @@ def reduction(
 def _dtype(dtype: Any) -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"reduction: dtype={dtype!r}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - numpy raises what the value raises
+        raise UsageError(f"reduction: dtype={shown(dtype)}: {error}") from None
     return found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.vocabulary.dtypes import DType, ReduceOp
 
 __all__ = [
@@ -91,7 +91,9 @@ def check_compress(name: Any) -> str:
     """Return a value of ``compress=``; UsageError says which there are."""
     known = (*_BY_NAME, EXACT)
     if not isinstance(name, str) or name not in known:
-        raise UsageError(f"unknown compress={name!r}{suggest(name, known, _ELSEWHERE)}")
+        raise UsageError(
+            f"unknown compress={shown(name)}{suggest(name, known, _ELSEWHERE)}"
+        )
     return name
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 
 X = 1000
 FOR_EVER_S = 500.0
@@ -130,7 +131,7 @@ def interrupted_in_wait(blocking: bool) -> list[Any]:
     comm.barrier()
     x = np.ones(X)
     if comm.rank == 1:
-        comm.world.meet(range(2), "interrupted")
+        core_of(comm).world.meet(range(2), "interrupted")
         return [0.0, float(comm.allreduce(x)[0])]
     # The main thread is in the wait long before: it does nothing else.
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
@@ -145,7 +146,7 @@ def interrupted_in_wait(blocking: bool) -> list[Any]:
     with pytest.raises(KeyboardInterrupt):
         wait(timeout_s=FOR_EVER_S)
     elapsed_s = time.monotonic() - begin
-    comm.world.meet(range(2), "interrupted")
+    core_of(comm).world.meet(range(2), "interrupted")
     if request is None:
         # The operation goes on by itself; the next one finds it done.
         commrt.synchronize()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import ClosedError
 from commrt.launch.mpiexec import child_environment
 
@@ -34,8 +35,8 @@ def loads_data() -> list[Any]:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         squares = pool.map_async(square, range(10))
         total = comm.allreduce(np.full(3, 2.0))
-        numbers = squares.get(timeout=30)
-    return [numbers, float(total[0]), float(pending.wait()[-1]), comm.next_seq]
+        numbers = squares.get(timeout=300)
+    return [numbers, float(total[0]), float(pending.wait()[-1]), core_of(comm).next_seq]
 
 
 @pytest.mark.parametrize("progress", ["on", "off"])
@@ -98,7 +99,7 @@ def test_a_forked_child_may_end_normally(progress: str) -> None:
         cwd=os.sep,  # the repository's source tree would hide an installed wheel
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.stdout == "refused 9\nparent 2.0 1.0\n", done.stderr

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import TimeoutError_
 
 X = 1000
@@ -18,7 +19,7 @@ X = 1000
 
 def meet(comm: Any) -> None:
     """Wait for all ranks, outside of any operation."""
-    comm.world.meet(range(comm.size), "test")
+    core_of(comm).world.meet(range(comm.size), "test")
 
 
 def _wait_in_vain(comm: Any, x: Any, nonblocking: bool) -> None:

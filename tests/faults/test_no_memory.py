@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import commrt
+from commrt.comm import core_of
 
 LONG = 16_000_000
 
@@ -35,7 +36,7 @@ def without_memory() -> list[Any]:
         def look() -> None:
             """Wants the engine's lock, and has the GIL."""
             while not done.is_set():
-                comm._records()
+                core_of(comm)._records()
 
         other = threading.Thread(target=look)
         other.start()

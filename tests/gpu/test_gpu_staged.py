@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import Case, difference, expected, inputs, sample
 
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.devices.arrays import current_stream
 from commrt.devices.cuda import why_missing
@@ -61,7 +61,7 @@ def all_cases(comm: Communicator, gpu: Any, cases: list[Case]) -> list[str]:
         if want is not None and not (case.in_place and operation(case.coll).in_place):
             arguments["out"] = DeviceArray(gpu, want.size, x.dtype)
         made.append((case, xs, want, x, arguments))
-    comm.devices.stager(gpu)
+    core_of(comm).devices.stager(gpu)
     comm.barrier()
     outs = [
         getattr(comm, case.coll)(x, **arguments) for case, _, _, x, arguments in made
@@ -91,7 +91,7 @@ def test_every_operation(coll: str, size: int, seed: int, gpu: Any) -> None:
 def test_many_in_flight_in_pieces(count: int, gpu: Any) -> None:
     def main(comm: Communicator) -> None:
         xs = [DeviceArray(gpu, count).put(np.full(count, i)) for i in range(20)]
-        comm.devices.stager(gpu)
+        core_of(comm).devices.stager(gpu)
         comm.barrier()
         requests = [comm.allreduce(x, nonblocking=True) for x in xs]
         for request in requests:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix of all operations, forms and algorithms, all ranks in one thread.
 
-A run draws 50,000 cases, others each time; ``--full`` draws 500,000. Each is compared
+A run draws 25,000 cases, others each time; ``--full`` draws 500,000. Each is compared
 on every rank, with all of the memory around. A failure says how to repeat it alone.
 """
 

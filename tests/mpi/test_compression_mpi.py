@@ -26,7 +26,7 @@ LENGTHS = (0, 1, 257, 100_003)
 
 def nodes(text: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "60"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_compressed(seed: int) -> list[Any]:

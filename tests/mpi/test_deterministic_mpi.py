@@ -16,7 +16,7 @@ NODES = [(2, ""), (3, "2,1"), (4, "2,2"), (4, "")]
 
 
 def nodes(text: str) -> dict[str, str]:
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def every_way() -> list[str]:

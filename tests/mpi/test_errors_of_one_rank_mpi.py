@@ -11,7 +11,7 @@ import pytest
 import commrt
 from commrt.errors import CommError, MismatchError, RevokedError, TimeoutError_
 
-LIMIT_S = 20
+LIMIT_S = 300.0
 
 
 def nodes(text: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from commrt.launch.mpiexec import child_environment
 
 
 def nodes(text: str) -> dict[str, str]:
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_drawn(seed: int) -> bool:
@@ -96,7 +96,7 @@ def test_the_benchmark_compares_with_mpi4py() -> None:
         cwd=os.sep,  # here, sources would hide what is installed
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

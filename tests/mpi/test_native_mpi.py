@@ -13,6 +13,7 @@ import pytest
 from cases import Case, legal_pairs, run_cases
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import BackendError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import this_machine
@@ -187,7 +188,7 @@ def threads_with_communicators_of_their_own() -> list[Any]:
             if not np.all(y == expected):
                 wrong.append([number, step, float(y[0]), expected])
             if step % 20 == 0:
-                comm._forget_plans()  # so that plans die while others run
+                core_of(comm)._forget_plans()  # so that plans die while others run
 
     comms = [world.dup() for _ in range(3)]
     threads = [
@@ -335,7 +336,7 @@ def wrong_parameters() -> list[str]:
             comm.allreduce(np.ones(3), algorithm=NATIVE, params=params)
         except commrt.errors.UsageError as error:
             said.append(str(error))
-    assert comm.next_seq == 0
+    assert core_of(comm).next_seq == 0
     comm.allreduce(np.ones(3), algorithm=NATIVE, params={"chunk": 4096})
     return said
 
@@ -364,7 +365,7 @@ def long_copies() -> list[list[float]]:
     """What the library's collectives want copied is copied in slices, in order."""
     comm = commrt.init()
     count = 300_000 * comm.size
-    step = comm.world.engine.step
+    step = core_of(comm).world.engine.step
     requests = []
     for number in range(4):
         x = np.full(count, float(10 * comm.rank + number))

@@ -16,7 +16,7 @@ from commrt.bench.options import TURNS
 
 
 def nodes(text: str) -> dict[str, str]:
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_drawn(seed: int) -> bool:

@@ -118,7 +118,7 @@ def launch(path: Path) -> Completed:
         "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(path),
     }
     command, env = launch_command(sys.executable, RANKS, ["-c", program], env=settings)
-    return run_process(command, env, timeout_s=60)
+    return run_process(command, env, timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_numbers_are_those_of_this_openmpi(mpirun: Any) -> None:
         pytest.skip("the numbers are Open MPI's")
     info = Path(find_launcher(sys.executable).mpiexec).with_name("ompi_info")
     words = [str(info), "--param", "coll", "tuned", "--level", "9", "--parsable"]
-    done = run_process(words, child_environment(sys.executable), timeout_s=60)
+    done = run_process(words, child_environment(sys.executable), timeout_s=300)
     assert done.ok, done.describe_failure()
     for op, ours in OPENMPI.items():
         coll = "reduce_scatter_block" if op == "reduce_scatter" else op

@@ -16,7 +16,7 @@ from commrt.vocabulary.operations import COLLECTIVES
 
 def nodes(text: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_nonblocking(seed: int) -> list[str]:
@@ -60,7 +60,7 @@ def long_messages() -> list[bool]:
 
 @pytest.mark.parametrize(("size", "where"), [(2, ""), (2, "1,1"), (3, "2,1")])
 def test_long_messages(mpirun: Any, size: int, where: str) -> None:
-    got = mpirun(size, long_messages, env=nodes(where), deadline_s=60)
+    got = mpirun(size, long_messages, env=nodes(where), deadline_s=300)
     assert all(all(each) for each in got)
 
 

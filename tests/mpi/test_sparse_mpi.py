@@ -15,7 +15,7 @@ from commrt.sparse.cost import ALGORITHMS
 
 def nodes(text: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "60"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_sums(seed: int) -> list[Any]:

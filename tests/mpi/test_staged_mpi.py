@@ -38,7 +38,7 @@ def staged(seed: int, memory_flags: bool) -> list[str]:
 def test_every_operation(
     mpirun: Any, size: int, where: str, memory_flags: bool, seed: int
 ) -> None:
-    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
+    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "300"} if where else {}
     found = mpirun(size, staged, env=env, seed=seed, memory_flags=memory_flags)
     assert found == [[]] * size
 
@@ -74,7 +74,7 @@ def without_plans(memory_flags: bool) -> list[str]:
 def test_halos_without_plans_and_reductions_in_python(
     mpirun: Any, size: int, where: str, memory_flags: bool
 ) -> None:
-    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "20"} if where else {}
+    env = {"COMMRT_NODES": where, "COMMRT_TIMEOUT_S": "300"} if where else {}
     assert (
         mpirun(size, without_plans, env=env, memory_flags=memory_flags) == [[]] * size
     )

@@ -11,6 +11,7 @@ from cases import run_cases, sample
 from heap_memory import HeapMemory
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import MismatchError, TimeoutError_
 from commrt.planning import host_plans
 from commrt.vocabulary.operations import COLLECTIVES
@@ -20,7 +21,7 @@ NODES = [(2, ""), (3, ""), (3, "2,1"), (4, ""), (4, "2,2"), (4, "1,3")]
 
 def nodes(text: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def run_samples(seed: int, number: int) -> list[str]:
@@ -51,7 +52,7 @@ def root_is_read(symmetric: bool) -> list[bool]:
     if comm.rank == 0:
         request = comm.bcast(x, algorithm="direct", nonblocking=True)
         over = any(request.test() for _ in range(100))
-    comm.world.meet(range(2), "root is read")
+    core_of(comm).world.meet(range(2), "root is read")
     if comm.rank == 0:
         request.wait()
     else:
@@ -81,7 +82,7 @@ def unequal_and_late() -> list[Any]:
         with pytest.raises(TimeoutError_):
             comm.empty(1000)
         said.append("late")
-    comm.world.meet(range(comm.size), "unequal and late")
+    core_of(comm).world.meet(range(comm.size), "unequal and late")
     return said
 
 

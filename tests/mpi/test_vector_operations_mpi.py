@@ -12,7 +12,7 @@ import commrt
 
 
 def nodes(text: str) -> dict[str, str]:
-    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "20"} if text else {}
+    return {"COMMRT_NODES": text, "COMMRT_TIMEOUT_S": "300"} if text else {}
 
 
 def exchange_rows() -> list[bool]:

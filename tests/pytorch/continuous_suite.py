@@ -36,7 +36,7 @@ class Scenarios(MultiProcContinuousTest):  # type: ignore[misc]
     """Each scenario is a test."""
 
     world_size = int(os.environ.get(RANKS, "2"))
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=300)
     gloo: Any = None
 
     @classmethod

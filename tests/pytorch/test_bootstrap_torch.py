@@ -29,7 +29,7 @@ def _hash_store(size: int) -> Callable[[int], Bootstrap]:
 
 def _tcp_store(size: int) -> Callable[[int], Bootstrap]:
     """Return ranks of which each has a client of its own, as under torchrun."""
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=300)
     server = dist.TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
 
     def join(rank: int) -> Bootstrap:

@@ -24,7 +24,7 @@ def test_gloo_is_compared_where_torch_is_installed(
     command += ["--ranks", "2", "--sizes", "8:4096:512", "--launches", "1"]
     command += ["--iterations", "30", "--budget-s", "0.2", "--out", str(raw)]
     environ = {**child_environment(sys.executable), "XDG_CONFIG_HOME": str(tmp_path)}
-    done = run_process(command, environ, timeout_s=100)
+    done = run_process(command, environ, timeout_s=300)
     assert done.ok, done.describe_failure()
     data = json.loads(raw.read_text())
     assert data["failures"] == []

@@ -23,7 +23,6 @@ DEADLINE_S = 300.0
     [(1, ""), (2, ""), (3, ""), (4, ""), (2, "1"), (3, "2,1"), (4, "2")],
 )
 @pytest.mark.full(sample=1)
-@pytest.mark.timeout(DEADLINE_S + 30)
 def test_scenarios_beside_gloo(ranks: int, nodes: str) -> None:
     environ = {**child_environment(sys.executable), "OMP_NUM_THREADS": "1"}
     done = run_process(

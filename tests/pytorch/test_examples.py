@@ -16,7 +16,7 @@ from commrt.examples import cnn, gpt_fsdp, gpt_tensor_parallel, runs
 from commrt.examples.digits import load_digits
 from commrt.examples.documents import load_documents, windows
 
-DEADLINE_S = 110.0
+DEADLINE_S = 300.0
 EXAMPLES = {
     "cnn": cnn.main,
     "gpt_fsdp": gpt_fsdp.main,

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from process_groups import job, unequal
 
+from commrt.comm import core_of
 from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
 from commrt.torch import Options, using
 
 DEADLINE_S = 300.0
-pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
 LAYOUTS = {"1": 2, "2,1": 3, "2": 4}
 """COMMRT_NODES, and how many ranks."""
 NATIVE = Options(algorithm="gloo/native")
@@ -117,7 +117,7 @@ def run_who_runs_it() -> list[str]:
     found = []
     with job() as rank:
         comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
-        measured = comm.world.between_nodes
+        measured = core_of(comm).world.between_nodes
         assert min(measured.alpha_us, measured.beta_us, measured.native_us) > 0
         found.append(repr(measured))
         for coll in ("allreduce", "alltoall"):
@@ -231,7 +231,8 @@ def run_again() -> list[int]:
     """Groups that are freed leave theirs to the next ones of the same ranks."""
     made = []
     with job(pg_options=NATIVE):
-        lender = dist.group.WORLD.communicator.world.gloo_groups  # type: ignore[union-attr]
+        comm = dist.group.WORLD.communicator  # type: ignore[union-attr]
+        lender = core_of(comm).world.gloo_groups
         for _ in range(4):
             group = dist.new_group([0, 1], pg_options=NATIVE)
             x = torch.ones(50_000)
@@ -249,7 +250,7 @@ def test_freed_groups_are_used_again(torchrun: Any) -> None:
 def run_late() -> list[str]:
     """Rank 2 comes late to a call, which ends all the same."""
     said = []
-    with job(timeout=timedelta(seconds=30), pg_options=NATIVE) as rank:
+    with job(timeout=timedelta(seconds=300), pg_options=NATIVE) as rank:
         comm = dist.group.WORLD.communicator  # type: ignore[union-attr]
         x = torch.ones(70_000)
         store = dist.distributed_c10d._get_default_store()
@@ -263,7 +264,7 @@ def run_late() -> list[str]:
             work.wait()
         else:
             while store.add("waited", 0) < 2:
-                comm.world.engine.step()
+                core_of(comm).world.engine.step()
             store.set("go0", "")
             store.set("go1", "")
             dist.all_reduce(x)
@@ -378,7 +379,7 @@ INTERRUPTED = """
 if rank == 0:
     store = dist.distributed_c10d._get_default_store()
     def interrupt():
-        while comm.next_seq < 2:
+        while comm.stats().operations < 2:
             pass
         os.kill(os.getpid(), signal.SIGINT)
         interrupted.set()

@@ -23,8 +23,8 @@ from torch_ranks import TorchRun
 
 from commrt.launch.mpiexec import Completed, child_environment, run_process
 
-DEADLINE_S = 90.0
-LONG_S = 300.0
+DEADLINE_S = 300.0
+LONG_S = 600.0
 """For all scenarios on a busy machine."""
 assert collective_scenarios
 assert message_scenarios
@@ -140,7 +140,7 @@ def every_scenario(algorithm: str) -> list[Any]:
     """Run the scenarios of ``continuous_suite.py`` on ranks of any launcher."""
     from commrt.torch import Options
 
-    limit = timedelta(seconds=30)
+    limit = timedelta(seconds=300)
     options = Options(algorithm=algorithm) if algorithm else None
     dist.init_process_group("commrt", timeout=limit, pg_options=options)
     group: Any = dist.group.WORLD
@@ -170,7 +170,6 @@ UNDER = [
 
 @pytest.mark.parametrize(("launcher", "ranks", "algorithm", "nodes"), UNDER)
 @pytest.mark.full(sample=1)
-@pytest.mark.timeout(LONG_S + 30)
 def test_every_scenario(
     tmp_path: Path, launcher: str, ranks: int, algorithm: str, nodes: str
 ) -> None:

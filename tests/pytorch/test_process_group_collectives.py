@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from process_groups import job, unequal
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 COUNTS = (0, 1, 7, 4099)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -22,7 +22,7 @@ from process_groups import job
 from commrt.errors import CommError, RevokedError, TimeoutError_
 from commrt.torch.backend import can_be_made
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 # -- groups --------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_any_store_and_again_after_the_end(torchrun: Any, tmp_path: Path) -> Non
 def late() -> list[str]:
     """Rank 1 comes too late for a call with a limit, and the call ends all the same."""
     said = []
-    with job(name="late", timeout=timedelta(seconds=30)) as rank:
+    with job(name="late", timeout=timedelta(seconds=300)) as rank:
         group = dist.group.WORLD
         options = torch.distributed.distributed_c10d.AllreduceOptions()
         options.timeout = timedelta(seconds=0.3)
@@ -102,13 +102,13 @@ def late() -> list[str]:
             assert isinstance(raised.value, dist.DistBackendError)
             said.append(str(raised.value))
             dist.distributed_c10d._get_default_store().set("go", "1")
-            work.wait(timedelta(seconds=20))
+            work.wait(timedelta(seconds=300))
         else:
             dist.distributed_c10d._get_default_store().get("go")
             group.allreduce([x], options).wait()
         assert x.tolist() == [2.0] * 4
-        group.set_timeout(timedelta(seconds=7))
-        assert group.communicator.timeout_s == 7
+        group.set_timeout(timedelta(seconds=700))
+        assert group.communicator.timeout_s == 700
     return said
 
 
@@ -260,7 +260,7 @@ def test_importing_torch_is_enough() -> None:
         "assert dist.is_backend_available('commrt');"
         "assert 'commrt.comm' not in sys.modules, 'registering is to be light'"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
 
 
 def test_torchcomms_is_said_to_take_over(

@@ -33,12 +33,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from commrt.comm import core_of
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which it uses
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-DEADLINE_S = 110.0
-LONG_S = 300.0
+DEADLINE_S = 300.0
+LONG_S = 600.0
 """For many scenarios on a busy machine."""
 RANKS = 2
 
@@ -234,7 +236,6 @@ def run_data_parallel() -> list[str]:
 @pytest.mark.parametrize("progress", ["off", "on"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.full(sample=1)
-@pytest.mark.timeout(LONG_S + 30)
 def test_data_parallel(torchrun: Any, ranks: int, progress: str) -> None:
     """With a progress thread DDP's futures are completed by another thread, too."""
     env = {"COMMRT_PROGRESS": progress}
@@ -352,7 +353,6 @@ def run_sharded() -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.full(sample=1)
-@pytest.mark.timeout(LONG_S + 30)
 def test_sharded_models(torchrun: Any, ranks: int) -> None:
     got = torchrun(ranks, run_sharded, deadline_s=LONG_S)
     assert got == [[]] * ranks
@@ -369,7 +369,7 @@ def run_shared_memory() -> list[Any]:
         got = sharded_steps(model)
         found.append(all(torch.allclose(a, b) for a, b in zip(want, got, strict=True)))
         group: Any = dist.group.WORLD
-        found.append(group.communicator.has_heap)
+        found.append(core_of(group.communicator).has_heap)
         divided = fsdp2()
         divided.set_gradient_divide_factor(4.0)
         divided(rows(0)).sum().backward()
@@ -458,7 +458,6 @@ def run_others() -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.full(sample=1)
-@pytest.mark.timeout(LONG_S + 30)
 def test_pipelines_and_compiled_programs(torchrun: Any, ranks: int) -> None:
     got = torchrun(ranks, run_others, deadline_s=LONG_S)
     assert got == [[]] * ranks

@@ -15,7 +15,6 @@ from private_slurm import PrivateSlurm, private_slurm
 
 from commrt.launch.mpiexec import Completed
 
-pytestmark = pytest.mark.timeout(300)
 GROUPS = """
 import json, os, sys
 import torch, torch.distributed as dist

@@ -16,12 +16,13 @@ import pytest
 from cases import run_cases, sample
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import TimeoutError_
 from commrt.launch.detect import detect
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 def test_the_readme_prints_once(torchrun: Any, tmp_path: Path) -> None:
@@ -115,13 +116,13 @@ def late() -> list[Any]:
     x = np.ones(1000)
     text = ""
     if comm.rank == 1:
-        comm.world.meet(range(comm.size), "test")
+        core_of(comm).world.meet(range(comm.size), "test")
         comm.allreduce(x)
     else:
         with pytest.raises(TimeoutError_) as raised:
             comm.allreduce(x, timeout_s=0.3)
         text = str(raised.value)
-        comm.world.meet(range(comm.size), "test")
+        core_of(comm).world.meet(range(comm.size), "test")
         assert raised.value.request.wait() is x  # type: ignore[attr-defined]
     return [text, float(x[-1])]
 

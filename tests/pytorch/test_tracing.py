@@ -36,7 +36,7 @@ from commrt.errors import TimeoutError_, UsageError
 from commrt.torch import tracing
 from commrt.trace.job import load
 
-DEADLINE_S = 110.0
+DEADLINE_S = 300.0
 IN, HIDDEN, OUT, ROWS, E = 8, 32, 4, 6, 4
 Found = dict[str, list[Any]]
 

@@ -24,6 +24,7 @@ __all__ = [
     "test_one_thread_of_a_rank_waits_for_another",
     "test_timeout_names_exactly_the_members_that_did_not_arrive",
     "test_what_interrupts_a_wait_withdraws_the_blob",
+    "test_what_was_forgotten_begins_anew",
     "test_who_gives_up_is_met_when_it_comes_again",
     "test_who_never_came_need_not_make_up_for_it",
     "test_who_waits_longer_meets_those_that_come_again",
@@ -119,7 +120,7 @@ def test_who_gives_up_is_met_when_it_comes_again(make: Maker, run_threads) -> No
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 1:
-            gave_up.wait(60)
+            gave_up.wait(300)
             return peers.exchange([0, 1], "k", b"late", 60)
         with pytest.raises(TimeoutError_):
             peers.exchange([0, 1], "k", b"old", 0.05)
@@ -132,7 +133,7 @@ def test_who_gives_up_is_met_when_it_comes_again(make: Maker, run_threads) -> No
 def test_who_never_came_need_not_make_up_for_it(make: Maker, run_threads) -> None:
     """As after an error on rank 1, which the others wait for in vain, twice."""
     join = make(3)
-    turns = threading.Barrier(3, timeout=60)
+    turns = threading.Barrier(3, timeout=300)
 
     def rank_main(rank: int) -> list[list[bytes]]:
         peers = join(rank)
@@ -154,7 +155,7 @@ def test_who_waits_longer_meets_those_that_come_again(make: Maker, run_threads) 
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 2:
-            gave_up.wait(60)
+            gave_up.wait(300)
         elif rank == 0:
             with pytest.raises(TimeoutError_):
                 peers.exchange(range(3), "k", b"old", 0.05)
@@ -171,7 +172,7 @@ def test_what_interrupts_a_wait_withdraws_the_blob(make: Maker, run_threads) -> 
     def rank_main(rank: int) -> list[bytes]:
         peers = join(rank)
         if rank == 1:
-            interrupted.wait(60)
+            interrupted.wait(300)
         else:
             peers.idle = _interrupt
             with pytest.raises(KeyboardInterrupt):
@@ -205,3 +206,22 @@ def test_wrong_members_are_an_error_before_anything_is_sent(
     peers = make(3)(0)
     with pytest.raises(UsageError, match="members"):
         peers.exchange(members, "k", b"", 10)
+
+
+def test_what_was_forgotten_begins_anew(make: Maker, run_threads) -> None:
+    join = make(2)
+
+    def rank_main(rank: int) -> list[list[bytes]]:
+        peers = join(rank)
+        said = []
+        for number in range(3):
+            key = f"group{number}/part"
+            said.append(peers.exchange([0, 1], key, bytes([rank, number]), 10))
+            peers.exchange([0, 1], "all have read", b"", 10)
+            peers.forget(key if number else "group0")
+            peers.forget("never used/at all")
+        said.append(peers.exchange([1, 0], "group1/part", bytes([rank]), 10))
+        return said
+
+    rounds = [[bytes([0, number]), bytes([1, number])] for number in range(3)]
+    assert run_threads(2, rank_main) == [[*rounds, [bytes([1]), bytes([0])]]] * 2

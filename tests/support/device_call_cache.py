@@ -14,31 +14,31 @@ from typing import Any
 import pytest
 
 from commrt import _native
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 
 __all__ = ["calls_of_python", "num_cached", "said", "without_python"]
 
 
 def num_cached(comm: Communicator) -> int:
     """Return how many kinds of calls the communicator knows."""
-    return int(_native.num_cached_device_calls(comm))
+    return int(_native.num_cached_device_calls(core_of(comm)))
 
 
 @contextlib.contextmanager
 def calls_of_python(comm: Communicator) -> Iterator[list[str]]:
     """Write down the calls that Python looks at."""
     looked_at: list[str] = []
-    look = comm._call
+    look = core_of(comm)._call
 
     def noting(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         looked_at.append(name)
         return look(name, args, kwargs)
 
-    comm._call = noting  # type: ignore[method-assign]
+    core_of(comm)._call = noting  # type: ignore[method-assign]
     try:
         yield looked_at
     finally:
-        del comm._call  # type: ignore[method-assign]
+        del core_of(comm)._call  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

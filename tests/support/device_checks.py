@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from staged_ranks import Rank
 
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 
 __all__ = ["meet", "ones", "sums_to"]
@@ -29,5 +30,5 @@ def sums_to(rank: Rank, comm: Any, wanted: float) -> None:
 
 def meet(rank: Rank, what: str) -> None:
     """Wait for the other ranks, beside what they test."""
-    world = rank.comm.world
+    world = core_of(rank.comm).world
     world.bootstrap.exchange(range(rank.comm.size), what, b"", 20)

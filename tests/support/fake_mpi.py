@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from commrt import _native, local
-from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.launch.detect import LaunchInfo
 from commrt.local import LocalRanks
 from commrt.mpi import library
@@ -256,13 +256,13 @@ class MpiRanks(LocalRanks):
     def __init__(self, mpi: FakeMpi, nodes: list[list[int]]) -> None:
         self.mpi = mpi
 
-        def connect(world: Any, rank: int, size: int, timeout_s: float) -> Communicator:
+        def connect(world: Any, rank: int, size: int, timeout_s: float) -> Core:
             launch = LaunchInfo("single", rank, size, "threads of one process")
             mine = open_world(world.bootstrap(rank), launch, in_process=True)
             mine.timeout_s, mine.nodes = timeout_s, nodes
             mine.mpi = _FIRST_HANDLE + rank
             identity = mine.agree_id(range(size), "world")
-            return Communicator(mine, range(size), "local", identity)
+            return Core(mine, range(size), "local", identity)
 
         with (
             mock.patch.object(local, "_connect", connect),

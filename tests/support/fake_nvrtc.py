@@ -26,6 +26,6 @@ def build(folder: Path, version: str = "12.9", name: str = "libnvrtc.so.12") -> 
     command = [compiler, "-std=c++17", "-shared", "-fPIC", define]
     environ = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     subprocess.run(
-        [*command, "-o", str(path), str(_SOURCE)], check=True, timeout=100, env=environ
+        [*command, "-o", str(path), str(_SOURCE)], check=True, timeout=300, env=environ
     )
     return path

@@ -31,7 +31,7 @@ def _compiled(source: Path, path: Path, *flags: str) -> Path:
     assert compiler is not None, "building commrt needs g++, too"
     command = [compiler, "-std=c++17", "-shared", "-fPIC", *flags, "-o", str(path)]
     environ = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    subprocess.run([*command, str(source)], check=True, timeout=100, env=environ)
+    subprocess.run([*command, str(source)], check=True, timeout=300, env=environ)
     return path
 
 

@@ -8,6 +8,7 @@ says of the attributes; each array lies in the memory of a ``DeviceArray``.
 from __future__ import annotations
 
 import sys
+from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,8 +58,8 @@ class Tensor:
         self.device = SimpleNamespace(type=facts.get("type", "cuda"), index=index)
         self.is_cuda = self.device.type == "cuda"
         self.is_sparse = facts.get("sparse", False)
-        self.is_quantized = False
-        self.layout = "torch.strided"
+        self.is_quantized = self.is_nested = False
+        self.layout = "torch.sparse_coo" if self.is_sparse else "torch.strided"
         self.shape = array.shape
         self.facts = facts
 
@@ -80,11 +81,22 @@ class Tensor:
             raise error
         return self.array.address
 
+    def untyped_storage(self) -> Any:
+        nbytes = self.facts.get("storage_nbytes", self.array.size * 16)
+        address = self.data_ptr() if nbytes else 0
+        return SimpleNamespace(nbytes=lambda: nbytes, data_ptr=lambda: address)
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def element_size(self) -> int:
+        return int(self.array.dtype.itemsize)
+
     def numel(self) -> int:
         return self.array.size
 
     def stride(self) -> tuple[int, ...]:
-        return (1,)
+        return tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 def torch_here(

@@ -9,6 +9,7 @@ from typing import Any
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 
 KINDS = ("sparse", "compression")
@@ -18,8 +19,8 @@ ENOUGH = {"first_nbytes": 1 << 20}
 
 def do_jobs(rank: Rank) -> None:
     """Do the host's part of calls until the caller is done."""
-    jobs = rank.comm.devices.host_jobs
-    engine = rank.comm.world.engine
+    jobs = core_of(rank.comm).devices.host_jobs
+    engine = core_of(rank.comm).world.engine
     while not rank.device.flag_load(rank.stop):
         if not jobs.step() and not engine.step():
             rank.device.pause()
@@ -40,16 +41,18 @@ class HostWorkRanks(SimRanks):
         how.setdefault("staging", ENOUGH)
         # The ranks meet for it, which no simulated thread can wait for.
         made = kept_ranks(size)
-        channels = [comm.devices.host_jobs._channel for comm in made.comms]
+        channels = [core_of(comm).devices.host_jobs._channel for comm in made.comms]
         if any(each is not None and each.failure for each in channels):
             forget_ranks()
             made = kept_ranks(size)
-        if any(comm.devices.host_jobs._channel is None for comm in made.comms):
+        if any(core_of(comm).devices.host_jobs._channel is None for comm in made.comms):
             for kind in KINDS:
-                made.each(lambda comm, k=kind: comm.devices.host_jobs.channel(k, 60))
+                made.each(
+                    lambda comm, k=kind: core_of(comm).devices.host_jobs.channel(k, 60)
+                )
         super().__init__(size, seed, queues, **how)
         for rank in self.ranks:
-            jobs = rank.comm.devices.host_jobs
+            jobs = core_of(rank.comm).devices.host_jobs
             jobs._feed.jobs.clear()
             jobs.is_driven = True
             work = jobs.work(rank.device)
@@ -66,9 +69,11 @@ class HostWorkRanks(SimRanks):
     def close(self) -> None:
         """Give everything back, but for the communicators that jobs go over."""
         for rank in self.ranks:
-            _native.drop_ended(rank.comm.world.engine)  # as the next call would
+            _native.drop_ended(
+                core_of(rank.comm).world.engine
+            )  # as the next call would
             DeviceArray(rank.device, 1).free()  # and with it what others left to free
-        kept = [rank.comm.devices.host_jobs for rank in self.ranks]
+        kept = [core_of(rank.comm).devices.host_jobs for rank in self.ranks]
         channels = [jobs._channel for jobs in kept]
         for jobs in kept:
             jobs._channel = None

@@ -22,7 +22,7 @@ from staged_ranks import Rank, SimRanks, attach_anew, forget_ranks, kept_ranks
 
 from commrt.backends.ipc import attached as ipc_calls
 from commrt.backends.ipc import sharing
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.devices import ThreadDevice
 from commrt.errors import CommError, OrderingError
 from commrt.local import run
@@ -31,7 +31,7 @@ __all__ = ["IpcSimRanks", "ipc_here", "on_ipc_threads", "prepare", "verdict"]
 
 T = TypeVar("T")
 HALF_NBYTES = 1 << 12
-DEADLINE_S = 20.0
+DEADLINE_S = 300.0
 PRETENDED = {"simulated", "threads"}
 
 
@@ -54,8 +54,8 @@ def ipc_here(*, is_clean: bool = True) -> Iterator[None]:
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks connect, as a first call does."""
-    comm.devices.agree(device, "first", 20.0)
-    ipc = comm.attached["ipc"]
+    core_of(comm).devices.agree(device, "first", 20.0)
+    ipc = core_of(comm).attached["ipc"]
     assert ipc.prepare(device, 0), ipc.facts.why
 
 
@@ -77,7 +77,7 @@ def on_ipc_threads(
         drawn = {**device, "seed": device.get("seed", 0) + comm.rank}
         with ThreadDevice(**drawn) as gpu:
             rank = Rank(comm, gpu)
-            comm.attached["ipc"].half_nbytes = half_nbytes
+            core_of(comm).attached["ipc"].half_nbytes = half_nbytes
             rank.begin()
             with rank.stream:
                 result = function(rank)
@@ -123,7 +123,7 @@ class IpcSimRanks(SimRanks):
             for each in self.groups[rank]:
                 ipc = attach_anew(each, "ipc")
                 ipc.half_nbytes, ipc.first_value = half_nbytes, first_value
-                each.devices.forget_choices()
+                core_of(each).devices.forget_choices()
                 prepare(each, self.devices[rank])
                 if bug is not None:
                     ipc.runner(self.devices[rank]).plant(bug)
@@ -134,10 +134,10 @@ class IpcSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm.attached["ipc"].close()
-                for _, stager in comm.devices._stagers.values():
+                core_of(comm).attached["ipc"].close()
+                for _, stager in core_of(comm).devices._stagers.values():
                     stager.close()
-                comm.devices._stagers.clear()
+                core_of(comm).devices._stagers.clear()
                 attach_anew(comm, "ipc")
         sharing.end_all(DEADLINE_S)  # all have left, but memory ends step by step
         assert sharing.sweep() == 0

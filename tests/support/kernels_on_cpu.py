@@ -58,7 +58,7 @@ def build() -> Path:
         env=environ,
         text=True,
         check=True,
-        timeout=110,
+        timeout=300,
     )
     partial.rename(made)
     return made

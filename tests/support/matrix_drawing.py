@@ -21,6 +21,7 @@ from matrix_values import KINDS, user_reduction
 from rounding import TYPES as TELLING
 
 from commrt import algorithms
+from commrt.comm import core_of
 from commrt.vocabulary.dtypes import DTYPES, dtype_by_name
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
@@ -103,8 +104,8 @@ class Where:
 def candidates_of(comm: Any, coll: str, kind: str, dtype: str, root: int) -> list[Way]:
     """Return the ways that a communicator has for a reduction whose order matters."""
     op = "sum" if kind == "deterministic" else user_reduction(kind)
-    query = comm.selection.question("candidates", coll, 4096, dtype, op, root)
-    found = comm.policy.candidates(query)
+    query = core_of(comm).selection.question("candidates", coll, 4096, dtype, op, root)
+    found = core_of(comm).policy.candidates(query)
     return [(None, {}), *((each.algorithm, dict(each.params)) for each in found)]
 
 

@@ -30,7 +30,8 @@ from staged_ranks import (
 from commrt import local
 from commrt.backends.mpi import attached as mpi_calls
 from commrt.backends.mpi import collectives
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
+from commrt.core import Core
 from commrt.errors import CommError, OrderingError
 from commrt.job import world
 from commrt.launch.detect import LaunchInfo
@@ -41,7 +42,7 @@ from commrt.runtime import open_world
 __all__ = ["MpiSimRanks", "join_mpi", "mpi_here", "on_mpi_threads", "verdict"]
 
 PRETENDED = {"simulated", "threads"}
-DEADLINE_S = 20.0
+DEADLINE_S = 300.0
 on_mpi_threads = on_threads
 
 
@@ -71,15 +72,15 @@ def mpi_here(*, is_clean: bool = True) -> Iterator[FakeDeviceMpi]:
         fake.check()
 
 
-def _connect(threads: Any, rank: int, size: int, timeout_s: float) -> Communicator:
-    """Return the communicator of a rank that MPI has started."""
+def _connect(threads: Any, rank: int, size: int, timeout_s: float) -> Core:
+    """Return the insides of the communicator of a rank that MPI has started."""
     launch = LaunchInfo("single", rank, size, "threads of one process")
     mine = open_world(threads.bootstrap(rank), launch, in_process=True)
     mine.timeout_s = timeout_s
     mine.mpi = mine.mpi_comm = threads
     mine.native_comms = PretendedComms(threads, rank)  # type: ignore[assignment]
     identity = mine.agree_id(range(size), "world")
-    return Communicator(mine, range(size), "local", identity)
+    return Core(mine, range(size), "local", identity)
 
 
 def join_mpi(
@@ -91,7 +92,7 @@ def join_mpi(
         for each in groups[comm.rank]:
             device, mpi = devices[comm.rank], attach_anew(each, "mpi")
             mpi.first_value = first_value
-            each.devices.agree(device, "first", DEADLINE_S)
+            core_of(each).devices.agree(device, "first", DEADLINE_S)
             assert not mpi.facts.why, mpi.facts.why
             # To make it takes a lock that the simulation does not know of.
             work = mpi.runner(device)
@@ -129,11 +130,11 @@ class MpiSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm.attached["mpi"].close()
+                core_of(comm).attached["mpi"].close()
                 attach_anew(comm, "mpi")
-                for _, stager in comm.devices._stagers.values():
+                for _, stager in core_of(comm).devices._stagers.values():
                     stager.close()
-                comm.devices._stagers.clear()
+                core_of(comm).devices._stagers.clear()
         end_all(DEADLINE_S)
         super().close()
         for group in self.groups:

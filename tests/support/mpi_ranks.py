@@ -59,7 +59,7 @@ class SpawnedRanks(ABC):
         function: Callable[..., Any],
         *,
         env: dict[str, str] | None = None,
-        deadline_s: float = 40.0,
+        deadline_s: float = 300.0,
         **arguments: Any,
     ) -> list[Any]:
         """Return what ``function(**arguments)`` returned, per rank; fail if any did."""
@@ -75,7 +75,7 @@ class SpawnedRanks(ABC):
         function: Callable[..., Any],
         *,
         env: dict[str, str] | None = None,
-        deadline_s: float = 40.0,
+        deadline_s: float = 300.0,
         **arguments: Any,
     ) -> Completed:
         """Return how the launch of a function that is expected to fail ended."""
@@ -89,7 +89,7 @@ class SpawnedRanks(ABC):
         argv: list[str],
         *,
         env: dict[str, str] | None = None,
-        deadline_s: float = 40.0,
+        deadline_s: float = 300.0,
     ) -> Completed:
         """Run ``python *argv`` on ranks, and return how that ended."""
 
@@ -126,7 +126,7 @@ class MpiRun(SpawnedRanks):
         argv: list[str],
         *,
         env: dict[str, str] | None = None,
-        deadline_s: float = 40.0,
+        deadline_s: float = 300.0,
     ) -> Completed:
         """Run ``python *argv`` on MPI ranks, and return how that ended."""
         settings = dict(MPICH_OVERSUBSCRIBED) if self.flavour == "mpich" else {}

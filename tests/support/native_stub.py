@@ -61,7 +61,7 @@ class MessageMethod: ...
 class Operation: ...
 '''
 _PLAIN = (  # what nanobind writes, what a type checker should read
-    (re.compile(r"ndarray\[[^\]]*\]"), "NDArray[Any]"),
+    (re.compile(r"(numpy\.)?ndarray\[[^\]]*\]"), "NDArray[Any]"),
     (re.compile(r"\bcollections\.abc\.|\bcommrt\._native\."), ""),
     (re.compile(r"\bobject\b"), "Any"),
     (re.compile(r"\blist(?!\[)\b"), "list[Any]"),

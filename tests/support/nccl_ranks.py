@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from fake_nccl import FakeNccl
 from staged_ranks import Rank, SimRanks, attach_anew, kept_ranks, on_threads
 
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.nccl import libnccl
 from commrt.nccl.orders import end_all
 
@@ -50,8 +50,8 @@ def nccl_here(
 
 def prepare(comm: Communicator, device: Any) -> None:
     """Let the ranks meet, as a first call does."""
-    comm.devices.agree(device, "first", 20.0)
-    nccl = comm.attached["nccl"]
+    core_of(comm).devices.agree(device, "first", 20.0)
+    nccl = core_of(comm).attached["nccl"]
     assert nccl.prepare(device, 0), nccl.facts.why
 
 
@@ -89,7 +89,7 @@ class NcclSimRanks(SimRanks):
             for each in self.groups[rank]:
                 nccl = attach_anew(each, "nccl")
                 nccl.first_value = first_value
-                each.devices.forget_choices()
+                core_of(each).devices.forget_choices()
                 prepare(each, self.devices[rank])
                 if bug is not None:
                     nccl.runner(self.devices[rank]).plant(bug)
@@ -100,10 +100,10 @@ class NcclSimRanks(SimRanks):
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for group in self.groups:
             for comm in group:
-                comm.attached["nccl"].close()
-                for _, stager in comm.devices._stagers.values():
+                core_of(comm).attached["nccl"].close()
+                for _, stager in core_of(comm).devices._stagers.values():
                     stager.close()
-                comm.devices._stagers.clear()
+                core_of(comm).devices._stagers.clear()
         end_all(5.0)
         super().close()
         for group in self.groups:

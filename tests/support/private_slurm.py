@@ -30,7 +30,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 DAEMONS = ("munged", "slurmctld", "slurmd")
 SYSTEM = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 """Where daemons are, which is not on everybody's PATH."""
-START_S = 60.0
+START_S = 300
 CONFIGURATION = """
 ClusterName=private
 SlurmctldHost={host}
@@ -67,7 +67,7 @@ class PrivateSlurm:
         self,
         options: str,
         *program: str,
-        deadline_s: float = 90.0,
+        deadline_s: float = 300,
         **variables: str,
     ) -> Completed:
         """Run a program by ``srun OPTIONS``, and return how that ended."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=300)
 Scenario = Callable[[], Any]
 _KEPT: list[Any] = []
 """Groups of gloo: one whose last reference goes with a future's callback is destroyed

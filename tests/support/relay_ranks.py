@@ -14,14 +14,14 @@ from typing import Any
 from unittest import mock
 
 from commrt import _native, local
-from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.launch.detect import LaunchInfo
 from commrt.local import LocalRanks
 from commrt.runtime import open_world
 
 __all__ = ["CarriedRelay", "RelayRanks"]
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 Pair = tuple[int, int]
 
 
@@ -101,13 +101,13 @@ class RelayRanks(LocalRanks):
         pairs = [(a, b) for a in range(size) for b in range(size) if node[a] != node[b]]
         self.carrier = self.carrier_of([each.native for each in self.relays], pairs)
 
-        def connect(world: Any, rank: int, count: int, limit: float) -> Communicator:
+        def connect(world: Any, rank: int, count: int, limit: float) -> Core:
             launch = LaunchInfo("single", rank, count, "threads of one process")
             mine = open_world(world.bootstrap(rank), launch, in_process=True)
             mine.timeout_s, mine.nodes = limit, nodes
             mine.relay = self.relays[rank]  # type: ignore[assignment]
             identity = mine.agree_id(range(count), "world")
-            return Communicator(mine, range(count), "local", identity)
+            return Core(mine, range(count), "local", identity)
 
         with mock.patch.object(local, "_connect", connect):
             super().__init__(size, timeout_s=timeout_s)

@@ -14,21 +14,24 @@ shares: the matrices, and all tests of ``tests/unit/house``.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from busy_machine import Moment, describe, now
 
+_BEGIN = pytest.StashKey[Moment]()
 _NOTE = pytest.StashKey[str]()
 _TALLY = pytest.StashKey[Counter[str]]()
-CASES, ALL_CASES = 50_200, 502_000
-"""Of the matrix of ranks in one thread, in an ordinary run and in a full one: 50,000
+CASES, ALL_CASES = 25_200, 502_000
+"""Of the matrix of ranks in one thread, in an ordinary run and in a full one: 25,000
 and 500,000, and some for what is rounded."""
 
 
-FULL_LIMIT_S = 900.0
+FULL_LIMIT_S = 3600.0
 """Of a test in a full run, where one may try 200 seeds, and an ordinary one tries 2."""
 
 
@@ -71,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full") and config.getoption("timeout", None) is None:
         config.option.timeout = FULL_LIMIT_S
     config.stash[_TALLY] = Counter()
+    config.stash[_BEGIN] = now()
     given = getattr(config, "workerinput", {})
     config.option.seed = given.get("commrt_seed", config.option.seed)
     if config.getoption("--plain-kernels"):
@@ -147,13 +151,15 @@ def _all_but(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say how many cases were compared, and how to repeat the run."""
+    """Say how many cases were compared, how to repeat the run, who worked beside it."""
     for what, number in config.stash[_TALLY].items():
         terminalreporter.write_line(f"compared {number:,} cases: {what}")
     seed, left_out = config.getoption("--seed"), config.stash.get(_NOTE, "")
     terminalreporter.write_line(
         f"seed: {seed} (pytest --seed {seed} draws the same){left_out}"
     )
+    cores = len(os.sched_getaffinity(0))
+    terminalreporter.write_line(describe(config.stash[_BEGIN], now(), cores))
 
 
 @pytest.fixture(scope="session")

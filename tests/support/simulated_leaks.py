@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from staged_ranks import SimRanks, forget_work, kept_ranks
 
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CaptureError,
@@ -171,7 +172,7 @@ class Workload:
         for rank in self.ranks.ranks:
             rank.begin()
             rank.device.load_kernels(b"")
-            self.steps.append(rank.comm.world.engine.step)
+            self.steps.append(core_of(rank.comm).world.engine.step)
             self.rounds.append([Round(rank, number) for number in range(ROUNDS)])
             self.streams.append(rank.stream)
         self._make_halos()
@@ -343,7 +344,7 @@ class Workload:
     def drain(self) -> None:
         """Go on until nothing is under way."""
         comms = [rank.comm for rank in self.ranks.ranks] + self.carts
-        while any(comm.devices.outstanding for comm in comms):
+        while any(core_of(comm).devices.outstanding for comm in comms):
             if not self.step():
                 self.ranks.devices[0].pause()
         for stream in self.streams:
@@ -354,9 +355,9 @@ class Workload:
         how = self.rng.choice(LOSSES) if how is None else how
         comms = kept_ranks(SIZE).each(lambda comm: comm.dup())
         for rank, comm in enumerate(comms):  # to allocate waits for the device
-            comm.devices.first_nbytes = _LITTLE
-            comm.devices.stager(self.ranks.devices[rank])
-            comm.devices.messages(self.ranks.devices[rank])
+            core_of(comm).devices.first_nbytes = _LITTLE
+            core_of(comm).devices.stager(self.ranks.devices[rank])
+            core_of(comm).devices.messages(self.ranks.devices[rank])
         # What failed may be read by the device yet: nobody else has these.
         arrays = [
             [
@@ -373,11 +374,11 @@ class Workload:
                 if how == "message":
                     calls.append(comm.recv(y, source=1 - rank, nonblocking=True))
                 if how == "given up" and rank:
-                    comm.give_up("it was told to")
+                    core_of(comm).give_up("it was told to")
             self.made["lost"] += len(calls)
             under_way += [(comm, request) for request in calls]
         if how == "message":
-            comms[0].give_up("nobody sends")
+            core_of(comms[0]).give_up("nobody sends")
         for _ in range(200):
             self.step()
             for device in self.ranks.devices:
@@ -386,8 +387,8 @@ class Workload:
             request.be_quiet()
             try:
                 while not request.test():
-                    if comm.devices.outstanding and not self.step():
-                        comm.give_up("the others are gone")
+                    if core_of(comm).devices.outstanding and not self.step():
+                        core_of(comm).give_up("the others are gone")
             except CommError as error:
                 self.ended[type(error).__name__] += 1
         for stream in self.streams:
@@ -420,7 +421,7 @@ class Workload:
         gc.collect()
         # What lost communicators have left comes back as ranks look, once it may.
         for rank in self.ranks.ranks:
-            release_finished(rank.comm.world)
+            release_finished(core_of(rank.comm).world)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         arrays = [each for some in self.rounds for at in some for each in at.arrays]
         works = [(rank.stager, rank.messages) for rank in self.ranks.ranks]
@@ -431,8 +432,10 @@ class Workload:
             "resident_nbytes": pages * resource.getpagesize(),
             "python_blocks": sys.getallocatedblocks(),
             "references": sum(map(sys.getrefcount, arrays)),
-            "outstanding": sum(r.comm.devices.outstanding for r in self.ranks.ranks),
-            "works": sum(r.comm.num_device_work for r in self.ranks.ranks),
+            "outstanding": sum(
+                core_of(r.comm).devices.outstanding for r in self.ranks.ranks
+            ),
+            "works": sum(core_of(r.comm).num_device_work for r in self.ranks.ranks),
             "pinned_nbytes": sum(w.pinned_nbytes for pair in works for w in pair),
             "pooled_events": sum(w.num_events for pair in works for w in pair),
             **{
@@ -453,7 +456,7 @@ class Workload:
             for at in rounds:
                 rank.arrays += at.arrays
             rank.arrays.append(field)
-            rank.comm.devices.close()
+            core_of(rank.comm).devices.close()
             forget_work(rank.comm)
             rank.end()
 

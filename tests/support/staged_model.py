@@ -98,7 +98,7 @@ class OnThreads:
         for thread in started:
             thread.start()
         for thread in started:
-            thread.join(60)
+            thread.join(300)
         if errors:
             raise errors[0]
         assert [one.name for one in started if one.is_alive()] == []

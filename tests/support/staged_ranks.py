@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.devices import DeviceArray, DeviceStream, SimWorld, ThreadDevice
 from commrt.errors import OrderingError
 from commrt.fusion.device_buckets import DeviceBuckets
@@ -31,7 +31,7 @@ _KEPT: dict[int, LocalRanks] = {}
 def kept_ranks(size: int) -> LocalRanks:
     """Return ranks that no run has broken."""
     ranks = _KEPT.get(size)
-    if ranks is None or any(comm.failure for comm in ranks.comms):
+    if ranks is None or any(core_of(comm).failure for comm in ranks.comms):
         if size not in _WORLDS:
             _WORLDS[size] = LocalRanks(size)
         ranks = _KEPT[size] = copy(_WORLDS[size])
@@ -43,7 +43,7 @@ def renew_ranks() -> None:
     """Let the next run have communicators of its own: this one left something."""
     for ranks in _KEPT.values():
         for comm in ranks.comms:
-            comm.devices.close()  # no progress is made for what hangs
+            core_of(comm).devices.close()  # no progress is made for what hangs
     _KEPT.clear()
 
 
@@ -77,18 +77,19 @@ def found_by(ranks: SimRanks, function: Callable[[Rank], Any]) -> str:
 
 def attach_anew(comm: Communicator, backend: str) -> Any:
     """Attach a backend to a communicator once more; return its new object."""
-    old = comm.attached[backend]
-    comm.attached[backend] = type(old)(old.backend, old.group, old.beside)
-    return comm.attached[backend]
+    old = core_of(comm).attached[backend]
+    core_of(comm).attached[backend] = type(old)(old.backend, old.group, old.beside)
+    return core_of(comm).attached[backend]
 
 
 def forget_work(comm: Communicator) -> None:
     """Let a communicator make its work on devices anew."""
-    comm.devices._stagers.clear()
-    comm.devices._messages.clear()
-    comm.fusion.buckets = DeviceBuckets(comm, comm.devices, comm.fusion)
-    comm.devices.host_jobs._works.clear()
-    comm.devices.forget_plans()
+    core = core_of(comm)
+    core.devices._stagers.clear()
+    core.devices._messages.clear()
+    core.fusion.buckets = DeviceBuckets(core, core.devices, core.fusion)
+    core.devices.host_jobs._works.clear()
+    core.devices.forget_plans()
 
 
 class Rank:
@@ -103,9 +104,9 @@ class Rank:
         self.rank = comm.rank
         forget_work(comm)
         for name, value in staging.items():
-            setattr(comm.devices, name, value)
-        self.stager = comm.devices.stager(device)
-        self.messages = comm.devices.messages(device)
+            setattr(core_of(comm).devices, name, value)
+        self.stager = core_of(comm).devices.stager(device)
+        self.messages = core_of(comm).devices.messages(device)
         self.ends_with: SimWorld | None = None
         self.stop = device.pinned_alloc(64)
         device.flag_store(self.stop, 0)
@@ -174,7 +175,7 @@ class Rank:
 
     def progress(self) -> None:
         """Make progress until the caller is done."""
-        engine = self.comm.world.engine
+        engine = core_of(self.comm).world.engine
         while not self.device.flag_load(self.stop):
             self.go_on()
             if not engine.step():
@@ -182,8 +183,8 @@ class Rank:
 
     def finish(self) -> None:
         """Make progress until the host has seen the end of all calls."""
-        while self.comm.devices.outstanding:
-            if not self.comm.world.engine.step():
+        while core_of(self.comm).devices.outstanding:
+            if not core_of(self.comm).world.engine.step():
                 self.device.pause()
 
     def end(self) -> None:
@@ -261,7 +262,7 @@ class SimRanks:
     def close(self) -> None:
         """Give everything back, and see that nothing is left and nothing was wrong."""
         for rank in self.ranks:
-            rank.comm.devices.close()
+            core_of(rank.comm).devices.close()
             forget_work(rank.comm)
             rank.end()
         assert self.world.live_nbytes == 0

@@ -30,7 +30,7 @@ class TorchRun(SpawnedRanks):
         argv: list[str],
         *,
         env: dict[str, str] | None = None,
-        deadline_s: float = 40.0,
+        deadline_s: float = 300.0,
     ) -> Completed:
         """Run ``python *argv`` on torchrun's ranks, and return how that ended."""
         torchrun = Path(os.path.abspath(sys.executable)).with_name("torchrun")

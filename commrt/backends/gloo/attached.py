@@ -19,8 +19,9 @@ from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.job.links import measure_between_nodes
-from commrt.planning.host_plans import check_params, scaling, schedule_plan
+from commrt.planning.host_plans import check_params, scaling
 from commrt.planning.spec import PlanSpec
+from commrt.planning.templates import plan_of, schedule_plan, schedule_template
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
@@ -104,9 +105,9 @@ class AttachedGloo(Attached):
     def plan(self, spec: PlanSpec) -> _native.Plan:
         """Return the plan of this rank."""
         group = self.group
-        if spec.candidate.algorithm != NATIVE.algorithm:
-            made: _native.Plan = schedule_plan(group, spec)
-            return made
+        template = self.template(spec)
+        if template is not None:
+            return self.sized(template, spec)
         check_params(spec.op.name, NATIVE.algorithm, group.size, spec.candidate.params)
         if self._lease is None:
             raise BackendError(
@@ -132,6 +133,20 @@ class AttachedGloo(Attached):
             agreement=self._agreement(spec),
             digest=digest(spec),
         )
+
+    def template(self, spec: PlanSpec) -> _native.PlanTemplate | None:
+        """Return what makes the plans of a schedule, whatever their lengths.
+
+        None for gloo's own collectives: torch is given views of each call's lengths.
+        """
+        if spec.candidate.algorithm == NATIVE.algorithm:
+            return None
+        return schedule_template(self.group, spec)
+
+    def sized(self, template: _native.PlanTemplate, spec: PlanSpec) -> _native.Plan:
+        """Return the plan for the lengths of ``spec``."""
+        made: _native.Plan = plan_of(self.group, template, spec)
+        return made
 
     def _agreement(self, spec: PlanSpec) -> Any:
         """Return the plan by which the ranks compare what they have called, or None."""

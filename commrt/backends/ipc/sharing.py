@@ -27,6 +27,7 @@ from commrt.backends.ipc.memory import HALF_NBYTES, PeerMemory
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, CommError, DeviceError, UsageError
 from commrt.job.arena import Arena
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["ENDING", "Shared", "connect", "end_all", "sweep"]
 
@@ -75,6 +76,7 @@ def connect(
         handles = agree("allocate", allocate)
         book = share_memory(members, f"ipc/{name}/book", 1, timeout_s)
         agree("open", open_all)
+        bootstrap.forget(f"ipc/{name}")  # no two groups have one name here
     except BaseException:
         for one in made:
             Shared(one, None).end_later()
@@ -229,7 +231,7 @@ def end_all(timeout_s: float = _GRACE_S) -> None:
     """
     with _LOCK:
         live = [one for one in _SHARED if not one.is_ending]
-    deadline = time.monotonic() + timeout_s
+    deadline = deadline_after(timeout_s)
     for one in live:
         one.let_go(deadline)
         one.end_later()

@@ -16,15 +16,20 @@ from typing import Any
 
 from commrt import _native, env
 from commrt.backends.base import Attached, Backend, Surroundings
-from commrt.backends.mpi.collectives import NATIVE, library_plan, why_not
+from commrt.backends.mpi.collectives import (
+    NATIVE,
+    library_plan,
+    library_template,
+    why_not,
+)
 from commrt.backends.shm import schedule_candidates
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.group.deferred_release import defer
 from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
-from commrt.planning.host_plans import schedule_plan
 from commrt.planning.spec import PlanSpec
+from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
 from commrt.select.schema import KEPT_APART
@@ -139,11 +144,19 @@ class AttachedMpi(Attached):
 
     def plan(self, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""
-        group = self.group
+        return self.sized(self.template(spec), spec)
+
+    def template(self, spec: PlanSpec) -> _native.PlanTemplate:
+        """Return what makes the plans of this rank, whatever their lengths."""
         if spec.candidate.algorithm != "native":
-            return schedule_plan(group, spec)
-        handle = self.beside.native_mpi.handle
-        runs = library_plan(spec, group.rank, group.size, handle)
+            return schedule_template(self.group, spec)
+        return library_template(self.group, spec, self.beside.native_mpi.handle)
+
+    def sized(self, template: _native.PlanTemplate, spec: PlanSpec) -> Any:
+        """Return the plan for the lengths of ``spec``."""
+        if spec.candidate.algorithm != "native":
+            return plan_of(self.group, template, spec)
+        runs = library_plan(self.group, template, spec)
         return runs if spec.device == "host" else self._on_device(runs, spec)
 
     def _on_device(self, runs: _native.Plan, spec: PlanSpec) -> _native.MpiDevicePlan:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import accumulate
 
 from commrt import _native
 from commrt.errors import BackendError
 from commrt.mpi import library
 from commrt.planning.host_plans import check_params
-from commrt.planning.spec import PlanSpec
+from commrt.planning.spec import PlanSpec, Ranks
+from commrt.planning.templates import call_shape
 from commrt.select.facts import Candidate, Query
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
 from commrt.vocabulary.operations import operation
 
-__all__ = ["NATIVE", "library_plan", "why_not"]
+__all__ = ["NATIVE", "library_plan", "library_template", "why_not"]
 
 NATIVE = Candidate("mpi", "native")
 
@@ -37,59 +37,45 @@ _DEFINED_BY_MPI = {
 }
 
 
-def library_plan(
-    spec: PlanSpec, rank: int, size: int, handle: Callable[[], int]
-) -> _native.Plan:
-    """Return the plan of the library's own collective on host memory.
+def library_template(
+    comm: Ranks, spec: PlanSpec, handle: Callable[[], int]
+) -> _native.PlanTemplate:
+    """Return what makes the plans of the library's own collective on host memory.
 
     ``handle`` returns the MPI communicator's, which may have to be made for it.
     """
-    check_params(spec.op.name, "native", size, spec.candidate.params)
+    assert isinstance(comm, _native.Group), "the engine runs plans of its own groups"
+    check_params(spec.op.name, "native", comm.size, spec.candidate.params)
     constants = _constants()
     # MPI moves bytes; a reduction needs the element type and the operation.
+    datatype, reduction = constants["BYTE"], 0
     if spec.op.reduces:
         datatype = constants[f"dtype:{spec.dtype.name}"]
         reduction = constants[f"op:{spec.reduction.name.lower()}"]
-        count = spec.num_elements
-    else:
-        datatype, reduction = constants["BYTE"], 0
-        count = spec.num_elements * spec.dtype.itemsize
-    if spec.op.is_blocked:
-        count //= size
-    largest, lists = count, {}
-    if spec.counts:
-        # Blocks differ in length.
-        unit = 1 if spec.op.reduces else spec.dtype.itemsize
-        counts = [[unit * one for one in each] for each in spec.counts]
-        first = [[0, *accumulate(each[:-1])] for each in counts]
-        count, largest = counts[0][rank], max(map(sum, counts))
-        # Where there is one list, an operation has one use for it.
-        lists = {
-            "send_counts": counts[0],
-            "send_at": first[0],
-            "recv_counts": counts[-1],
-            "recv_at": first[-1],
-        }
-    if largest > _INT_MAX:
+    return _native.make_native_template(
+        comm,
+        call_shape(comm, spec),
+        datatype=datatype,
+        op=reduction,
+        comm=handle(),
+        unit=1 if spec.op.reduces else spec.dtype.itemsize,
+        is_blocked=spec.op.is_blocked,
+    )
+
+
+def library_plan(
+    comm: Ranks, template: _native.PlanTemplate, spec: PlanSpec
+) -> _native.Plan:
+    """Return the plan for the lengths of ``spec``."""
+    assert isinstance(comm, _native.Group), "the engine runs plans of its own groups"
+    flat = [count for counts in spec.counts for count in counts]
+    plan = template.plan(comm, spec.num_elements, flat)
+    if plan is None:
         raise BackendError(
             f"{spec.op.name} of {spec.num_elements} {spec.dtype.name}: the MPI "
             f"library's own collectives count in 32 bits; use a schedule"
         )
-    return _native.make_native_plan(
-        coll=spec.op.code,
-        dtype=spec.dtype.code,
-        redop=int(spec.reduction),
-        root=spec.root,
-        in_elems=spec.in_elements,
-        out_elems=spec.out_elements,
-        label=str(spec.candidate),
-        datatype=datatype,
-        op=reduction,
-        comm=handle(),
-        count=count,
-        returns_out=spec.has_output,
-        **lists,
-    )
+    return plan
 
 
 def why_not(query: Query, size: int) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.select.facts import Candidate, Query
 from commrt.vocabulary.operations import operation
 
@@ -42,7 +42,8 @@ def check_piece(value: Any) -> int:
     """Return the length of pieces in bytes; UsageError for what is none."""
     if type(value) is not int or not 1 <= value <= 1 << 40:
         raise UsageError(
-            f"parameter {PIECE}={value!r} must be a number of bytes, an integer from 1"
+            f"parameter {PIECE}={shown(value)} must be a number of bytes, an integer "
+            "from 1"
         )
     return value
 
@@ -51,8 +52,8 @@ def check_copies(value: Any) -> bool:
     """Return whether kernels copy; UsageError for what is no such choice."""
     if value not in (ENGINE, KERNEL):
         raise UsageError(
-            f"parameter {COPIES}={value!r} must be {ENGINE!r}, for the device's copy "
-            f"engines, or {KERNEL!r}"
+            f"parameter {COPIES}={shown(value)} must be {ENGINE!r}, for the device's "
+            f"copy engines, or {KERNEL!r}"
         )
     return bool(value == KERNEL)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from commrt.comm import core_of
 from commrt.select.facts import Query
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _covers(points: Mapping[int, float]) -> bool:
 
 def _tabled_us(comm: Communicator, device: str) -> dict[int, float]:
     """Return the times that the table's rules for these ranks have measured."""
-    table = comm.world.table
+    table = core_of(comm).world.table
     points: dict[int, float] = {}
     if table is None:
         return points

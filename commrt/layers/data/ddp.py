@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from commrt.errors import CommError, UsageError
+from commrt.comm import core_of
+from commrt.errors import CommError, UsageError, shown
 from commrt.layers.data.bucket_size import best_bucket_nbytes
 from commrt.layers.data.sparse_rows import as_sparse, dense_rows, scaled
 from commrt.torch.errors import as_torch_error
@@ -70,15 +71,15 @@ class HookState:
         comm = getattr(group, "communicator", None)
         if comm is None:
             raise UsageError(
-                f"HookState: {group!r} is no process group of commrt; make one by "
+                f"HookState: {shown(group)} is no process group of commrt; make one by "
                 f'init_process_group("commrt") or new_group(backend="commrt")'
             )
         if compress is not None and check_compress(compress) == EXACT:
             raise UsageError(f"HookState: compress={EXACT!r}: leave it out")
         if density is not None and (compress is not None or not 0 < density <= 1):
             raise UsageError(
-                f"HookState: density={density!r}: expected a part of the elements, "
-                f"above 0 and at most 1, and no compress beside it"
+                f"HookState: density={shown(density)}: expected a part of the "
+                "elements, above 0 and at most 1, and no compress beside it"
             )
         self.comm = comm.dup(name=f"{comm.name}.gradients")
         self.compress = compress
@@ -146,7 +147,7 @@ class HookState:
                 x.grad is not None and x.grad.untyped_storage()._cdata == storage
                 for x in bucket.parameters()
             )
-            share_storage(self.comm, buffer, may_move=not is_viewed)
+            share_storage(core_of(self.comm), buffer, may_move=not is_viewed)
 
     def residual_of(self, bucket: dist.GradBucket) -> Any:
         """Return the residual of a bucket, None if nothing is kept.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from commrt.errors import UsageError, suggest
+from commrt.errors import UsageError, shown, suggest
 from commrt.layers.data.gradients import Parameter
 from commrt.layers.data.transfers import Bucket
 from commrt.vocabulary.wire_formats import COMPRESSED_DTYPES, EXACT, check_compress
@@ -46,10 +46,10 @@ class Options:
     def check(self, parameters: Sequence[Parameter], bucket_nbytes: Any) -> None:
         """Raise UsageError for what cannot be."""
         if self.op not in _OPS:
-            raise UsageError(f"{_WHAT}: op={self.op!r}{suggest(self.op, _OPS)}")
+            raise UsageError(f"{_WHAT}: op={shown(self.op)}{suggest(self.op, _OPS)}")
         if bucket_nbytes is not None and not _is_positive(bucket_nbytes):
             raise UsageError(
-                f"{_WHAT}: bucket_nbytes={bucket_nbytes!r}: expected a number of "
+                f"{_WHAT}: bucket_nbytes={shown(bucket_nbytes)}: expected a number of "
                 f"bytes, an integer from 1, or None"
             )
         if self.compress is not None and check_compress(self.compress) == EXACT:
@@ -58,19 +58,19 @@ class Options:
             )
         if self.density is not None and not 0 < self.density <= 1:
             raise UsageError(
-                f"{_WHAT}: density={self.density!r}: expected a part of the elements, "
-                f"above 0 and at most 1"
+                f"{_WHAT}: density={shown(self.density)}: expected a part of the "
+                "elements, above 0 and at most 1"
             )
         if self.density is not None and self.compress is not None:
             raise UsageError(
-                f"{_WHAT}: compress={self.compress!r} and density={self.density!r}: "
-                f"give one of them"
+                f"{_WHAT}: compress={shown(self.compress)} and "
+                f"density={shown(self.density)}: give one of them"
             )
         wrong = [i for i in self.sparse if i not in range(len(parameters))]
         if wrong:
             raise UsageError(
                 f"{_WHAT}: sparse={sorted(self.sparse)}: there is no parameter "
-                f"{wrong[0]!r}; expected 0 to {len(parameters) - 1}"
+                f"{shown(wrong[0])}; expected 0 to {len(parameters) - 1}"
             )
         for parameter in parameters:
             self._check_one(parameter)

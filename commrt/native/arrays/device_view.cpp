@@ -44,19 +44,24 @@ struct Words {
   PyObject* const is_sparse = word("is_sparse");
   PyObject* const mask = word("mask");
   PyObject* const module = word("__module__");
+  PyObject* const nn = word("nn");
+  PyObject* const nbytes = word("nbytes");
   PyObject* const numel = word("numel");
   PyObject* const ordinal = word("ordinal");
+  PyObject* const parameter = word("Parameter");
   PyObject* const ptr = word("ptr");
   PyObject* const raw_stream = word("_cuda_getCurrentRawStream");
   PyObject* const readonly = word("readonly");
   PyObject* const shape = word("shape");
   PyObject* const size = word("size");
+  PyObject* const storage_offset = word("storage_offset");
   PyObject* const stream = word("stream");
   PyObject* const streams = word("streams");
   PyObject* const strides = word("strides");
   PyObject* const tensor = word("Tensor");
   PyObject* const torch = word("torch");
   PyObject* const typestr = word("typestr");
+  PyObject* const untyped_storage = word("untyped_storage");
 };
 
 const Words& words() {
@@ -105,7 +110,8 @@ std::int64_t product_of(PyObject* shape) {
   if (!PyTuple_CheckExact(shape)) throw Unexpected();
   std::int64_t all = 1;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); ++i) {
-    all *= number(PyTuple_GET_ITEM(shape, i));
+    const std::int64_t length = number(PyTuple_GET_ITEM(shape, i));
+    if (length < 0 || __builtin_mul_overflow(all, length, &all)) throw Unexpected();
   }
   return all;
 }
@@ -135,6 +141,7 @@ struct Libraries {
   Known types[8] = {};
   unsigned next = 0;  // the one that goes for a new one
   PyObject *torch = nullptr, *tensor = nullptr, *raw_stream = nullptr;
+  PyObject* parameter = nullptr;  // null where this torch has none
   std::unordered_map<PyObject*, DType> torch_types;
   PyObject* device_array = nullptr;
 
@@ -148,6 +155,7 @@ struct Libraries {
     gone.swap(torch_types);
     for (const auto& [type, code] : gone) Py_DECREF(type);
     Py_CLEAR(tensor);
+    Py_CLEAR(parameter);
     Py_CLEAR(raw_stream);
     Py_CLEAR(torch);
   }
@@ -162,8 +170,11 @@ struct Libraries {
     // Compilers of torch's programs call this one: the public function makes a Stream each time.
     const nb::object cpp = nb::getattr(nb::handle(now), words().cpp, nb::none());
     const nb::object raw = nb::getattr(cpp, words().raw_stream, nb::none());
+    const nb::object nn = nb::getattr(nb::handle(now), words().nn, nb::none());
+    const nb::object kind = nb::getattr(nn, words().parameter, nb::none());
     torch = Py_NewRef(now);
     tensor = Py_NewRef(found.ptr());
+    parameter = kind.is_none() ? nullptr : Py_NewRef(kind.ptr());
     raw_stream = raw.is_none() ? nullptr : Py_NewRef(raw.ptr());
   }
 
@@ -185,8 +196,11 @@ struct Libraries {
   Library find(PyTypeObject* type) {
     PyObject* const own = callback(Callback::DeviceArray).ptr();
     if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(own))) return Library::Own;
+    PyObject* const self = reinterpret_cast<PyObject*>(type);
+    if (self == tensor || (parameter != nullptr && self == parameter)) return Library::Torch;
+    // Subclasses may have no memory, and say anything.
     if (tensor != nullptr && PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(tensor))) {
-      return Library::Torch;
+      return Library::None;
     }
     const nb::object module = attribute(reinterpret_cast<PyObject*>(type), words().module);
     if (!PyUnicode_Check(module.ptr())) return Library::Others;
@@ -351,6 +365,13 @@ void see_tensor(PyObject* tensor, DeviceView& view) {
   }
   view.address = address_in(asked(tensor, words().data_ptr).ptr());
   view.count = number(asked(tensor, words().numel).ptr());
+  const nb::object storage = asked(tensor, words().untyped_storage);
+  const std::int64_t itemsize = static_cast<std::int64_t>(item_size(view.dtype));
+  const std::int64_t needed =
+      (number(asked(tensor, words().storage_offset).ptr()) + view.count) * itemsize;
+  if (view.count != 0 && needed > number(asked(storage.ptr(), words().nbytes).ptr())) {
+    throw Unexpected();  // it was freed, or made shorter
+  }
   view.writable = true;
   view.stream = torch_stream(tensor, ordinal);
 }

@@ -73,6 +73,10 @@ int code_of_numpy_type(PyObject* dtype) {
 
 bool is_numpy_array(PyObject* object) { return PyArray_CheckExact(object); }
 
+const void* address_of_numpy(PyObject* array) {
+  return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+}
+
 bool view_of_numpy(PyObject* object, View& view) {
   if (!PyArray_CheckExact(object)) return false;
   auto* array = reinterpret_cast<PyArrayObject*>(object);

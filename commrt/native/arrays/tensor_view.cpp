@@ -17,6 +17,7 @@ struct Torch {
   PyTypeObject *tensor = nullptr, *parameter = nullptr;
   dlpack::ViewOf view_of = nullptr;  // null where this torch has none
   PyObject *is_neg = nullptr, *is_conj = nullptr;
+  PyObject *storage = nullptr, *storage_nbytes = nullptr, *storage_offset = nullptr;
   PyObject* strided = nullptr;  // the layout of dense tensors
 };
 
@@ -46,12 +47,15 @@ bool is_new_torch() {
   if (!PyType_Check(tensor.ptr()) || !PyType_Check(parameter.ptr())) return false;
   const dlpack::ViewOf view_of = find_view_of(tensor);
   nb::object is_neg = tensor.attr("is_neg"), is_conj = tensor.attr("is_conj");
+  nb::object storage = tensor.attr("untyped_storage"), offset = tensor.attr("storage_offset");
+  nb::object nbytes = nb::handle(module).attr("UntypedStorage").attr("nbytes");
   nb::object strided = nb::handle(module).attr("strided");
   Torch& known = torch();
   // The references of the one before stay: calls may be using them.
   known = {Py_NewRef(module), reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor.ptr())),
            reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter.ptr())), view_of,
-           is_neg.release().ptr(), is_conj.release().ptr(), strided.release().ptr()};
+           is_neg.release().ptr(), is_conj.release().ptr(), storage.release().ptr(),
+           nbytes.release().ptr(), offset.release().ptr(), strided.release().ptr()};
   return true;
 }
 
@@ -124,31 +128,54 @@ bool is_literal(PyObject* tensor, DType type) {
   return true;
 }
 
+// Asks a method of torch's for a number; -1 where it has none to give.
+std::int64_t asked(PyObject* method, PyObject* object) {
+  const nb::object said = nb::steal(PyObject_CallOneArg(method, object));
+  const std::int64_t number = said.is_valid() ? PyLong_AsLongLong(said.ptr()) : -1;
+  if (PyErr_Occurred()) PyErr_Clear();
+  return number;
+}
+
+// True if `nbytes` from the tensor's first element on lie within its storage, which a program may
+// shrink and free under it: torch keeps the address of a view then, and its length. The offset is
+// asked for only where the storage is longer than the tensor.
+bool lies_in_storage(PyObject* tensor, std::int64_t nbytes, std::int64_t itemsize) {
+  const Torch& known = torch();
+  const nb::object storage = nb::steal(PyObject_CallOneArg(known.storage, tensor));
+  if (!storage.is_valid()) {
+    PyErr_Clear();
+    return false;
+  }
+  const std::int64_t room = asked(known.storage_nbytes, storage.ptr());
+  if (room == nbytes) return true;
+  const std::int64_t offset = asked(known.storage_offset, tensor);
+  return offset >= 0 && room >= nbytes && offset <= (room - nbytes) / itemsize;
+}
+
 bool is_plain(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
   return is_plain_class(type) || (is_new_torch() && is_plain_class(type));
 }
 
 // Shows a tensor; false for those without memory, on a device that DLPack does not know, …
+//
+// The question whether a tensor is dense takes a sixth of the time that looking at one takes. It is
+// asked only from the first tensor on that cannot be shown: most programs have none.
 bool show(PyObject* object, dlpack::Tensor& seen) {
+  static bool looks_first = false;
+  if (looks_first && !is_strided(object)) return false;
   if (torch().view_of(object, &seen) == 0) return true;
   PyErr_Clear();
+  looks_first = true;
   return false;
 }
 
 }  // namespace
 
 bool extent_of_tensor(PyObject* object, Extent& extent) {
-  // The question whether a tensor is dense takes a tenth of the time that recording a call may
-  // take. It is asked only from the first tensor on that cannot be shown: most programs have none.
-  static bool looks_first = false;
   if (!is_plain(object) || torch().view_of == nullptr) return false;
-  if (looks_first && !is_strided(object)) return false;
   dlpack::Tensor seen{};
-  if (!show(object, seen)) {
-    looks_first = true;
-    return false;
-  }
+  if (!show(object, seen)) return false;
   if (!read_type(seen, extent.dtype)) return false;
   extent.count = 1;
   for (int i = 0; i < seen.ndim; ++i) extent.count *= seen.shape[i];
@@ -157,20 +184,49 @@ bool extent_of_tensor(PyObject* object, Extent& extent) {
 }
 
 bool view_of_tensor(PyObject* object, View& view) {
-  if (!is_plain(object) || torch().view_of == nullptr || !is_strided(object)) return false;
+  if (!is_plain(object) || torch().view_of == nullptr) return false;
   dlpack::Tensor seen{};
   if (!show(object, seen)) return false;
   if (seen.device_type != dlpack::kCpu || !read_type(seen, view.dtype)) return false;
   view.count = contiguous_count(seen);
   // A tensor of zeros that nobody has written down has no memory.
   if (view.count < 0 || (view.count != 0 && seen.data == nullptr)) return false;
+  const auto itemsize = static_cast<std::int64_t>(item_size(view.dtype));
+  if (view.count != 0 && !lies_in_storage(object, view.count * itemsize, itemsize)) return false;
   if (!is_literal(object, view.dtype)) return false;
   view.data = static_cast<unsigned char*>(seen.data) + seen.byte_offset;
   view.writable = true;
   return true;
 }
 
+bool has_memory(PyObject* object) {
+  if (!is_plain(object) || torch().view_of == nullptr) return false;
+  dlpack::Tensor seen{};
+  if (!show(object, seen)) return false;
+  std::int64_t last = 0;
+  for (int i = 0; i < seen.ndim; ++i) {
+    if (seen.shape[i] == 0) return true;
+    if (seen.strides == nullptr) return false;
+    last += (seen.shape[i] - 1) * seen.strides[i];
+  }
+  const std::int64_t itemsize = (seen.bits * seen.lanes + 7) / 8;
+  return seen.data != nullptr && lies_in_storage(object, (last + 1) * itemsize, itemsize);
+}
+
+const void* address_on_host(PyObject* object) {
+  if (PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) != 0) {
+    object = PyTuple_GET_ITEM(object, PyTuple_GET_SIZE(object) - 1);
+  }
+  if (is_numpy_array(object)) return address_of_numpy(object);
+  dlpack::Tensor seen{};
+  if (!is_plain(object) || torch().view_of == nullptr || !show(object, seen)) return nullptr;
+  return static_cast<const unsigned char*>(seen.data) + seen.byte_offset;
+}
+
 void bind_tensor_view(nb::module_& m) {
+  m.def("has_memory", [](nb::handle object) { return has_memory(object.ptr()); }, nb::arg("tensor"),
+        "True if a tensor is dense, of torch's own classes, and its elements lie in its storage; "
+        "False also where that cannot be seen at a glance.");
   m.def("view_of_tensor", [](nb::handle object) -> nb::object {
     View view;
     if (!view_of_tensor(object.ptr(), view)) return nb::none();

@@ -33,6 +33,15 @@ inline bool view_on_host(PyObject* object, View& view) {
   return view_of_numpy(object, view) || view_of_tensor(object, view);
 }
 
+// True if the elements of a dense tensor of such a class, of any strides and type, on any device, lie
+// in its storage. False, with no Python error set, also where torch does not say.
+bool has_memory(PyObject* object);
+
+// Returns where the first element of one of numpy's arrays or torch's tensors lies at this moment;
+// null where that cannot be seen at a glance. Of a tuple, which keeps several objects, it asks the
+// last one.
+const void* address_on_host(PyObject* object);
+
 void bind_tensor_view(nb::module_& m);
 
 }  // namespace commrt

@@ -10,8 +10,10 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "calls/front.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group.hpp"
+#include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
@@ -47,7 +49,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
       lock.lock();
       if (ended == WaitResult::TimedOut) return -1;
     }
-    Backoff backoff(group.comm->spins_of(plan.get()));
+    Backoff backoff(engine, group.comm->spins_of(plan.get()));
     backoff.sleep_soon(group.comm->off_node->is_relay);
     auto give = [&lock] {
       if (!Relay::is_due()) return;
@@ -66,7 +68,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
         continue;
       }
       lock.unlock();
-      backoff.pause();
+      backoff.pause(begin + timeout_s);
       if (now_s() - begin > timeout_s) return -1;
       lock.lock();
     }
@@ -124,6 +126,9 @@ void bind_group(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>(),
            "Fail all work on device memory that is under way, and let its streams go.")
       .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
+      .def("add_bells", &Engine::add_bells, nb::arg("bells"),
+           "Let threads of this process sleep until ranks of a node ring.")
+      .def_prop_ro("bells", &Engine::all_bells, "Bells in use.")
       .def_prop_ro("has_thread", &Engine::has_thread)
       .def_prop_ro("is_parked", &Engine::is_parked,
                    "Whether its thread sleeps until something is started.")
@@ -168,6 +173,25 @@ void bind_group(nb::module_& m) {
                               "wait() on " + std::string(self.repr().c_str())).c_str());
       });
 
+  nb::class_<PlanFamily>(m, "PlanFamily", "Calls that differ only in their lengths.")
+      .def("named", &PlanFamily::named, nb::arg("label"),
+           "Return its template of that name, to be added for more lengths; None: it has none.")
+      .def_prop_ro("unit", &PlanFamily::unit, "Elements of the full vector for each of a count.");
+  nb::class_<Front>(m, "Front", nb::is_weak_referenceable(), nb::dynamic_attr(),
+                    "What a program holds of a group: its methods, and none of its parts.")
+      .def("__init__",
+           [](Front* front, nb::object group) {
+             if (!nb::isinstance<Group>(group)) throw nb::type_error("Front: group is no Group");
+             new (front) Front{std::move(group)};
+           },
+           nb::arg("group"))
+      .def_prop_ro("rank", [](const Front& f) { return nb::inst_ptr<Group>(f.group)->comm->rank; },
+                   "This process's rank.")
+      .def_prop_ro("size", [](const Front& f) { return nb::inst_ptr<Group>(f.group)->comm->size; },
+                   "Number of ranks.")
+      .def_prop_ro("name", [](const Front& f) { return nb::inst_ptr<Group>(f.group)->comm->name; },
+                   "Its name in messages.");
+
   nb::class_<Group>(m, "Group", nb::is_weak_referenceable(), nb::dynamic_attr(),
                     "Native base of Communicator.")
       .def(nb::init<std::shared_ptr<Engine>, int, int, const std::string&>(),
@@ -181,7 +205,14 @@ void bind_group(nb::module_& m) {
       })
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
-      .def_prop_ro("num_plans", &Group::num_plans)
+      .def_prop_ro("num_plans", [](const Group& g) { return g.plans.num_plans(); })
+      .def_prop_ro("plans_nbytes", [](const Group& g) { return g.plans.nbytes(); },
+                   "Bytes of the plans that it keeps, and of what new ones are made of.")
+      .def_prop_rw("plans_limit_nbytes", [](const Group& g) { return g.plans.limit_nbytes; },
+                   [](Group& g, size_t nbytes) { g.plans.limit_nbytes = nbytes; },
+                   "Most bytes of them.")
+      .def("kept_plans", [](const Group& g) { return g.plans.all(); },
+           "Return the plans that it keeps, the last used first.")
       .def_prop_ro("num_device_work", [](const Group& g) { return g.device_work.size(); })
       .def_prop_ro("idle", [](const Group& g) {
         const auto all = g.device_work;  // another thread may make some meanwhile
@@ -211,11 +242,17 @@ void bind_group(nb::module_& m) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_arena(reinterpret_cast<void*>(address), region, lane, members);
            })
+      .def("attach_bells",
+           [](Group& g, std::shared_ptr<Bells> bells, const std::vector<int>& members) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_bells(std::move(bells), members);
+           }, nb::arg("bells"), nb::arg("members"),
+           "Let peers be woken: for each rank its number among the bells' members, or -1.")
       .def("attach_segment",
            [](Group& g, uint64_t address, uint64_t part_nbytes) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
-             g.forget_plans();  // those made so far do not know what peers may reach
+             g.plans.forget_all();  // those made so far do not know what peers may reach
            }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
            "Add a segment to the symmetric heap: a part for each on-node rank.")
       .def("add_mirror",
@@ -268,20 +305,53 @@ void bind_group(nb::module_& m) {
            "Return a rank whose message of this tag no receive has asked for, looking from "
            "`first` on; -1: there is none.")
       .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
+      .def("plan_family",
+           [](Group& g, int coll, int dtype, int redop, int root, int64_t unit, bool is_plain) {
+             const uint32_t what = PlanKey::pack(coll, static_cast<DType>(dtype), redop, kHost);
+             return g.plans.add_family({-1, what, root}, unit, is_plain);
+           }, nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
+           nb::arg("unit"), nb::arg("is_plain"),
+           "Make a family of calls that differ only in lengths; the dispatcher knows plain ones.")
+      .def("add_template",
+           [](Group& g, PlanFamily& family, int64_t lo, int64_t hi,
+              std::shared_ptr<PlanTemplate> made) {
+             g.plans.add_range(family, lo, hi, std::move(made));
+           }, nb::arg("family"), nb::arg("lo"), nb::arg("hi"), nb::arg("template"),
+           "Let a family make the plans of vectors of `lo` to below `hi` elements.")
+      .def("drop_family", [](Group& g, const FamilyPtr& family) { g.plans.drop_family(family); },
+           nb::arg("family"), "Drop a family with its plans.")
+      .def("least_used_family", [](const Group& g) { return g.plans.too_much(); },
+           "Return the family to drop, where all of them take too much; else None.")
+      .def("find_plan",
+           [](Group& g, const PlanFamily& family, int64_t count,
+              std::vector<int64_t> counts) -> PlanPtr {
+             PlanKey key = family.key();
+             key.count = count;
+             const PlanPtr* found;
+             if (counts.empty()) {
+               found = g.plans.find(key);
+               if (found == nullptr) found = g.plans.make(key, *g.comm);
+             } else {
+               const VectorKey vector{key, std::move(counts)};
+               found = g.plans.find(vector, nullptr, 0);
+               if (found == nullptr) found = g.plans.make(vector, count, *g.comm);
+             }
+             return found == nullptr ? nullptr : *found;
+           }, nb::arg("family"), nb::arg("count"), nb::arg("counts"),
+           "Return the plan of a call, made of its family's template if need be; None: neither.")
       .def("keep_plan",
-           [](Group& g, int64_t count, int coll, int dtype, int redop, int root, PlanPtr plan) {
-             const uint32_t what =
-                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
-             g.cache_plan({count, what, root}, std::move(plan));
-           })
-      .def("keep_vector_plan",
-           [](Group& g, int64_t count, int coll, int dtype, int redop, int root,
-              std::vector<int64_t> counts, PlanPtr plan) {
-             const uint32_t what =
-                 PlanKey::pack(coll, static_cast<DType>(dtype), redop, plan->device);
-             g.cache_vector_plan({{count, what, root}, std::move(counts)}, std::move(plan));
-           })
-      .def("_forget_plans", &Group::forget_plans)
+           [](Group& g, const PlanFamily& family, int64_t count, std::vector<int64_t> counts,
+              PlanPtr plan) {
+             PlanKey key = family.key();
+             key.count = count;
+             if (counts.empty()) {
+               g.plans.keep(key, std::move(plan));
+             } else {
+               g.plans.keep(VectorKey{key, std::move(counts)}, std::move(plan));
+             }
+           }, nb::arg("family"), nb::arg("count"), nb::arg("counts"), nb::arg("plan"),
+           "Keep the plan of a call.")
+      .def("_forget_plans", [](Group& g) { g.plans.forget_all(); })
       .def("_records", &records_of,
            "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "
            "start_ticks, end_ticks, stream, device, peer, tag). Collectives and messages are "
@@ -302,34 +372,39 @@ void bind_group(nb::module_& m) {
            "engine's lock is held throughout unless a run has to wait for long.")
       .def("send_bytes",
            [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int tag,
-              nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s) {
-             const Side x{reinterpret_cast<void*>(data), nbytes, dest, tag, keep};
+              nb::handle keep, nb::handle operation, bool nonblocking, double timeout_s,
+              TypeCode type) {
+             const Side x{{reinterpret_cast<void*>(data), nbytes, dest, tag, type, false}, keep};
              return run_send(self, x, operation, nonblocking, timeout_s);
            }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("operation"), nb::arg("nonblocking"),
-           nb::arg("timeout_s"))
+           nb::arg("timeout_s"), nb::arg("type") = kAnyType,
+           "`type` is the code of the element type, which its receive must have; without it any may.")
       .def("recv_bytes",
            [](nb::handle self, uint64_t data, uint64_t capacity, int source, int tag,
               nb::handle keep, nb::handle result, nb::handle operation, bool nonblocking,
-              double timeout_s) {
-             const Side out{reinterpret_cast<void*>(data), capacity, source, tag, keep};
+              double timeout_s, TypeCode type) {
+             const Side out{{reinterpret_cast<void*>(data), capacity, source, tag, type, false},
+                            keep};
              return run_recv(self, out, result, operation, nonblocking, timeout_s);
            }, nb::arg("data"), nb::arg("capacity"), nb::arg("source"), nb::arg("tag"),
            nb::arg("keep").none(), nb::arg("result"), nb::arg("operation"),
-           nb::arg("nonblocking"), nb::arg("timeout_s"))
+           nb::arg("nonblocking"), nb::arg("timeout_s"), nb::arg("type") = kAnyType)
       .def("sendrecv_bytes",
            [](nb::handle self, uint64_t data, uint64_t nbytes, int dest, int sendtag,
               uint64_t out_data, uint64_t capacity, int source, int recvtag, nb::handle keep_x,
               nb::handle keep_out, nb::handle result, nb::handle operation, bool nonblocking,
-              double timeout_s) {
-             const Side x{reinterpret_cast<void*>(data), nbytes, dest, sendtag, keep_x};
-             const Side out{reinterpret_cast<void*>(out_data), capacity, source, recvtag,
-                            keep_out};
+              double timeout_s, TypeCode sent_type, TypeCode received_type) {
+             const Side x{{reinterpret_cast<void*>(data), nbytes, dest, sendtag, sent_type, false},
+                          keep_x};
+             const Side out{{reinterpret_cast<void*>(out_data), capacity, source, recvtag,
+                             received_type, false}, keep_out};
              return run_sendrecv(self, x, out, result, operation, nonblocking, timeout_s);
            }, nb::arg("data"), nb::arg("nbytes"), nb::arg("dest"), nb::arg("sendtag"),
            nb::arg("out_data"), nb::arg("capacity"), nb::arg("source"), nb::arg("recvtag"),
            nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result"),
-           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"));
+           nb::arg("operation"), nb::arg("nonblocking"), nb::arg("timeout_s"),
+           nb::arg("sent_type") = kAnyType, nb::arg("received_type") = kAnyType);
 
   m.def("region_nbytes", [](int members, uint64_t lane_nbytes) {
     return RegionLayout(members, lane_nbytes).nbytes;

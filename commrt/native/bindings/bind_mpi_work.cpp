@@ -32,7 +32,7 @@ void bind_mpi_work(nb::module_& m) {
            bool sends_out) {
           if (!runs->native) {
             throw nb::value_error("mpi_device_plan() was given a plan that MPI does not run: pass "
-                                  "one that make_native_plan() returned");
+                                  "one that make_native_template() made");
           }
           auto made = std::make_shared<MpiDevicePlan>();
           made->runs = std::move(runs);

@@ -13,14 +13,14 @@ namespace commrt {
 
 namespace {
 
-using Row = std::tuple<uint64_t, uint64_t, int, int, bool>;
+using Row = std::tuple<uint64_t, uint64_t, int, int, TypeCode, bool>;
 
 MessageLists lists_of(const std::vector<Row>& sends, const std::vector<Row>& recvs) {
   MessageLists lists;
   auto fill = [&lists](const std::vector<Row>& rows, std::vector<Message>& list) {
     list.reserve(rows.size());
-    for (const auto& [address, nbytes, peer, tag, replaced] : rows) {
-      list.push_back({reinterpret_cast<void*>(address), nbytes, peer, tag, replaced});
+    for (const auto& [address, nbytes, peer, tag, type, replaced] : rows) {
+      list.push_back({reinterpret_cast<void*>(address), nbytes, peer, tag, type, replaced});
       lists.in_place = lists.in_place || replaced;
     }
   };
@@ -78,7 +78,7 @@ void bind_multi(nb::module_& m) {
                     nb::object, nb::object, nb::object>(),
            nb::arg("group"), nb::arg("sends"), nb::arg("recvs"), nb::arg("keep_sends"),
            nb::arg("keep_recvs"), nb::arg("result"), nb::arg("operation"),
-           "Rows are (address, nbytes, peer, tag, replaced), all checked.")
+           "Rows are (address, nbytes, peer, tag, code of the type, replaced), all checked.")
       .def("run",
            [](const PersistentMessages& self, bool nonblocking, double timeout_s) {
              return self.run(nonblocking, timeout_s);

@@ -4,10 +4,13 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
+#include <string>
 
+#include "arrays/tensor_view.hpp"
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "calls/group_methods.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
 
@@ -22,7 +25,8 @@ class PersistentCall {
         in_(reinterpret_cast<const void*>(in)), out_(reinterpret_cast<void*>(out)),
         keep_x_(std::move(keep_x)), keep_out_(std::move(keep_out)),
         result_(std::move(result)), operation_(std::move(operation)),
-        source_(reinterpret_cast<const void*>(source)), nbytes_(nbytes) {}
+        source_(reinterpret_cast<const void*>(source)), nbytes_(nbytes),
+        at_x_(address_on_host(keep_x_.ptr())), at_out_(address_on_host(keep_out_.ptr())) {}
 
   nb::object run(bool nonblocking) {
     Group& group = *nb::inst_ptr<Group>(group_);
@@ -30,6 +34,8 @@ class PersistentCall {
         Engine::forked.load(std::memory_order_relaxed)) {
       group_.attr(group_methods::kCheckUsable)();
     }
+    check_place(keep_x_, at_x_);
+    check_place(keep_out_, at_out_);
     if (source_ != nullptr) std::memcpy(const_cast<void*>(in_), source_, nbytes_);
     return run_plan(group_, plan_, in_, out_, keep_x_, keep_out_, result_, operation_,
                     nonblocking, group.timeout_s);
@@ -47,6 +53,16 @@ class PersistentCall {
   std::string label() const { return plan_->label; }
 
  private:
+  // An array may get other memory after the plan was made, and its old memory is gone then.
+  void check_place(const nb::object& array, const void* place) const {
+    if (place == nullptr || address_on_host(array.ptr()) == place) return;
+    const std::string text =
+        nb::cast<std::string>(operation_) +
+        ": an array that this call is bound to has other memory than when it was planned, as by "
+        "resize(), x.data = y, or untyped_storage().resize_(): plan the call again";
+    raise_error("UsageError", text.c_str());
+  }
+
   nb::object group_;
   PlanPtr plan_;
   const void* in_;
@@ -55,6 +71,7 @@ class PersistentCall {
   // If the operation reads a copy: the memory and bytes that are copied anew before each run.
   const void* source_;
   uint64_t nbytes_;
+  const void *at_x_, *at_out_;  // where the arrays' first elements were; null: not known
 };
 
 }  // namespace

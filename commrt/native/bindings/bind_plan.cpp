@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <tuple>
 
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "engine/gloo_calls.hpp"
+#include "engine/plan_template.hpp"
 
 namespace commrt {
 
@@ -21,14 +23,7 @@ namespace {
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Pointers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bits = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Landings = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-// The ways in which peers may use buffers in the symmetric heap; empty if there is no such heap.
-struct Reach {
-  Bits exposable, operand_exposable;  // per instruction
-  Bits deliverable;  // per output
-  Landings landings; // per output, in elements of the peer's result
-};
+using TemplatePtr = std::shared_ptr<PlanTemplate>;
 
 constexpr int kLocal = 0;
 
@@ -62,18 +57,7 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
                        const Pointers& input_ptr, const Table& outputs,
                        const Pointers& output_ptr, const Pointers& deps,
                        const Pointers& dep_ptr, const std::vector<int>& peer_index,
-                       bool scales, const Reach& reach) {
-  const bool reaches = reach.exposable.shape(0) != 0;
-  if (reaches && (reach.exposable.shape(0) != dep_ptr.shape(0) - 1 ||
-                  reach.operand_exposable.shape(0) != dep_ptr.shape(0) - 1 ||
-                  reach.deliverable.shape(0) != outputs.shape(0) ||
-                  reach.landings.shape(0) != outputs.shape(0))) {
-    throw std::invalid_argument(
-        "the tables of what peers may reach do not fit the program: expected exposable and "
-        "operand_exposable for each of its " + std::to_string(dep_ptr.shape(0) - 1) +
-        " instructions, deliverable and landings for each of its " +
-        std::to_string(outputs.shape(0)) + " outputs");
-  }
+                       bool scales) {
   const size_t m = dep_ptr.shape(0) - 1;
   auto rows = [](const Table& table, int32_t at) { return table.data() + at * 4; };
   plan.instrs.resize(m);
@@ -92,19 +76,11 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
       ins.inputs.push_back(ref);
     }
     for (int32_t at = output_ptr.data()[i]; at < output_ptr.data()[i + 1]; ++at) {
-      Ref ref = read_ref(plan, peer_index, rows(outputs, at));
-      if (reaches && ref.is_message) {
-        ref.deliverable = reach.deliverable.data()[at];
-        ref.landing_nbytes = reach.landings.data()[at] * static_cast<int64_t>(plan.itemsize);
-      }
+      const Ref ref = read_ref(plan, peer_index, rows(outputs, at));
       (ref.is_message ? ins.sends : ins.local_outs).push_back(ref);
     }
     for (int32_t at = dep_ptr.data()[i]; at < dep_ptr.data()[i + 1]; ++at) {
       ins.deps.push_back(deps.data()[at]);
-    }
-    if (reaches) {
-      ins.exposable = reach.exposable.data()[i];
-      ins.operand_exposable = reach.operand_exposable.data()[i];
     }
     if (ins.inputs.empty()) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no input: expected at "
@@ -119,93 +95,194 @@ void read_instructions(Plan& plan, const Comm& comm, const Table& inputs,
   }
 }
 
-PlanPtr make_schedule_plan(const Group& group, int coll, int dtype, int redop, int root,
-                           int64_t in_elems, int64_t out_elems, const std::string& label,
-                           const std::vector<std::pair<int, std::vector<int64_t>>>& spaces,
-                           const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
-                           Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps,
-                           Pointers dep_ptr, int64_t fragments, int64_t lane_nbytes, int depth,
-                           int slot_reuse, int spins, int64_t most_inline, int store, int adaptive,
-                           double factor, int64_t integer_factor, int64_t divisor, bool alone,
-                           bool returns_out, int64_t itemsize, uint64_t user_function,
-                           nb::object user_owner, bool rounds_scaled,
-                           bool shows_result, Bits exposable, Bits operand_exposable,
-                           Bits deliverable, Landings landings,
-                           const std::vector<int64_t>& instr_fragments,
-                           const std::vector<std::pair<int64_t, int64_t>>& peer_fragments) {
-  auto plan = std::make_shared<Plan>();
-  plan->shows_result = shows_result;
-  plan->coll = coll;
-  plan->dtype = static_cast<DType>(dtype);
-  plan->redop = static_cast<RedOp>(redop);
-  plan->root = root;
-  plan->in_elems = in_elems;
-  plan->out_elems = out_elems;
-  plan->label = label;
-  plan->itemsize = static_cast<size_t>(itemsize);
-  if (!user_owner.is_none()) {
-    plan->user = {reinterpret_cast<UserFn>(user_function), user_function == 0,
-                  own_object(user_owner.ptr())};
+// num, den, blocks: what each is of the full vector; which blocks are used; what each holds.
+using Blocks = std::tuple<int64_t, int64_t, int, std::vector<uint8_t>, std::vector<int32_t>>;
+
+BlockRule read_blocks(SpaceKind kind, const Blocks& blocks, int32_t holders) {
+  const auto& [num, den, nblk, used, parts] = blocks;
+  const auto all = static_cast<size_t>(std::max(nblk, 0));
+  const bool fits = nblk >= 0 && num >= 0 && den >= 1 && (used.empty() || used.size() == all) &&
+                    (parts.empty() ? holders == 0 || nblk == 0 : parts.size() == all) &&
+                    std::all_of(parts.begin(), parts.end(),
+                                [holders](int32_t part) { return part < holders; });
+  if (!fits) {
+    throw std::invalid_argument("the rule of a space does not fit: " + std::to_string(nblk) +
+                                " blocks of " + std::to_string(num) + "/" + std::to_string(den) +
+                                " of the vector, " + std::to_string(used.size()) + " marks and " +
+                                std::to_string(parts.size()) + " parts; expected a mark and a part "
+                                "for each block, and parts below " + std::to_string(holders));
   }
-  plan->depth = depth;
-  plan->spins = spins;
-  plan->inline_nbytes = std::clamp(static_cast<size_t>(most_inline), kInlineBytes, kMostInlineBytes);
-  plan->store = static_cast<Store>(store);
-  plan->adaptive = static_cast<Store>(adaptive);
-  plan->choice.start_with(plan->store, plan->adaptive);
-  // Results that do not stay in the cache anyway: each line is then read before it is written.
-  constexpr int64_t kBeyondCache = 16 << 20;
-  plan->heap_choice.start_with(
-      store_of(false, std::max(in_elems, out_elems) *
-                          static_cast<int64_t>(plan->itemsize) >= kBeyondCache),
-      Store::Stream2);
-  plan->factor = {factor, integer_factor};
-  plan->rounds_scaled = rounds_scaled;
-  plan->divide_out = divisor > 1;
-  plan->divisor = divisor;
-  plan->returns_out = returns_out;
-  for (const auto& [kind, offsets] : spaces) {
-    if (offsets.size() < 2) {
-      throw std::invalid_argument("space " + std::to_string(plan->spaces.size()) +
-                                  " has no blocks: expected at least two offsets, the ends of one "
-                                  "block");
-    }
-    plan->spaces.push_back({static_cast<SpaceKind>(kind), offsets, 0});
-  }
-  std::vector<int> peer_index(static_cast<size_t>(group.comm->size), -1);
+  return {kind, num, den, nblk, used, parts};
+}
+
+void read_peers(Plan& plan, const Group& group, std::vector<int>& peer_index,
+                const std::vector<std::tuple<int, int, int>>& peers) {
   for (const auto& [rank, sends, recvs] : peers) {
     if (rank < 0 || rank >= group.comm->size || rank == group.comm->rank) {
       throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank: expected "
                                   "0 to " + std::to_string(group.comm->size - 1) + " without " +
                                   std::to_string(group.comm->rank) + ", which is this rank");
     }
-    const size_t index = plan->peers.size();
-    peer_index[rank] = static_cast<int>(index);
-    plan->peers.push_back({rank, sends, recvs});
-    if (peer_fragments.empty()) continue;
-    plan->peers.back().send_fragments = peer_fragments.at(index).first;
-    plan->peers.back().recv_fragments = peer_fragments.at(index).second;
+    peer_index[rank] = static_cast<int>(plan.peers.size());
+    plan.peers.push_back({rank, sends, recvs});
   }
-  if (!plan->user) plan->combine = combine_for(plan->dtype, plan->redop);
-  read_instructions(*plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
-                    peer_index, factor != 1.0 || plan->redop == RedOp::PremulSum,
-                    {exposable, operand_exposable, deliverable, landings});
-  for (size_t i = 0; i < instr_fragments.size(); ++i) {
-    plan->instrs.at(i).fragments = instr_fragments[i];
+}
+
+// A call without its lengths, and how those of its arrays follow from them.
+struct CallShape {
+  int coll, dtype, redop, root;
+  std::string label;
+  bool returns_out;
+  int counts;
+  std::pair<int64_t, int64_t> x_part, out_part;
+  bool x_is_own, out_is_own, has_in, has_out, divides;
+};
+
+TemplatePtr template_of(const Group& group, const CallShape& shape) {
+  auto made = std::make_shared<PlanTemplate>();
+  Plan& plan = made->prototype;
+  plan.coll = shape.coll;
+  plan.dtype = static_cast<DType>(shape.dtype);
+  plan.redop = static_cast<RedOp>(shape.redop);
+  plan.root = shape.root;
+  plan.label = shape.label;
+  plan.itemsize = item_size(plan.dtype);
+  plan.returns_out = shape.returns_out;
+  made->counts = static_cast<Counts>(shape.counts);
+  made->rank = group.comm->rank;
+  made->size = group.comm->size;
+  std::tie(made->x_num, made->x_den) = shape.x_part;
+  std::tie(made->out_num, made->out_den) = shape.out_part;
+  made->x_is_own = shape.x_is_own;
+  made->out_is_own = shape.out_is_own;
+  made->has_in = shape.has_in;
+  made->has_out = shape.has_out;
+  made->divides = shape.divides;
+  return made;
+}
+
+TemplatePtr make_schedule_template(
+    const Group& group, const CallShape& shape, const std::vector<std::pair<int, Blocks>>& spaces,
+    int share, const std::vector<std::tuple<int, int, int>>& peers, Table inputs,
+    Pointers input_ptr, Table outputs, Pointers output_ptr, Pointers deps, Pointers dep_ptr,
+    const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& messages, int64_t publishes,
+    int64_t chunk_nbytes, int64_t long_from_nbytes, int64_t long_chunk_nbytes, int64_t lane_nbytes,
+    int depth, int slot_reuse, int spins, int64_t most_inline,
+    std::tuple<uint64_t, uint64_t, std::vector<std::pair<int, int>>> stores, int64_t on_node,
+    double factor, int64_t integer_factor, int64_t divisor, bool alone, int64_t itemsize,
+    uint64_t user_function, nb::object user_owner, bool rounds_scaled, uint64_t shows_from_nbytes,
+    bool wants_reach, const std::vector<int32_t>& instr_pairs) {
+  const TemplatePtr owned = template_of(group, shape);
+  PlanTemplate& made = *owned;
+  Plan& plan = made.prototype;
+  const int size = group.comm->size;
+  plan.itemsize = static_cast<size_t>(itemsize);
+  if (!user_owner.is_none()) {
+    plan.user = {reinterpret_cast<UserFn>(user_function), user_function == 0,
+                 own_object(user_owner.ptr())};
   }
+  plan.depth = depth;
+  plan.spins = spins;
+  plan.inline_nbytes = std::clamp(static_cast<size_t>(most_inline), kInlineBytes, kMostInlineBytes);
+  plan.factor = {factor, integer_factor};
+  plan.rounds_scaled = rounds_scaled;
+  plan.divide_out = divisor > 1;
+  plan.divisor = divisor;
+  if (share < 1) throw std::invalid_argument("share is " + std::to_string(share) +
+                                             ": expected 1 block or more of each holder");
+  made.share = share;
+  const int32_t holders = made.counts == Counts::None    ? 0
+                          : made.counts == Counts::Known ? size * share
+                                                         : size * size * share;
+  for (const auto& [kind, blocks] : spaces) {
+    made.spaces.push_back(read_blocks(static_cast<SpaceKind>(kind), blocks, holders));
+    const auto num_blocks = static_cast<size_t>(std::max(1, made.spaces.back().nblk));
+    plan.spaces.push_back(
+        {made.spaces.back().kind, std::vector<int64_t>(num_blocks + 1), 0});
+  }
+  std::vector<int> peer_index(static_cast<size_t>(size), -1);
+  read_peers(plan, group, peer_index, peers);
+  if (!plan.user) plan.combine = combine_for(plan.dtype, plan.redop);
+  read_instructions(plan, *group.comm, inputs, input_ptr, outputs, output_ptr, deps, dep_ptr,
+                    peer_index, factor != 1.0 || plan.redop == RedOp::PremulSum);
+  if (made.counts == Counts::Pairs && instr_pairs.size() != plan.instrs.size()) {
+    throw std::invalid_argument(std::to_string(instr_pairs.size()) + " pairs for " +
+                                std::to_string(plan.instrs.size()) +
+                                " instructions: expected one for each");
+  }
+  made.instr_pairs = instr_pairs;
   constexpr int kMostInputs = 64;  // as many as a word has bits (Plan::compute)
-  plan->shows_raw = plan->redop == RedOp::Avg && group.comm->size <= kMostInputs &&
-                    std::none_of(plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) {
-                      return ins.scaled() != nullptr && ins.inputs.size() == 1 &&
-                             !ins.local_outs.empty();
-                    });
-  const bool logical = plan->redop >= RedOp::Land && plan->redop <= RedOp::Lxor;
+  plan.shows_raw = plan.redop == RedOp::Avg && size <= kMostInputs &&
+                   std::none_of(plan.instrs.begin(), plan.instrs.end(), [](const Instr& ins) {
+                     return ins.scaled() != nullptr && ins.inputs.size() == 1 &&
+                            !ins.local_outs.empty();
+                   });
+  const bool logical = plan.redop >= RedOp::Land && plan.redop <= RedOp::Lxor;
   // An operand that meets no other is copied; "and" with itself gives its truth.
-  if (alone && logical) plan->truth = combine_for(plan->dtype, RedOp::Land);
-  plan->finish(fragments, static_cast<size_t>(lane_nbytes), slot_reuse,
-               group.comm->slot_window);
-  if (plan->run_short) plan->flatten(*group.comm);
-  return plan;
+  if (alone && logical) plan.truth = combine_for(plan.dtype, RedOp::Land);
+  plan.settle_program();
+  for (const auto& [width, nblk, num, den] : messages) {
+    made.messages.push_back({width, nblk, num, den});
+  }
+  made.publishes = publishes;
+  made.chunk_nbytes = chunk_nbytes;
+  made.long_from_nbytes = long_from_nbytes;
+  made.long_chunk_nbytes = long_chunk_nbytes;
+  made.lane_nbytes = static_cast<size_t>(lane_nbytes);
+  made.slot_reuse = slot_reuse;
+  const auto& [learns_from, beyond_cache, kinds] = stores;
+  auto kinds_of = [&kinds = kinds](size_t i) {
+    const auto& [first, adaptive] = kinds.at(i);
+    return StoreRule::Kinds{static_cast<Store>(first), static_cast<Store>(adaptive)};
+  };
+  made.stores = {learns_from, beyond_cache, kinds_of(0), kinds_of(1), kinds_of(2)};
+  made.on_node = on_node;
+  made.shows_from_nbytes = shows_from_nbytes;
+  made.wants_reach = wants_reach;
+  return owned;
+}
+
+void set_reach(PlanTemplate& made, Bits exposable, Bits operand_exposable, Bits deliverable,
+               const std::vector<Blocks>& spaces,
+               const std::vector<std::tuple<uint32_t, uint32_t, int32_t>>& landings) {
+  Plan& plan = made.prototype;
+  std::vector<std::pair<uint32_t, uint32_t>> sends;
+  for (uint32_t i = 0; i < plan.instrs.size(); ++i) {
+    for (uint32_t k = 0; k < plan.instrs[i].sends.size(); ++k) sends.emplace_back(i, k);
+  }
+  if (exposable.shape(0) != plan.instrs.size() ||
+      operand_exposable.shape(0) != plan.instrs.size() ||
+      deliverable.shape(0) != sends.size()) {
+    throw std::invalid_argument(
+        "the tables of what peers may reach do not fit the program: expected exposable and "
+        "operand_exposable for each of its " + std::to_string(plan.instrs.size()) +
+        " instructions, deliverable for each of its " + std::to_string(sends.size()) +
+        " messages");
+  }
+  const int32_t holders = made.counts == Counts::None ? 0 : made.size * made.share;
+  std::vector<BlockRule> rules;
+  for (const Blocks& blocks : spaces) {
+    rules.push_back(read_blocks(SpaceKind::Out, blocks, holders));
+  }
+  std::vector<LandingRule> found;
+  for (const auto& [message, space, block] : landings) {
+    if (block < 0 || block > rules.at(space).nblk) {
+      throw std::invalid_argument("a message lands at block " + std::to_string(block) +
+                                  ": expected one of the space's " +
+                                  std::to_string(rules.at(space).nblk));
+    }
+    found.push_back({sends.at(message).first, sends.at(message).second, space, block});
+  }
+  for (size_t i = 0; i < plan.instrs.size(); ++i) {
+    plan.instrs[i].exposable = exposable.data()[i];
+    plan.instrs[i].operand_exposable = operand_exposable.data()[i];
+  }
+  for (size_t i = 0; i < sends.size(); ++i) {
+    plan.instrs[sends[i].first].sends[sends[i].second].deliverable = deliverable.data()[i];
+  }
+  made.landing_spaces = std::move(rules);
+  made.landings = std::move(found);
+  made.wants_reach = false;
 }
 
 // A plan is never changed once it exists: operations in flight and persistent calls use it.
@@ -220,25 +297,15 @@ PlanPtr with_factor(const PlanPtr& plan, Group& group, double factor, int64_t in
   return changed;
 }
 
-PlanPtr make_native_plan(int coll, int dtype, int redop, int root, int64_t in_elems,
-                         int64_t out_elems, const std::string& label, uint64_t datatype,
-                         uint64_t op, uint64_t comm, int count, bool returns_out,
-                         const std::vector<int>& send_counts, const std::vector<int>& send_at,
-                         const std::vector<int>& recv_counts, const std::vector<int>& recv_at) {
-  auto plan = std::make_shared<Plan>();
-  plan->coll = coll;
-  plan->dtype = static_cast<DType>(dtype);
-  plan->redop = static_cast<RedOp>(redop);
-  plan->root = root;
-  plan->in_elems = in_elems;
-  plan->out_elems = out_elems;
-  plan->label = label;
-  plan->itemsize = item_size(plan->dtype);
-  plan->native = true;
-  plan->returns_out = returns_out;
-  plan->call = {static_cast<Handle>(datatype), static_cast<Handle>(op),
-                static_cast<Handle>(comm), count, send_counts, send_at, recv_counts, recv_at};
-  return plan;
+TemplatePtr make_native_template(const Group& group, const CallShape& shape, uint64_t datatype,
+                                 uint64_t op, uint64_t comm, int64_t unit, bool is_blocked) {
+  TemplatePtr made = template_of(group, shape);
+  made->prototype.native = true;
+  made->prototype.call = {static_cast<Handle>(datatype), static_cast<Handle>(op),
+                         static_cast<Handle>(comm), 0, {}, {}, {}, {}};
+  made->unit = unit;
+  made->is_blocked = is_blocked;
+  return made;
 }
 
 PlanPtr make_gloo_plan(const std::shared_ptr<GlooGroup>& group, int coll, int dtype, int redop,
@@ -282,19 +349,74 @@ void bind_plan(nb::module_& m) {
       .def("with_factor", &with_factor, nb::arg("group"), nb::arg("factor"),
            nb::arg("integer_factor"), nb::call_guard<nb::gil_scoped_release>(),
            "This plan of a premul_sum with another factor; the same object if it is the same.")
+      .def_prop_ro("nbytes", &Plan::nbytes, "Bytes of memory that it takes.")
+      .def_prop_ro("bounds", [](const Plan& plan) {
+        std::vector<std::vector<int64_t>> all;
+        for (const SpaceSpec& space : plan.spaces) all.push_back(space.offsets);
+        return all;
+      }, "Boundaries of the blocks of each space, in elements.")
+      .def_prop_ro("stores", [](const Plan& plan) {
+        return std::make_pair(static_cast<int>(plan.store), static_cast<int>(plan.adaptive));
+      }, "Codes of the stores that it begins with, and that it learns about.")
+      .def_prop_ro("landings", [](const Plan& plan) {
+        std::vector<int64_t> all;
+        for (const Instr& ins : plan.instrs) {
+          for (const Ref& ref : ins.sends) {
+            all.push_back(ref.landing_nbytes / static_cast<int64_t>(plan.itemsize));
+          }
+        }
+        return all;
+      }, "Where each message may land in its peer's result, in elements.")
+      .def_prop_ro("pair_fragments", [](const Plan& plan) {
+        std::vector<std::tuple<int, int64_t, int64_t>> all;
+        for (const PeerUse& peer : plan.peers) {
+          all.emplace_back(peer.rank, peer.send_fragments, peer.recv_fragments);
+        }
+        return all;
+      }, "Each peer, and the fragments that have messages to it and from it.")
       .def_prop_ro("instructions", [](const Plan& plan) { return plan.instrs.size(); });
-  m.def("make_schedule_plan", &make_schedule_plan, nb::arg("group"), nb::kw_only(),
-        nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
-        nb::arg("in_elems"), nb::arg("out_elems"), nb::arg("label"), nb::arg("spaces"),
-        nb::arg("peers"), nb::arg("inputs"), nb::arg("input_ptr"), nb::arg("outputs"),
-        nb::arg("output_ptr"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("fragments"),
-        nb::arg("lane_nbytes"), nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("most_inline"), nb::arg("store"),
-        nb::arg("adaptive"), nb::arg("factor"), nb::arg("integer_factor"), nb::arg("divisor"),
-        nb::arg("alone"), nb::arg("returns_out"), nb::arg("itemsize"), nb::arg("user_function"),
-        nb::arg("user_owner").none(), nb::arg("rounds_scaled"), nb::arg("shows_result"), nb::arg("exposable"),
-        nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("landings"),
-        nb::arg("instr_fragments") = std::vector<int64_t>{},
-        nb::arg("peer_fragments") = std::vector<std::pair<int64_t, int64_t>>{});
+  nb::class_<CallShape>(m, "CallShape",
+                        "A call without its lengths, and how those of its arrays follow.")
+      .def("__init__", [](CallShape* self, int coll, int dtype, int redop, int root,
+                          const std::string& label, bool returns_out, int counts,
+                          std::pair<int64_t, int64_t> x_part,
+                          std::pair<int64_t, int64_t> out_part, bool x_is_own, bool out_is_own,
+                          bool has_in, bool has_out, bool divides) {
+             new (self) CallShape{coll, dtype, redop, root, label, returns_out, counts, x_part,
+                                  out_part, x_is_own, out_is_own, has_in, has_out, divides};
+           },
+           nb::kw_only(), nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
+           nb::arg("label"), nb::arg("returns_out"), nb::arg("counts"), nb::arg("x_part"),
+           nb::arg("out_part"), nb::arg("x_is_own"), nb::arg("out_is_own"), nb::arg("has_in"),
+           nb::arg("has_out"), nb::arg("divides"));
+  nb::class_<PlanTemplate>(
+      m, "PlanTemplate", "What calls have in common that differ in their lengths alone.")
+      .def_prop_ro("label", [](const PlanTemplate& made) { return made.prototype.label; })
+      .def_prop_ro("nbytes", &PlanTemplate::nbytes, "Bytes of memory that it takes.")
+      .def("lacks_reach", &PlanTemplate::lacks_reach, nb::arg("num_elements"),
+           "Return whether plans of this length need set_reach() first.")
+      .def("set_reach", &set_reach, nb::kw_only(), nb::arg("exposable"),
+           nb::arg("operand_exposable"), nb::arg("deliverable"), nb::arg("spaces"),
+           nb::arg("landings"), "Say what peers may reach of buffers in the symmetric heap.")
+      .def("plan", [](const PlanTemplate& made, Group& group, int64_t num_elements,
+                      const std::vector<int64_t>& counts) {
+        return made.make(num_elements, counts, *group.comm);
+      }, nb::arg("group"), nb::arg("num_elements"), nb::arg("counts"),
+         "The plan for so many elements; None if there can be none.");
+  m.def("make_schedule_template", &make_schedule_template, nb::arg("group"), nb::arg("shape"),
+        nb::kw_only(), nb::arg("spaces"), nb::arg("share"), nb::arg("peers"), nb::arg("inputs"),
+        nb::arg("input_ptr"), nb::arg("outputs"), nb::arg("output_ptr"), nb::arg("deps"),
+        nb::arg("dep_ptr"), nb::arg("messages"), nb::arg("publishes"), nb::arg("chunk_nbytes"),
+        nb::arg("long_from_nbytes"), nb::arg("long_chunk_nbytes"), nb::arg("lane_nbytes"),
+        nb::arg("depth"), nb::arg("slot_reuse"), nb::arg("spins"), nb::arg("most_inline"),
+        nb::arg("stores"), nb::arg("on_node"), nb::arg("factor"), nb::arg("integer_factor"),
+        nb::arg("divisor"), nb::arg("alone"), nb::arg("itemsize"), nb::arg("user_function"),
+        nb::arg("user_owner").none(), nb::arg("rounds_scaled"), nb::arg("shows_from_nbytes"),
+        nb::arg("wants_reach"), nb::arg("instr_pairs"),
+        "Plans of one lowered schedule, and the rules of their lengths.");
+  m.def("make_native_template", &make_native_template, nb::arg("group"), nb::arg("shape"),
+        nb::kw_only(), nb::arg("datatype"), nb::arg("op"), nb::arg("comm"), nb::arg("unit"),
+        nb::arg("is_blocked"), "Plans of one collective of the MPI library.");
   nb::class_<GlooGroup>(m, "GlooGroup", "Keeps the collectives of a group of gloo in order.")
       .def(nb::init<>())
       .def_prop_ro("is_busy", &GlooGroup::is_busy,
@@ -303,12 +425,6 @@ void bind_plan(nb::module_& m) {
         nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
         nb::arg("out_elems"), nb::arg("label"), nb::arg("returns_out"), nb::arg("factor"),
         nb::arg("method"), nb::arg("arguments"), nb::arg("agreement").none(), nb::arg("digest"));
-  m.def("make_native_plan", &make_native_plan, nb::kw_only(), nb::arg("coll"),
-        nb::arg("dtype"), nb::arg("redop"), nb::arg("root"), nb::arg("in_elems"),
-        nb::arg("out_elems"), nb::arg("label"), nb::arg("datatype"), nb::arg("op"),
-        nb::arg("comm"), nb::arg("count"), nb::arg("returns_out"),
-        nb::arg("send_counts") = std::vector<int>{}, nb::arg("send_at") = std::vector<int>{},
-        nb::arg("recv_counts") = std::vector<int>{}, nb::arg("recv_at") = std::vector<int>{});
 }
 
 }  // namespace commrt

@@ -38,15 +38,15 @@ PyDeviceCall start_arrays(const PyStager& self, const std::shared_ptr<const Stag
   });
 }
 
-using MessageRow = std::tuple<uint64_t, uint64_t, int, int>;
+using MessageRow = std::tuple<uint64_t, uint64_t, int, int, TypeCode>;
 
 PyDeviceCall start_messages(const PyMessageStager& self, const std::vector<MessageRow>& sends,
                             const std::vector<MessageRow>& recvs, uint64_t stream, bool orders,
                             nb::handle keep, double timeout_s) {
   MessageLists lists;
   auto fill = [](const std::vector<MessageRow>& rows, std::vector<Message>& list) {
-    for (const auto& [address, nbytes, peer, tag] : rows) {
-      list.push_back({reinterpret_cast<void*>(address), nbytes, peer, tag, false});
+    for (const auto& [address, nbytes, peer, tag, type] : rows) {
+      list.push_back({reinterpret_cast<void*>(address), nbytes, peer, tag, type, false});
     }
   };
   fill(sends, lists.sends);

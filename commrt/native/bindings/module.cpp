@@ -15,6 +15,7 @@ NB_MODULE(_native, m) {
   commrt::bind_plan(m);
   commrt::bind_relay(m);
   commrt::bind_group(m);
+  commrt::bind_waiting(m);
   commrt::bind_fusion(m);
   commrt::bind_tensor_view(m);
   commrt::bind_operation(m);
@@ -26,6 +27,7 @@ NB_MODULE(_native, m) {
   commrt::bind_wire(m);
   commrt::bind_device(m);
   commrt::bind_programs(m);
+  commrt::bind_schedules(m);
   commrt::bind_nccl(m);
   commrt::bind_device_work(m);
   commrt::bind_device_request(m);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "engine/backoff.hpp"
 #include "engine/user_reduction.hpp"
 #include "python_callbacks.hpp"
 
@@ -34,11 +35,12 @@ int wait_for_end(const PyDeviceCall& self, double timeout_s) {
   DeviceWork& work = self.work();
   const double start = now_s();
   const double deadline = start + timeout_s;
-  Backoff backoff(2000);
+  Backoff backoff(engine, 2000);
   for (;;) {
     const bool ended = guarded([&] {
-      const double next = now_s() + kSignalPeriod_s;
+      const double end = std::min(now_s() + kSignalPeriod_s, deadline);
       for (unsigned look = 1;; ++look) {
+        bool looks_at_clock = look % kLooks == 0;
         if (work.has_ended(*self.call)) return true;
         if (engine.step()) {
           backoff.reset();
@@ -47,9 +49,9 @@ int wait_for_end(const PyDeviceCall& self, double timeout_s) {
           if (work.simulated() || look % (kLooks * 64) == 0) work.ask_device(self.call);
           if (work.has_ended(*self.call)) return true;
           if (wants_gil(engine)) return false;
-          work.pause(backoff);
+          looks_at_clock = work.pause(backoff, end) || looks_at_clock;
         }
-        if (look % kLooks == 0 && now_s() > std::min(next, deadline)) return false;
+        if (looks_at_clock && (backoff.take_interrupt() || now_s() >= end)) return false;
       }
     });
     if (ended) return 0;

@@ -49,7 +49,8 @@ PlanPtr plan_of(Group& group, Bucket& bucket) {
   const int dtype = static_cast<int>(bucket.dtype), redop = static_cast<int>(bucket.redop);
   const int64_t count = bucket.parts->elems();
   const PlanKey key{count, PlanKey::pack(0, bucket.dtype, redop, kHost), 0};
-  if (const PlanPtr* found = group.find_plan(key)) return *found;
+  if (const PlanPtr* found = group.plans.find(key)) return *found;
+  if (const PlanPtr* made = group.plans.make(key, *group.comm)) return *made;
   const nb::object service = bucket.group.attr(group_methods::kFusion);
   nb::object made = service.attr(fusion_methods::kPlanBucket)(count, dtype, redop);
   if (!PyExceptionInstance_Check(made.ptr())) return nb::cast<PlanPtr>(made);
@@ -227,6 +228,7 @@ void Fusion::set_due(double now) {
   due_s_ = now + limit_s_;
   if (due_s_ < engine_.timed_due_s.load(std::memory_order_relaxed)) {
     engine_.timed_due_s.store(due_s_, std::memory_order_relaxed);
+    engine_.ring();  // a thread that sleeps would look too late
   }
 }
 

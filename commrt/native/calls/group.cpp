@@ -8,6 +8,7 @@
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
 #include "calls/device_call_cache.hpp"
+#include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
@@ -20,9 +21,6 @@ namespace commrt {
 namespace {
 
 constexpr int64_t kLongBytes = 32768;
-
-// Programs with endless different lengths would otherwise grow the cache for ever.
-constexpr size_t kMaxPlans = 4096;
 
 bool is_long(const Plan& plan) {
   return (plan.in_elems + plan.out_elems) * static_cast<int64_t>(plan.itemsize) > kLongBytes;
@@ -46,49 +44,6 @@ Group::~Group() {
   // The next call would drop what ended calls have kept, but there may be none.
   if (engine->has_ended() && !Engine::forked.load(std::memory_order_relaxed)) drop_ended(*engine);
   forget_timed(*this);
-}
-
-const PlanPtr* Group::find_plan(const PlanKey& key) {
-  if (key == last_key_) return &last_plan_;
-  const auto it = plans_.find(key);
-  if (it == plans_.end()) return nullptr;
-  last_key_ = key;
-  last_plan_ = it->second;
-  return &last_plan_;
-}
-
-const PlanPtr* Group::find_vector_plan(const VectorKey& key, PyObject* const* given, int num) {
-  if (last_vector_plan_ == nullptr || !(key == last_vector_key_)) {
-    const auto it = vector_plans_.find(key);
-    if (it == vector_plans_.end()) return nullptr;
-    last_vector_key_ = key;
-    last_vector_plan_ = it->second;
-  }
-  for (int i = 0; i < num; ++i) {
-    // Kept, so that no other object gets its address.
-    last_arguments_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
-  }
-  return &last_vector_plan_;
-}
-
-void Group::cache_vector_plan(VectorKey key, PlanPtr plan) {
-  if (num_plans() >= kMaxPlans) forget_plans();
-  vector_plans_[std::move(key)] = std::move(plan);
-  last_vector_plan_.reset();
-}
-
-void Group::cache_plan(const PlanKey& key, PlanPtr plan) {
-  if (num_plans() >= kMaxPlans) forget_plans();
-  plans_[key] = std::move(plan);
-  last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
-}
-
-void Group::forget_plans() {
-  plans_.clear();
-  vector_plans_.clear();
-  last_vector_plan_.reset();
-  last_key_ = PlanKey{-1, 0, 0};
-  last_plan_.reset();
 }
 
 void keep_alive(Op& op, PyObject* first, PyObject* second) {
@@ -166,7 +121,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   const double start = now_s();
   const double deadline = start + timeout_s;
   double next_signal_check = start + kSignalPeriod_s;
-  Backoff backoff(spins);
+  Backoff backoff(engine, spins);
   backoff.sleep_soon(group.comm->off_node->is_relay);
   constexpr int kPassesBetweenQuestions = 4;
   const bool by_gloo = op->plan != nullptr && op->plan->gloo != nullptr;
@@ -185,9 +140,10 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
           break;
         }
         if (wants_gil(engine)) break;
-        bool advanced = false;
+        bool advanced = false, looked = false, looks_at_clock = (i & 63) == 63;
         if (const std::unique_lock<std::mutex> lock(engine.mutex, std::try_to_lock);
             lock.owns_lock()) {
+          looked = true;
           advanced = engine.step_locked(kNoLimit);
           // It serves all that is in flight, and waits like the most impatient of these.
           if (i == 0) backoff.spin_at_most(engine.spins_locked(spins));
@@ -197,12 +153,14 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
         if (advanced) {
           backoff.reset();
         } else {
-          backoff.pause();
+          if (backoff.take_ring()) break;  // for nothing that came: a peer may have given up
+          const double end = std::min({deadline, next_signal_check, engine.timed_due_s.load()});
+          looks_at_clock = backoff.pause(end, looked) || looks_at_clock;
         }
-        if ((i & 63) == 63) {
-          if (engine.is_timed_due()) break;
+        if (looks_at_clock) {
+          if (engine.is_timed_due() || backoff.take_interrupt()) break;
           const double now = now_s();
-          if (now > deadline || now > next_signal_check) break;
+          if (now >= deadline || now >= next_signal_check) break;
         }
       }
     }
@@ -218,7 +176,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
     }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
-    if (now > deadline) return WaitResult::TimedOut;
+    if (now >= deadline) return WaitResult::TimedOut;
     next_signal_check = now + kSignalPeriod_s;
   }
 }
@@ -245,12 +203,8 @@ nb::object Request::outcome() {
   }
   if (is_failed()) {
     if (!error_.is_valid()) {
-      const char* kind = op_->by_user    ? "reduction"
-                         : op_->by_mpi   ? "backend"
-                         : op_->given_up ? "revoked"
-                         : op_->p2p      ? "truncation"
-                                         : "mismatch";
-      error_ = group_.attr(group_methods::kOperationError)(what(), op_->error, kind);
+      error_ = group_.attr(group_methods::kOperationError)(what(), op_->error,
+                                                           op_->failure_kind());
       if (op_->by_user) {
         nb::handle reduction(op_->plan->user.owner.get());
         error_.attr("__cause__") = nb::getattr(reduction, "error", nb::none());

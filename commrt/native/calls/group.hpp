@@ -8,63 +8,18 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <unordered_map>
 
 #include "arrays/view.hpp"
+#include "calls/plan_cache.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
+#include "engine/p2p.hpp"
 
 namespace commrt {
 
 class DeviceCallCache;
-struct MessageLists;
 
 namespace nb = nanobind;
-
-struct PlanKey {
-  int64_t count;
-  uint32_t what;  // operation, dtype, reduction, kind of device
-  int32_t root;
-  bool operator==(const PlanKey& other) const {
-    return count == other.count && what == other.what && root == other.root;
-  }
-  static uint32_t pack(int coll, DType dtype, int redop, int device) {
-    return static_cast<uint32_t>(coll) | static_cast<uint32_t>(dtype) << 8 |
-           static_cast<uint32_t>(redop) << 16 | static_cast<uint32_t>(device != kHost) << 24;
-  }
-};
-
-struct PlanKeyHash {
-  size_t operator()(const PlanKey& key) const {
-    uint64_t h = static_cast<uint64_t>(key.count) * 0x9E3779B97F4A7C15ull;
-    h ^= (static_cast<uint64_t>(key.what) << 32 | static_cast<uint32_t>(key.root)) *
-         0xC2B2AE3D27D4EB4Full;
-    return h ^ (h >> 29);
-  }
-};
-
-using PlanPtr = std::shared_ptr<const Plan>;
-
-// The key of an operation whose lengths differ by rank. Two calls are the same only if their
-// counts are equal; an equal hash alone is not enough.
-struct VectorKey {
-  PlanKey plain;
-  std::vector<int64_t> counts;
-  bool operator==(const VectorKey& other) const {
-    return plain == other.plain && counts == other.counts;
-  }
-};
-
-struct VectorKeyHash {
-  size_t operator()(const VectorKey& key) const {
-    uint64_t h = PlanKeyHash()(key.plain);
-    for (const int64_t count : key.counts) {
-      h = (h ^ static_cast<uint64_t>(count)) * 0x9E3779B97F4A7C15ull;
-      h ^= h >> 32;
-    }
-    return h;
-  }
-};
 
 class Fusion;
 class RecordRing;
@@ -82,40 +37,12 @@ class Group {
   std::unique_ptr<Fusion> fusion;  // of an open comm.fused(), else null
   uint32_t fused_kinds[kNumDTypes] = {};  // by type, the reductions that buckets may have
 
-  const PlanPtr* find_plan(const PlanKey& key);
-  void cache_plan(const PlanKey& key, PlanPtr plan);
-  // `given`: the objects that hold the counts.
-  const PlanPtr* find_vector_plan(const VectorKey& key, PyObject* const* given, int num);
-  bool is_asked_again(const PlanKey& key, PyObject* const* given, int num) const {
-    for (int i = 0; i < num; ++i) {
-      if (given[i] == nullptr || given[i] != last_arguments_[i].ptr()) return false;
-    }
-    return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
-  }
-  const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
-  // True if the last plan's first counts are also its second ones.
-  bool swaps() const {
-    const auto& counts = last_vector_key_.counts;
-    const auto half = static_cast<std::ptrdiff_t>(counts.size() / 2);
-    return std::equal(counts.begin(), counts.begin() + half, counts.begin() + half);
-  }
-  void cache_vector_plan(VectorKey key, PlanPtr plan);
-  void forget_plans();
-  size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
+  PlanCache plans;
 
   std::vector<std::shared_ptr<class DeviceWork>> device_work;  // of each kind, on each device
   std::unique_ptr<DeviceCallCache> device_call_cache;  // on arrays on devices
 
   VectorKey asked;  // of the call that is being looked at: its memory is used again
-
- private:
-  std::unordered_map<PlanKey, PlanPtr, PlanKeyHash> plans_;
-  PlanKey last_key_{-1, 0, 0};
-  PlanPtr last_plan_;
-  std::unordered_map<VectorKey, PlanPtr, VectorKeyHash> vector_plans_;
-  VectorKey last_vector_key_;
-  PlanPtr last_vector_plan_;  // null: the key means nothing
-  nb::object last_arguments_[2];  // where these are tuples, which nobody can change
 };
 
 // One started operation as Python sees it.
@@ -207,9 +134,7 @@ void make_request_in(nb::handle memory, nb::handle group, std::shared_ptr<Op> op
 
 // A message to or from another rank, with everything checked. `keep` owns the memory.
 struct Side {
-  void* data;
-  uint64_t nbytes;
-  int peer, tag;
+  Message message;
   nb::handle keep;
 };
 nb::object run_send(nb::handle group, const Side& x, nb::handle operation, bool nonblocking,

@@ -7,6 +7,7 @@
 // call or raises the precise error. An Operation made with `only_cached` returns NotImplemented
 // there.
 #include "arrays/tensor_view.hpp"
+#include "calls/front.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
 #include "calls/device_call_cache.hpp"
@@ -50,14 +51,16 @@ int reduction_code(PyObject* name) {
   return -1;
 }
 
-PyObject* hand_over(Operation* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
+// Without a group it is the business of the object that stands in its place.
+PyObject* hand_over(Operation* self, PyObject* held, PyObject* const* args, Py_ssize_t nargs,
+                    PyObject* kwnames) {
   if (self->only_cached) Py_RETURN_NOTIMPLEMENTED;
   if (nargs < 1) {
     PyErr_Format(PyExc_TypeError, "%U() needs a communicator: call it as comm.%U(...)",
                  self->head.name, self->head.name);
     return nullptr;
   }
-  PyObject* method = PyObject_GetAttr(args[0], words.call);
+  PyObject* method = PyObject_GetAttr(held != nullptr ? held : args[0], words.call);
   if (method == nullptr) return nullptr;
   PyObject* positional = PyTuple_New(nargs - 1);
   PyObject* keywords = PyDict_New();
@@ -87,7 +90,7 @@ bool read_limit(PyObject* object, double* seconds) {
   if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return false;
   *seconds = PyFloat_AsDouble(object);
   if (PyErr_Occurred()) PyErr_Clear();  // a number that is too large is -1
-  return *seconds > 0;
+  return *seconds > 0 && *seconds < 1e9;  // Python takes the rest, and longer ones for no limit
 }
 
 // Reads the numbers of a tuple, a list or an array of numpy; false for anything else.
@@ -111,9 +114,11 @@ bool read_counts(PyObject* object, Py_ssize_t size, int64_t* counts) {
   return true;
 }
 
-// The plan of a call with counts. The very tuples of the call before need not be read again.
-const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num) {
-  if (group.is_asked_again(key, given, num)) return &group.last_vector_plan();
+// The plan of a call with counts, made if they are new. The very tuples of the call before need not
+// be read again. `given_elems`: of its x, or below 0 where it has none.
+const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num,
+                            int64_t given_elems) {
+  if (group.plans.is_asked_again(key, given, num)) return &group.plans.last_vector_plan();
   VectorKey& asked = group.asked;
   const auto size = static_cast<Py_ssize_t>(group.comm->size);
   asked.plain = key;
@@ -121,7 +126,9 @@ const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* g
   for (int i = 0; i < num; ++i) {
     if (given[i] == nullptr || !read_counts(given[i], size, &asked.counts[i * size])) return nullptr;
   }
-  return group.find_vector_plan(asked, given, num);
+  if (const PlanPtr* found = group.plans.find(asked, given, num)) return found;
+  if (group.plans.make(asked, given_elems, *group.comm) == nullptr) return nullptr;
+  return group.plans.find(asked, given, num);
 }
 
 bool overlaps(const View& a, const View& b) {
@@ -132,29 +139,15 @@ bool overlaps(const View& a, const View& b) {
   return a0 < b1 && b0 < a1;
 }
 
-// The classes of communicators that were seen, kept for ever: asking nanobind takes longer.
-bool is_group(PyObject* object) {
-  static PyTypeObject* seen[4] = {};
-  PyTypeObject* const type = Py_TYPE(object);
-  for (PyTypeObject*& known : seen) {
-    if (type == known) return true;
-    if (known != nullptr) continue;
-    if (!nb::isinstance<Group>(nb::handle(object))) return false;
-    Py_INCREF(type);
-    known = type;
-    return true;
-  }
-  return nb::isinstance<Group>(nb::handle(object));
-}
-
 PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargsf,
                          PyObject* kwnames) {
   auto* self = reinterpret_cast<Operation*>(callable);
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
   const Py_ssize_t expected = self->takes_x ? 2 : 1;
-  auto slow = [&] { return hand_over(self, args, nargs, kwnames); };
-  if (nargs != expected || !is_group(args[0])) return slow();
-  Group& group = *nb::inst_ptr<Group>(nb::handle(args[0]));
+  PyObject* const held = nargs > 0 ? group_of(args[0]) : nullptr;
+  auto slow = [&] { return hand_over(self, held, args, nargs, kwnames); };
+  if (nargs != expected || held == nullptr) return slow();
+  Group& group = *nb::inst_ptr<Group>(nb::handle(held));
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
 
@@ -212,7 +205,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (group.fusion != nullptr && nonblocking && self->fuses) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};
-    PyObject* const found = run_cached(args[0], asked);
+    PyObject* const found = run_cached(held, asked);
     return found != nullptr || PyErr_Occurred() ? found : slow();
   };
   if (stream != nullptr || is_limited) return elsewhere();
@@ -243,7 +236,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
         return slow();
       }
       try {
-        return group.fusion->add(nb::handle(args[0]), call);
+        return group.fusion->add(nb::handle(held), call);
       } catch (nb::python_error& e) {
         e.restore();
         return nullptr;
@@ -256,10 +249,15 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
                     PlanKey::pack(self->coll, x.dtype, reduction, x.device),
                     static_cast<int32_t>(root)};
   const PlanPtr* found = nullptr;
-  if (self->num_counts == 0) {
-    found = group.find_plan(key);
-  } else {
-    found = find_counted(group, key, counts_object, self->num_counts);
+  try {
+    if (self->num_counts == 0) {
+      found = group.plans.find(key);
+      if (found == nullptr) found = group.plans.make(key, *group.comm);
+    } else {
+      found = find_counted(group, key, counts_object, self->num_counts, count);
+    }
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
   }
   if (found == nullptr) return slow();
   const PlanPtr plan = *found;
@@ -270,11 +268,14 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       (x.dtype < DType::F16 || plan->factor.real != PyFloat_AS_DOUBLE(factor))) return slow();
   if (self->takes_x) {
     if (plan->in_elems != 0 && plan->in_elems != x.count) return slow();
+    if (has_output && plan->out_elems == 0 && out_object != nullptr && out.count != 0) {
+      return slow();
+    }
     if (plan->out_elems != 0) {
       if (out.count != plan->out_elems || !out.writable) return slow();
       const bool same = out.data == x.data;
       if ((!same && overlaps(x, out)) || (same && !self->in_place && x.count != 0 &&
-                                        !(self->num_counts == 2 && group.swaps()))) {
+                                        !(self->num_counts == 2 && group.plans.swaps()))) {
         return slow();
       }
     }
@@ -282,7 +283,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   PyObject* result = out_object != nullptr ? out_object : self->takes_x ? args[1] : Py_None;
   if (!has_output) result = Py_None;
   try {
-    nb::object value = run_plan(nb::handle(args[0]), plan, x.data, out.data,
+    nb::object value = run_plan(nb::handle(held), plan, x.data, out.data,
                                 count >= 0 ? nb::handle(args[1]) : nb::handle(),
                                 nb::handle(out_object), nb::handle(result),
                                 nb::handle(self->head.name), nonblocking, timeout_s);

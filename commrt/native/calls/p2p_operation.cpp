@@ -5,6 +5,7 @@
 // plain arrays of numpy and of torch, ints in range and bools; every other call goes to the Python function
 // that it wraps, which runs it or raises the precise error.
 #include "arrays/tensor_view.hpp"
+#include "calls/front.hpp"
 #include "calls/group.hpp"
 #include "calls/method_descriptor.hpp"
 #include "engine/p2p.hpp"
@@ -83,11 +84,12 @@ bool parse(Kind kind, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames
 bool side_of(PyObject* array, int peer, int tag, bool written, Side& side) {
   View view;
   if (!view_on_host(array, view) || (written && !view.writable)) return false;
-  side = {view.data, static_cast<uint64_t>(view.count) * item_size(view.dtype), peer, tag, array};
+  const uint64_t nbytes = static_cast<uint64_t>(view.count) * item_size(view.dtype);
+  side = {{view.data, nbytes, peer, tag, static_cast<TypeCode>(view.dtype), false}, array};
   return true;
 }
 
-bool overlap(const Side& a, const Side& b) {
+bool overlap(const Message& a, const Message& b) {
   const auto* a0 = static_cast<const unsigned char*>(a.data);
   const auto* b0 = static_cast<const unsigned char*>(b.data);
   return a0 < b0 + b.nbytes && b0 < a0 + a.nbytes;
@@ -112,7 +114,7 @@ nb::object read_messages(PyObject* list, int size, bool written, std::vector<Mes
     PyObject* array = PyTuple_GET_ITEM(item, 0);
     Side side;
     if (!side_of(array, peer, tag, written, side)) return {};
-    found.push_back({side.data, side.nbytes, peer, tag, false});
+    found.push_back(side.message);
     PyTuple_SET_ITEM(arrays.ptr(), i, Py_NewRef(array));
   }
   return arrays;
@@ -159,8 +161,9 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
   auto* self = reinterpret_cast<MessageMethod*>(callable);
   const Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
   auto slow = [&] { return PyObject_Vectorcall(self->head.function, args, nargsf, kwnames); };
-  if (nargs < 1 || !nb::isinstance<Group>(nb::handle(args[0]))) return slow();
-  const nb::handle group_object = args[0];
+  PyObject* const held = nargs > 0 ? group_of(args[0]) : nullptr;
+  if (held == nullptr) return slow();
+  const nb::handle group_object = held;
   const Group& group = *nb::inst_ptr<Group>(group_object);
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
@@ -184,7 +187,7 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
   Side x{}, out{};
   if (a.x != nullptr && !side_of(a.x, a.dest, a.sendtag, false, x)) return slow();
   if (a.out != nullptr && !side_of(a.out, a.source, a.recvtag, true, out)) return slow();
-  if (self->kind == Kind::SendRecv && overlap(x, out)) return slow();
+  if (self->kind == Kind::SendRecv && overlap(x.message, out.message)) return slow();
   try {
     nb::object result;
     switch (self->kind) {
@@ -261,13 +264,13 @@ nb::object run_send(nb::handle group_object, const Side& x, nb::handle operation
                     bool nonblocking, double timeout_s) {
   Comm& comm = *nb::inst_ptr<Group>(group_object)->comm;
   std::unique_lock<std::mutex> lock(comm.engine.mutex, std::try_to_lock);
-  if (!nonblocking && lock.owns_lock() && comm.p2p->send_now(x.data, x.nbytes, x.peer, x.tag)) {
+  if (!nonblocking && lock.owns_lock() && comm.p2p->send_now(x.message)) {
     tidy(comm, lock);
     return nb::none();
   }
-  const bool brief = lock.owns_lock() && comm.p2p->calm(x.peer, x.nbytes);
+  const bool brief = lock.owns_lock() && comm.p2p->calm(x.message);
   auto op = start(comm.engine, lock, brief, nonblocking ? x.keep : nb::handle(), {}, [&] {
-    return comm.p2p->send(x.data, x.nbytes, x.peer, x.tag);
+    return comm.p2p->send(x.message);
   });
   return finish_call(group_object, std::move(op), x.keep, {}, nb::none(), operation, nonblocking,
                      timeout_s);
@@ -280,15 +283,14 @@ nb::object run_recv(nb::handle group_object, const Side& out, nb::handle result,
   bool spins = false;
   if (!nonblocking && lock.owns_lock()) {
     spins = comm.quiet();  // what is in flight needs more than a look at one peer
-    if (comm.p2p->recv_now(out.data, out.nbytes, out.peer, out.tag,
-                           spins ? comm.spins_with_gil() : 0)) {
+    if (comm.p2p->recv_now(out.message, spins ? comm.spins_with_gil() : 0)) {
       tidy(comm, lock);
       return nb::borrow(result);
     }
   }
-  const bool brief = lock.owns_lock() && comm.p2p->calm(out.peer, out.nbytes);
+  const bool brief = lock.owns_lock() && comm.p2p->calm(out.message);
   auto op = start(comm.engine, lock, brief, nonblocking ? out.keep : nb::handle(), {}, [&] {
-    return comm.p2p->recv(out.data, out.nbytes, out.peer, out.tag);
+    return comm.p2p->recv(out.message);
   });
   return finish_call(group_object, std::move(op), out.keep, {}, result, operation, nonblocking,
                      timeout_s, spins);
@@ -302,8 +304,8 @@ nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
   bool spins = false, sent = false;
   if (!nonblocking && lock.owns_lock()) {
     spins = comm.quiet();
-    const auto now = comm.p2p->sendrecv_now(x.data, x.nbytes, x.peer, x.tag, out.data, out.nbytes,
-                                      out.peer, out.tag, spins ? comm.spins_with_gil() : 0);
+    const auto now = comm.p2p->sendrecv_now(x.message, out.message,
+                                            spins ? comm.spins_with_gil() : 0);
     if (now == P2P::Now::Both) {
       tidy(comm, lock);
       return nb::borrow(result);
@@ -311,11 +313,10 @@ nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
     sent = now == P2P::Now::Sent;
   }
   const bool brief =
-      lock.owns_lock() && comm.p2p->calm(x.peer, x.nbytes) && comm.p2p->calm(out.peer, out.nbytes);
+      lock.owns_lock() && comm.p2p->calm(x.message) && comm.p2p->calm(out.message);
   auto op = start(comm.engine, lock, brief, nonblocking ? x.keep : nb::handle(),
                   nonblocking ? out.keep : nb::handle(), [&] {
-    return comm.p2p->sendrecv(x.data, x.nbytes, x.peer, x.tag, out.data, out.nbytes, out.peer,
-                        out.tag, sent);
+    return comm.p2p->sendrecv(x.message, out.message, sent);
   });
   return finish_call(group_object, std::move(op), x.keep, out.keep, result, operation,
                      nonblocking, timeout_s, spins && sent);

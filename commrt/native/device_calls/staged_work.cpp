@@ -6,14 +6,6 @@
 
 namespace commrt {
 
-const char* failure_kind(const Op& op) {
-  return op.by_user            ? "reduction"
-         : op.by_mpi           ? "backend"
-         : op.given_up         ? "revoked"
-         : op.p2p != nullptr   ? "truncation"
-                               : "mismatch";
-}
-
 StagedWork::StagedWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
                        const StagerOptions& options)
     : DeviceWork(comm, engine, device, std::move(keeps), own_events_), options_(options),
@@ -53,7 +45,7 @@ void StagedWork::wait_for_memory(Backoff& backoff, double deadline, double timeo
   if (engine_.step()) {
     backoff.reset();
   } else {
-    pause(backoff);
+    pause(backoff, deadline);
   }
 }
 

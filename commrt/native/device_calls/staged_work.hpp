@@ -12,6 +12,7 @@
 #include <string>
 
 #include "device_calls/staged_plan.hpp"
+#include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/engine.hpp"
 
@@ -112,7 +113,7 @@ class StagedWork : public DeviceWork {
 template <class Take, class Add>
 void StagedWork::take_memory(Take take, Add add, double timeout_s, bool locks) {
   double deadline = 0;  // none yet: mostly there is some
-  Backoff backoff(0);
+  Backoff backoff(engine_, 0);
   for (;;) {
     std::size_t grow = 0;
     bool taken = false;
@@ -151,8 +152,5 @@ void StagedWork::give_or_fail(Give give, const char* lacking) {
     throw;
   }
 }
-
-// Returns the kind of error for an operation that failed, as the engine tells it.
-const char* failure_kind(const Op& op);
 
 }  // namespace commrt

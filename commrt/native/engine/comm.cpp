@@ -25,6 +25,14 @@ uint64_t ticks() {
 #endif
 }
 
+const char* Op::failure_kind() const {
+  return by_user    ? "reduction"
+         : by_mpi   ? "backend"
+         : given_up ? "revoked"
+         : p2p != nullptr && !p2p->mistyped ? "truncation"
+                                            : "mismatch";
+}
+
 Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
     : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords), message_records(kRecords),
       links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
@@ -84,6 +92,36 @@ void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
     link.acked = reinterpret_cast<const Ack*>(theirs + layout.acks) + me;
   }
 }
+
+const std::atomic<uint32_t> Comm::kNobodySleeps{0};
+
+void Comm::attach_bells(std::shared_ptr<Bells> bells, std::vector<int> of) {
+  bells_ = std::move(bells);
+  bell_of_ = std::move(of);
+  asleep_ = &bells_->asleep();
+}
+
+void Comm::wake_peer(int peer) {
+  const int member = bell_of_[static_cast<size_t>(peer)];
+  if (member >= 0 && peer != rank) bells_->ring(member);
+}
+
+void Comm::wake_peers(const Plan& plan) {
+  for (const PeerUse& use : plan.peers) wake_peer(use.rank);
+}
+
+bool Comm::tells_nobody() const {
+  const bool by_mpi = mpi_comm != 0 && !off_node->is_relay;
+  if (by_mpi && !p2p->idle()) return true;
+  return std::any_of(active_.begin(), active_.end(), [by_mpi](const auto& op) {
+    const Plan& plan = *op->plan;
+    return plan.native || plan.gloo != nullptr || op->gate.opened != nullptr ||
+           (by_mpi && std::any_of(plan.instrs.begin(), plan.instrs.end(),
+                                  [](const Instr& ins) { return ins.has_mpi; }));
+  });
+}
+
+void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
   for (auto& link : links_) link = Link{};
@@ -216,6 +254,7 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   const MpiTurn turn(engine.mpi_device());
   if (op->plan->gloo != nullptr) begin_agreement(*op);
   if (!fail_after_own(*op)) op->advance(limit);
+  ring(*op->plan);
   if (op->finished()) {
     if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
     return op;
@@ -284,7 +323,10 @@ bool Comm::progress(uint64_t limit) {
   try {
     for (size_t i = 0; i < active_.size(); ++i) {
       Op& op = *active_[i];
-      if (!op.finished() && (fail_after_own(op) || op.advance(limit))) any = true;
+      if (!op.finished() && (fail_after_own(op) || op.advance(limit))) {
+        any = true;
+        ring(*op.plan);
+      }
       ended = ended || op.finished();
     }
   } catch (...) {
@@ -359,6 +401,7 @@ void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   if (told == 0 || told > word) failed.store(word, std::memory_order_release);
   // Before the caller writes to buffers that peers still read (gave_up()).
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int peer : members) ring(peer);
 }
 
 bool Comm::gave_up(int peer, uint64_t seq) const {

@@ -11,6 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/bell.hpp"
+#include "engine/call_mark.hpp"
 #include "engine/layout.hpp"
 #include "engine/mpi_api.hpp"
 #include "engine/parts.hpp"
@@ -80,6 +82,9 @@ struct MpiInput {  // one message of an instruction that comes over MPI
   MpiRequest request;
   size_t index = 0;  // of the instruction's inputs
   bool posted = false, done = false;
+  MpiRequest stamp_request;  // of the stamp before it; `stamp` is null where there is none
+  std::unique_ptr<Stamp> stamp;
+  bool stamp_posted = false, stamp_done = false;
   std::unique_ptr<unsigned char[]> staging;  // null: received where it belongs
 };
 
@@ -139,6 +144,8 @@ class Op {
 
   bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
   bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
+  // The word of a failed one for Python (commrt/group/group.py).
+  const char* failure_kind() const;
   bool finished() const { return state.load(std::memory_order_acquire) != 0; }
   bool has_failed() const {
     return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
@@ -198,6 +205,8 @@ class Op {
   std::vector<Route> routes_;      // of the instruction that is about to run
   Source source_;                  // of the same
 
+  // What the words of this call's messages have beside the messages' ids.
+  uint64_t mark() const { return call_mark(plan->mark, seq); }
   bool is_done(uint64_t pos) const {
     const uint64_t i = pos & done_mask_;
     return (done_bits_[i >> 6] >> (i & 63)) & 1;
@@ -225,7 +234,10 @@ class Op {
   bool run_mpi(int64_t fragment, int index);
   MpiStep prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece);
   bool all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes);
-  bool all_arrived(MpiStep& step, const Instr& ins, size_t nbytes);
+  bool all_arrived(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes);
+  bool is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, size_t nbytes);
+  bool post_send(const Ref& ref, int64_t fragment, const unsigned char* value, size_t nbytes,
+                 std::unique_ptr<unsigned char[]> staging);
   bool all_sent();
   void abandon_mpi();
   void hold(MpiInput& one);
@@ -234,6 +246,7 @@ class Op {
   int rank_of(const Ref& ref) const { return plan->peers[ref.peer].rank; }
   // The address where a fragment of a local slice begins. The slice is one block, or uncut.
   unsigned char* start_of(const Instr& ins, const Ref& ref, int64_t fragment) const;
+  // The call may fail the operation.
   bool inputs_arrived(const Instr& ins, int64_t fragment);
   bool outputs_free(const Instr& ins, int64_t fragment);
   bool value_ready(const Instr& ins, int64_t fragment, int index,
@@ -264,6 +277,7 @@ class Op {
   bool prepare_for_gloo(uint64_t limit, const void*& from, void*& into);
   bool advance_gloo(uint64_t limit);
   void fail(std::string message);
+  void fail_by_length(int peer, size_t expected);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
     return in_base_[ref.peer] +
@@ -334,6 +348,20 @@ class Comm {
   void remove_mirror(const void* start);
   // Forgets arena and heap, which are about to be unmapped. Nothing may be in flight.
   void detach();
+  // Peers on this node can be woken: `members[r]` is the member of `bells` that rank r is, or -1.
+  void attach_bells(std::shared_ptr<Bells> bells, std::vector<int> members);
+  // Wakes a peer of this node that sleeps: something was written for it.
+  void ring(int peer) {
+    if (any_asleep()) wake_peer(peer);
+  }
+  // The same for all ranks of this node with which a plan exchanges messages.
+  void ring(const Plan& plan) {
+    if (any_asleep()) wake_peers(plan);
+  }
+  // True if something in flight ends without anybody ringing: it has to be asked for.
+  bool tells_nobody() const;
+  // The next pass takes in what peers send unasked.
+  void look_closely();
   // Off-node peers, reached over MPI: ranks in `mpi_comm`, all messages under `tag`.
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
   // The same, where a relay stands in for MPI.
@@ -439,6 +467,13 @@ class Comm {
  private:
   friend class Op;
   friend class P2P;
+  bool any_asleep() const {
+    // The compiler, at least, keeps the order (bell.hpp).
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    return asleep_->load(std::memory_order_relaxed) != 0;
+  }
+  void wake_peer(int peer);
+  void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
   void begin_agreement(Op& op);
@@ -464,6 +499,10 @@ class Comm {
   }
   bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
 
+  static const std::atomic<uint32_t> kNobodySleeps;
+  const std::atomic<uint32_t>* asleep_ = &kNobodySleeps;
+  std::shared_ptr<Bells> bells_;
+  std::vector<int> bell_of_;  // rank -> member of bells_, or -1
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;

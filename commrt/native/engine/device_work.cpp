@@ -2,6 +2,7 @@
 // Calls under way on a device, and their failures.
 #include "engine/device_work.hpp"
 
+#include "engine/backoff.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 
@@ -61,16 +62,14 @@ void DeviceWork::drop(DeviceCall& made) {
 
 // --- waiting ---
 
-void DeviceWork::pause(Backoff& backoff) {
-  if (simulated()) {
-    check(device_->api->pause(device_));
-  } else {
-    backoff.pause();
-  }
+bool DeviceWork::pause(Backoff& backoff, double until_s) {
+  if (!simulated()) return backoff.pause(until_s);
+  check(device_->api->pause(device_));
+  return false;
 }
 
 void DeviceWork::progress_until(const std::function<bool()>& is_so) {
-  Backoff backoff(0);
+  Backoff backoff(engine_, 0);
   while (!is_so()) {
     if (engine_.step()) {
       backoff.reset();

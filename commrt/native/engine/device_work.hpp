@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -106,8 +107,9 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
                std::optional<std::uint64_t> seq = std::nullopt);
   // The communicator goes away: nothing of it may be touched any more.
   void abandon();
-  // Waits for something to change; Deadlock on a simulated device that sees there is nothing.
-  void pause(Backoff& backoff);
+  // Waits for something to change, at most until then; Deadlock on a simulated device that sees
+  // there is nothing. True if the time is to be looked at.
+  bool pause(Backoff& backoff, double until_s = std::numeric_limits<double>::infinity());
   // A simulated device learns that the engine did something.
   void announce();
   // True if a call has ended, as the asking thread sees it.

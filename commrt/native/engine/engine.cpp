@@ -2,6 +2,7 @@
 // Progress over all communicators, the parking thread, and how to wait politely.
 #include "engine/engine.hpp"
 
+#include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/mpi_turn.hpp"
 #include "engine/relay.hpp"
@@ -25,7 +26,97 @@ double now_s() {
       .count();
 }
 
+namespace {
+
+// The engines of this process, for threads that know none of them. Never freed: threads may end
+// late.
+struct Engines {
+  std::mutex mutex;
+  std::vector<Engine*> all;
+  std::atomic<int> num_sleepers{0};
+};
+
+Engines& engines() {
+  static auto* const all = new Engines();
+  return *all;
+}
+
+}  // namespace
+
+Engine::Engine() {
+  static std::atomic<uint64_t> number{0};
+  const std::string name = "alone/" + std::to_string(number.fetch_add(1));
+  kept_bells_.push_back(Bells::of_threads(name, 1, 0));
+  ringing_.store(kept_bells_.back().get(), std::memory_order_release);
+  const std::lock_guard<std::mutex> lock(engines().mutex);
+  engines().all.push_back(this);
+}
+
+void Engine::ring_all() {
+  if (engines().num_sleepers.load() == 0) return;
+  const std::lock_guard<std::mutex> lock(engines().mutex);
+  for (Engine* engine : engines().all) engine->ring();
+}
+
+void Engine::lie_down() { engines().num_sleepers.fetch_add(1); }
+void Engine::rise() { engines().num_sleepers.fetch_sub(1); }
+
+Engine* Engine::only_one() {
+  const std::lock_guard<std::mutex> lock(engines().mutex);
+  return engines().all.size() == 1 ? engines().all.front() : nullptr;
+}
+
+void Engine::add_bells(const std::shared_ptr<Bells>& bells) {
+  const std::lock_guard<std::mutex> lock(bells_mutex_);
+  if (kept_bells_.size() == 1) {
+    kept_bells_.push_back(bells);
+    ringing_.store(bells.get(), std::memory_order_release);
+    return;
+  }
+  auto is_gone = [](const std::weak_ptr<Bells>& one) { return one.expired(); };
+  other_bells_.erase(std::remove_if(other_bells_.begin(), other_bells_.end(), is_gone),
+                     other_bells_.end());
+  other_bells_.push_back(bells);
+}
+
+std::vector<std::shared_ptr<Bells>> Engine::all_bells() {
+  const std::lock_guard<std::mutex> lock(bells_mutex_);
+  std::vector<std::shared_ptr<Bells>> found(kept_bells_.begin() + 1, kept_bells_.end());
+  for (const auto& one : other_bells_) {
+    if (auto bells = one.lock()) found.push_back(std::move(bells));
+  }
+  return found;
+}
+
+std::shared_ptr<Bells> Engine::bell() {
+  const std::lock_guard<std::mutex> lock(bells_mutex_);
+  return kept_bells_.back();
+}
+
+double Engine::longest_sleep_s() {
+  // A look costs some microseconds: below a hundredth of this.
+  constexpr double kPoll_s = 2e-3;
+  {
+    const std::lock_guard<std::mutex> lock(bells_mutex_);
+    for (const auto& one : other_bells_) {
+      if (!one.expired()) return kPoll_s;
+    }
+  }
+  if (is_device_busy()) return kPoll_s;
+  const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return Bells::kNap_s;
+  for (const Comm* comm : comms_) {
+    if (comm->tells_nobody()) return kPoll_s;
+  }
+  return Bells::kLongest_s;
+}
+
 Engine::~Engine() {
+  if (!forked.load(std::memory_order_relaxed)) {
+    const std::lock_guard<std::mutex> lock(engines().mutex);
+    auto& all = engines().all;
+    all.erase(std::find(all.begin(), all.end(), this));
+  }
   if (!forked.load(std::memory_order_relaxed)) {
     stop_thread();
     return;
@@ -73,8 +164,13 @@ void Engine::leave_mpi() {
 
 bool Engine::step_locked(uint64_t limit) {
   const MpiTurn turn(mpi_device_);
+  if (closely_.load(std::memory_order_relaxed)) {
+    closely_.store(false, std::memory_order_relaxed);
+    for (Comm* comm : comms_) comm->look_closely();
+  }
   bool any = false;
   for (Comm* comm : comms_) any = comm->progress(limit) || any;
+  if (any) ring();
   return any;
 }
 
@@ -114,6 +210,7 @@ bool Engine::step_device_work(bool advanced) {
   const auto staged = std::find_if(all.begin(), all.end(),
                                    [](const auto& work) { return work->holds_streams(); });
   if (advanced && staged != all.end()) (*staged)->announce();
+  if (advanced) ring();
   all.clear();
   return advanced;
 }
@@ -243,11 +340,14 @@ void Engine::stop_thread() {
     stopping_ = true;
   }
   parked_->notify_all();
+  ring();
   thread_.join();
 }
 
 void Engine::wake() {
-  if (thread_.joinable()) parked_->notify_one();
+  if (!thread_.joinable()) return;
+  parked_->notify_one();
+  ring();
 }
 
 int Engine::spins_locked(int own) const {
@@ -263,7 +363,7 @@ bool Engine::only_gloo_locked() const {
 
 void Engine::thread_main() {
   pthread_setname_np(pthread_self(), "commrt-progress");
-  Backoff backoff(0);
+  Backoff backoff(*this, 0);
   constexpr int kSpins = 200;
   for (;;) {
     bool advanced = false;
@@ -294,25 +394,6 @@ void Engine::thread_main() {
     if (advanced) backoff.reset();
     backoff.pause();
   }
-}
-
-void Backoff::pause() {
-  ++count_;
-  if (count_ <= spins_) {
-    relax();
-    return;
-  }
-  constexpr int kYields = 20000, kYieldsForNeighbors = 20;
-  int yields = kYields;
-  // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
-  if (sleeps_soon_) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
-  if (count_ <= spins_ + yields) {
-    sched_yield();
-    return;
-  }
-  if (sleeps_soon_) return Relay::wait_for_change(seen_);
-  const timespec nap{0, 50000};
-  nanosleep(&nap, nullptr);
 }
 
 }  // namespace commrt

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/bell.hpp"
 #include "engine/comm.hpp"
 
 namespace commrt {
@@ -35,6 +36,7 @@ struct Device;
 
 class Engine {
  public:
+  Engine();
   ~Engine();
   void add(Comm* comm);
   void remove(Comm* comm);
@@ -56,6 +58,31 @@ class Engine {
   // Called after something was started, or left in flight, that its caller does not wait for.
   void wake();
   bool idle();
+
+  // -- threads that sleep (backoff.hpp) --
+  // Adds the bells of a world's ranks on this node. By the first ones threads sleep: worlds of the
+  // same ranks, or of some of them, use them, too.
+  void add_bells(const std::shared_ptr<Bells>& bells);
+  // Those in use; by the first ones threads sleep.
+  std::vector<std::shared_ptr<Bells>> all_bells();
+  std::shared_ptr<Bells> bell();
+  // Wakes the threads that sleep here: something has changed for them.
+  void ring() {
+    Bells& bells = *ringing_.load(std::memory_order_acquire);
+    if (bells.is_asleep(bells.own)) bells.ring(bells.own);
+  }
+  // The same for all engines of this process, by a thread that knows none of them.
+  static void ring_all();
+  // Counts the threads for which ring_all() is worth while.
+  static void lie_down();
+  static void rise();
+  // Null unless this process has exactly one engine.
+  static Engine* only_one();
+  // The next pass looks at what passes look at now and then only.
+  void look_closely() { closely_.store(true, std::memory_order_relaxed); }
+  // The time after which a thread that sleeps has to look, because nobody may ring.
+  double longest_sleep_s();
+
   // The number of looks of a waiting thread between two yields: the least of what is in flight, at
   // most `own`. For callers that hold the lock.
   int spins_locked(int own) const;
@@ -126,6 +153,11 @@ class Engine {
   std::vector<std::shared_ptr<DeviceWork>> device_work_;
   std::atomic<int> num_device_work_{0};
   std::vector<void*> objects_;
+  std::atomic<bool> closely_{false};
+  std::mutex bells_mutex_;
+  std::vector<std::shared_ptr<Bells>> kept_bells_;  // that threads may sleep by; never fewer
+  std::vector<std::weak_ptr<Bells>> other_bells_;
+  std::atomic<Bells*> ringing_{nullptr};  // the last one of kept_bells_
   Device* mpi_device_ = nullptr;  // this and the next two are guarded by `mutex`
   std::shared_ptr<void> mpi_device_keeps_;
   int mpi_device_users_ = 0;
@@ -141,23 +173,6 @@ class Engine {
   bool watch_stopping_ = false;
   bool stopping_ = false;
   std::atomic<bool> is_parked_{false};
-};
-
-// Waiting without the work: spin, then yield, then sleep.
-class Backoff {
- public:
-  explicit Backoff(int spins) : spins_(spins) {}
-  void reset() { count_ = 0; }
-  void spin_at_most(int spins) { spins_ = spins; }
-  // `soon`: threads of this process carry messages (relay.hpp) and need the core.
-  void sleep_soon(bool soon) { sleeps_soon_ = soon; }
-  void pause();
-
- private:
-  bool sleeps_soon_ = false;
-  uint64_t seen_ = 0;  // of relays' changes
-  int spins_;
-  int count_ = 0;
 };
 
 }  // namespace commrt

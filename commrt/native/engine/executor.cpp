@@ -177,9 +177,10 @@ bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
     const Link& link = comm->link(plan->peers[ref.peer].rank);
     if (link.kind != LinkKind::Shared) continue;
     const uint64_t id = in_id(ref, fragment);
-    if (link.in_lines[id & (kLines - 1)].seq.load(std::memory_order_acquire) != id + 1) {
-      return false;
-    }
+    const uint64_t word = link.in_lines[id & (kLines - 1)].seq.load(std::memory_order_acquire);
+    if (word == id + mark()) continue;
+    if (has_id(word, id)) fail(describe_marks(rank_of(ref), word - id, mark(), seq));
+    return false;
   }
   return true;
 }
@@ -213,7 +214,7 @@ bool Op::run(int64_t fragment, int index) {
   if (ins.has_mpi) {
     if (!run_mpi(fragment, index)) return false;
   } else {
-    if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return false;
+    if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return finished();
     if (!value_ready(ins, fragment, index, nullptr)) return finished();
     compute_and_send(ins, fragment, nullptr);
   }
@@ -308,12 +309,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     const Line& line = link.in_lines[in_id(ref, fragment) & (kLines - 1)];
     const uint64_t meta = line.meta;
-    if (!meta_length_is(meta, total)) {
-      fail("rank " + std::to_string(p.peers[ref.peer].rank) +
-           " sent a message of another length than the " + std::to_string(total) +
-           " bytes expected here: the ranks called with different arguments");
-      return;
-    }
+    if (!meta_length_is(meta, total)) return fail_by_length(p.peers[ref.peer].rank, total);
     messages[i] = (meta & kInlineFlag) ? line.payload : comm->arena + (meta & kSlotMask);
     if ((meta & kInlineFlag) && total > kInlineBytes) {
       operands.gathered.resize(static_cast<size_t>(nin) * kMostInlineBytes);
@@ -440,7 +436,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     Line& line = link.out_lines[id & (kLines - 1)];
     if (!inline_send && route_of(s) != Route::By::Slot) {
       if (route_of(s) == Route::By::Delivered) {
-        publish(line, id, pack_meta(0, kDeliveredFlag, total));
+        publish(line, id + mark(), pack_meta(0, kDeliveredFlag, total));
       }
       continue;
     }
@@ -450,10 +446,12 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     } else if (inline_send) {
       std::memcpy(line.payload, small, total);
     }
-    publish(line, id, inline_send,
+    publish(line, id + mark(), inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
   }
   if (exposes && !source_.constant) expose(ins, fragment, total);
+  // At once: this pass may have much more to do.
+  if (!ins.sends.empty()) comm->ring(p);
   take_inputs(ins, fragment);
 }
 
@@ -482,6 +480,7 @@ void Op::fail(std::string message) {
     record.state = static_cast<uint8_t>(OpState::Failed);
   }
   state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
+  comm->engine.ring();
 }
 
 // Does what is left to do with the result; true once all of it is complete.
@@ -513,6 +512,7 @@ void Op::finish() {
     record.state = 1;
   }
   state.store(static_cast<int>(OpState::Done), std::memory_order_release);
+  comm->engine.ring();
 }
 
 }  // namespace commrt

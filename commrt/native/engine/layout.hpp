@@ -22,7 +22,7 @@ constexpr size_t kPacketBytes = 16384;
 // One message. `seq` is written last (release) and polled by the receiver (acquire): on the
 // reader's side the payload is then in the cache line it already holds.
 struct alignas(kLineBytes) Line {
-  std::atomic<uint64_t> seq;  // message id + 1
+  std::atomic<uint64_t> seq;  // of a collective: message id + the call's mark (call_mark.hpp)
   uint64_t meta;              // see pack_meta
   unsigned char payload[kInlineBytes];
 };
@@ -65,12 +65,12 @@ inline uint64_t pack_meta(uint64_t offset, uint64_t flag, size_t nbytes) {
 }
 // Shows a line whose payload is written: in the line itself, or at `offset` of the arena.
 // Release: the payload and the meta word are visible before the sequence word.
-inline void publish(Line& line, uint64_t id, uint64_t meta) {
+inline void publish(Line& line, uint64_t seq, uint64_t meta) {
   line.meta = meta;
-  line.seq.store(id + 1, std::memory_order_release);
+  line.seq.store(seq, std::memory_order_release);
 }
-inline void publish(Line& line, uint64_t id, bool is_inline, uint64_t offset, size_t nbytes) {
-  publish(line, id, pack_meta(offset, is_inline ? kInlineFlag : 0, nbytes));
+inline void publish(Line& line, uint64_t seq, bool is_inline, uint64_t offset, size_t nbytes) {
+  publish(line, seq, pack_meta(offset, is_inline ? kInlineFlag : 0, nbytes));
 }
 inline bool meta_length_is(uint64_t meta, size_t nbytes) {
   return (meta >> kLengthShift) == (nbytes & kLengthMask);
@@ -110,7 +110,7 @@ enum class Sharing : uint8_t { Apart = 1, InPlace = 2, OwnBlock = 4 };
 // The place where a rank wants an operation's result, so that peers can write it there. `seq` is
 // written last.
 struct alignas(kLineBytes) CallLine {
-  std::atomic<uint64_t> seq;  // sequence number + 1
+  std::atomic<uint64_t> seq;  // sequence number + the call's mark (call_mark.hpp)
   Place out;
   uint8_t sharing;
 };

@@ -44,13 +44,19 @@ bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nb
       all = false;
       continue;
     }
-    const int rc = comm->off_node->irecv(step.sources[one.index], static_cast<int>(nbytes),
-                               comm->off_node->byte_type, link.mpi_rank, comm->mpi_tag, comm->mpi_comm,
-                               &one.request);
-    if (rc != 0) {
+    auto post = [&](void* to, size_t length, MpiRequest& request) {
+      const int rc = comm->off_node->irecv(to, static_cast<int>(length), comm->off_node->byte_type,
+                                           link.mpi_rank, comm->mpi_tag, comm->mpi_comm, &request);
+      if (rc == 0) return true;
       fail_mpi("MPI_Irecv", rc, "no message from rank " + std::to_string(rank_of(ref)));
       return false;
+    };
+    if (one.stamp != nullptr && !one.stamp_posted) {
+      if (!post(one.stamp.get(), sizeof(Stamp), one.stamp_request)) return false;
+      one.stamp_posted = true;
     }
+    const size_t length = nbytes + (ends_with_stamp(nbytes) ? sizeof(Stamp) : 0);
+    if (!post(step.sources[one.index], length, one.request)) return false;
     one.posted = true;
     ++link.mpi_in;
   }
@@ -61,41 +67,72 @@ bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nb
 void Op::hold(MpiInput& one) {
   if (one.staging == nullptr) held = true;
   static_cast<void>(one.staging.release());
+  static_cast<void>(one.stamp.release());
+}
+
+// False: the message is of another call, or of another length, and the operation has failed.
+bool Op::is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, size_t nbytes) {
+  const uint64_t id = in_id(ref, fragment);
+  if (stamp.word != id + mark()) {
+    fail(describe_marks(rank_of(ref), stamp.word - id, mark(), seq));
+  } else if (stamp.nbytes != nbytes) {
+    fail_by_length(rank_of(ref), nbytes);
+  }
+  return !finished();
+}
+
+void Op::fail_by_length(int peer, size_t expected) {
+  fail("rank " + std::to_string(peer) + " sent a message of another length than the " +
+       std::to_string(expected) + " bytes expected here: the ranks called with different arguments");
 }
 
 // True once every posted message has come with the length that is expected here. The call may fail
 // the operation.
-bool Op::all_arrived(MpiStep& step, const Instr& ins, size_t nbytes) {
+bool Op::all_arrived(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes) {
   bool all = true;
   for (MpiInput& one : step.inputs) {
-    if (!one.posted || one.done) continue;
-    const int rank = rank_of(ins.inputs[one.index]);
-    auto lost = [&](const char* function, int code) {
-      fail_mpi(function, code, "no message from rank " + std::to_string(rank));
+    const Ref& ref = ins.inputs[one.index];
+    const int rank = rank_of(ref);
+    // Waits for a message of at most `length` bytes; false: it is not there, or it is not so long.
+    auto has_come = [&](MpiRequest& request, bool& done, size_t length) {
+      auto lost = [&](const char* function, int code) {
+        fail_mpi(function, code, "no message from rank " + std::to_string(rank));
+        return false;
+      };
+      MpiStatus status;
+      int flag = 0, count = -1;
+      const int rc = comm->off_node->test(&request, &flag, &status);
+      if (rc == 0 && !flag) {
+        all = false;
+        return false;
+      }
+      done = true;
+      if (rc != 0 && !comm->off_node->is_truncation(rc)) {
+        hold(one);  // nobody knows whether the request has ended
+        return lost("MPI_Test", rc);
+      }
+      if (rc == 0) {
+        const int counted = comm->off_node->get_count(&status, comm->off_node->byte_type, &count);
+        if (counted != 0) return lost("MPI_Get_count", counted);
+      }
+      if (count == static_cast<int>(length)) return true;
+      fail_by_length(rank, nbytes);
       return false;
     };
-    MpiStatus status;
-    int flag = 0, count = -1;
-    const int rc = comm->off_node->test(&one.request, &flag, &status);
-    if (rc == 0 && !flag) {
-      all = false;
-      continue;
+    if (one.stamp_posted && !one.stamp_done) {
+      const bool here = has_come(one.stamp_request, one.stamp_done, sizeof(Stamp)) &&
+                        is_stamped_so(*one.stamp, ref, fragment, nbytes);
+      if (finished()) return false;
+      if (!here) continue;
     }
-    one.done = true;
-    if (rc != 0 && !comm->off_node->is_truncation(rc)) {
-      hold(one);  // nobody knows whether the request has ended
-      return lost("MPI_Test", rc);
+    if (!one.posted || one.done) continue;
+    const bool stamped = ends_with_stamp(nbytes);
+    if (has_come(one.request, one.done, nbytes + (stamped ? sizeof(Stamp) : 0)) && stamped) {
+      Stamp stamp;
+      std::memcpy(&stamp, step.sources[one.index] + nbytes, sizeof stamp);
+      is_stamped_so(stamp, ref, fragment, nbytes);
     }
-    if (rc == 0) {
-      const int counted = comm->off_node->get_count(&status, comm->off_node->byte_type, &count);
-      if (counted != 0) return lost("MPI_Get_count", counted);
-    }
-    if (count != static_cast<int>(nbytes)) {
-      fail("rank " + std::to_string(rank) + " sent a message of another length than the " +
-           std::to_string(nbytes) +
-           " bytes expected here: the ranks called with different arguments");
-      return false;
-    }
+    if (finished()) return false;
   }
   return all;
 }
@@ -120,16 +157,21 @@ bool Op::all_sent() {
 void Op::abandon_mpi() {
   for (auto& [position, step] : mpi_steps_) {
     for (MpiInput& one : step.inputs) {
-      if (!one.posted || one.done) continue;
       // A receive that has no message yet ends at once when it is cancelled.
-      comm->off_node->cancel(&one.request);
-      MpiStatus status;
-      int flag = 0;
-      for (int tries = 0; tries < 1000 && !flag; ++tries) {
-        if (comm->off_node->test(&one.request, &flag, &status) != 0) break;
+      auto ends = [&](MpiRequest& request, bool& done) {
+        comm->off_node->cancel(&request);
+        MpiStatus status;
+        int flag = 0;
+        for (int tries = 0; tries < 1000 && !flag; ++tries) {
+          if (comm->off_node->test(&request, &flag, &status) != 0) break;
+        }
+        done = true;
+        return flag != 0;
+      };
+      if (one.stamp_posted && !one.stamp_done && !ends(one.stamp_request, one.stamp_done)) {
+        static_cast<void>(one.stamp.release());
       }
-      one.done = true;
-      if (!flag) hold(one);
+      if (one.posted && !one.done && !ends(one.request, one.done)) hold(one);
     }
   }
   for (MpiSend& send : mpi_sends_) {
@@ -147,16 +189,17 @@ void Op::abandon_mpi() {
 MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece) {
   MpiStep step;
   step.sources.assign(ins.inputs.size(), nullptr);
-  const bool direct = one_piece && !ins.boxed && ins.inputs.size() == 1 && ins.local_outs.size() == 1 &&
-                      ins.sends.empty();
+  const bool direct = one_piece && !ins.boxed && ins.inputs.size() == 1 &&
+                      ins.local_outs.size() == 1 && ins.sends.empty() && !ends_with_stamp(nbytes);
   for (size_t i = 0; i < ins.inputs.size(); ++i) {
     if (!over_mpi(ins.inputs[i])) continue;
     MpiInput& one = step.inputs.emplace_back();
     one.index = i;
+    if (follows_stamp(nbytes, fragment)) one.stamp = std::make_unique<Stamp>();
     if (direct) {
       step.sources[i] = start_of(ins, ins.local_outs[0], fragment);
     } else {
-      one.staging.reset(new unsigned char[nbytes + 1]);
+      one.staging.reset(new unsigned char[nbytes + sizeof(Stamp)]);
       step.sources[i] = one.staging.get();
     }
   }
@@ -195,10 +238,10 @@ bool Op::run_mpi(int64_t fragment, int index) {
   }
   MpiStep& step = it->second;
   const bool posted = all_posted(step, ins, fragment, nbytes);
-  const bool arrived = !finished() && all_arrived(step, ins, nbytes);
+  const bool arrived = !finished() && all_arrived(step, ins, fragment, nbytes);
   if (finished()) return true;
   if (!posted || !arrived || !inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) {
-    return false;
+    return finished();
   }
   const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), crosses);
   for (const Ref& ref : ins.sends) {
@@ -216,34 +259,48 @@ bool Op::run_mpi(int64_t fragment, int index) {
     if (finished()) return true;
   }
   const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
-  const bool stays = one_piece && !ins.boxed && ins.local_outs.empty() && ins.scaled() == nullptr &&
-                     !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
+  const bool stays = one_piece && !ins.boxed && !ends_with_stamp(nbytes) &&
+                     ins.local_outs.empty() && ins.scaled() == nullptr && !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
                      static_cast<const void*>(in) != static_cast<void*>(out);
   for (const Ref& ref : ins.sends) {
     if (!over_mpi(ref)) continue;
-    MpiSend& send = mpi_sends_.emplace_back();
-    send.fragment = fragment;
-    const unsigned char* value;
+    const Stamp stamp{out_id(ref, fragment) + mark(), nbytes};
+    if (follows_stamp(nbytes, fragment)) {
+      std::unique_ptr<unsigned char[]> before(new unsigned char[sizeof stamp]);
+      std::memcpy(before.get(), &stamp, sizeof stamp);
+      const unsigned char* const at = before.get();
+      if (!post_send(ref, fragment, at, sizeof stamp, std::move(before))) return true;
+    }
     if (stays) {
-      value = start_of(ins, source, fragment);
+      if (!post_send(ref, fragment, start_of(ins, source, fragment), nbytes, nullptr)) return true;
     } else {
-      send.staging.reset(new unsigned char[nbytes + 1]);
-      pack(ins, fragment, send.staging.get());
-      value = send.staging.get();
+      const size_t length = nbytes + (ends_with_stamp(nbytes) ? sizeof stamp : 0);
+      std::unique_ptr<unsigned char[]> staging(new unsigned char[length]);
+      unsigned char* const at = staging.get();
+      pack(ins, fragment, at);
+      if (length != nbytes) std::memcpy(at + nbytes, &stamp, sizeof stamp);
+      if (!post_send(ref, fragment, at, length, std::move(staging))) return true;
     }
-    Link& link = comm->link(rank_of(ref));
-    const int rc = comm->off_node->isend(value, static_cast<int>(nbytes), comm->off_node->byte_type, link.mpi_rank,
-                               comm->mpi_tag, comm->mpi_comm, &send.request);
-    if (rc != 0) {
-      static_cast<void>(send.staging.release());
-      mpi_sends_.pop_back();  // it has no request that could be tested
-      fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)));
-      return true;
-    }
-    ++link.mpi_out;
+    ++comm->link(rank_of(ref)).mpi_out;
   }
   mpi_steps_.erase(it);
   return true;
+}
+
+// Gives MPI a message. `staging`, if there is one, has the value. False: the operation has failed.
+bool Op::post_send(const Ref& ref, int64_t fragment, const unsigned char* value, size_t nbytes,
+                   std::unique_ptr<unsigned char[]> staging) {
+  MpiSend& send = mpi_sends_.emplace_back();
+  send.fragment = fragment;
+  send.staging = std::move(staging);
+  const int rc = comm->off_node->isend(value, static_cast<int>(nbytes), comm->off_node->byte_type,
+                                       comm->link(rank_of(ref)).mpi_rank, comm->mpi_tag,
+                                       comm->mpi_comm, &send.request);
+  if (rc == 0) return true;
+  static_cast<void>(send.staging.release());
+  mpi_sends_.pop_back();  // it has no request that could be tested
+  fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)));
+  return false;
 }
 
 // Writes this fragment of a local slice, scaled where asked, to contiguous memory.

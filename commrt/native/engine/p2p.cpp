@@ -54,7 +54,7 @@ void P2P::count_received(int source, uint64_t nbytes) {
   uint64_t& received = channels_[source].eager_in;
   received += nbytes + kEagerOverhead;
   if (received < kEagerBytes / 4) return;
-  answer(source, {PacketKind::Credit, 0, received, 0, 0, 0});
+  answer(source, {PacketKind::Credit, kAnyType, 0, received, 0, 0, 0});
   received = 0;
 }
 
@@ -74,18 +74,27 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
     return;
   }
   const bool too_long = header.nbytes > task.nbytes;
+  task.mistyped = !types_meet(header.type, task.type);
+  const bool refuses = too_long || task.mistyped;
   if (header.kind == PacketKind::Rts) {
-    const uint64_t where = too_long ? 0 : expect_direct(op, source, header.nbytes);
-    answer(source, {PacketKind::Cts, header.tag, header.nbytes, header.send_id,
-                    too_long ? kDiscard : task.id, where});
+    const uint64_t where = refuses ? 0 : expect_direct(op, source, header.nbytes);
+    answer(source, {PacketKind::Cts, kAnyType, header.tag, header.nbytes, header.send_id,
+                    refuses ? kDiscard : task.id, where});
   } else {
-    if (!too_long) {
+    if (!refuses) {
       if (header.nbytes != 0) std::memcpy(task.recv_buffer, payload, header.nbytes);
       task.moved = header.nbytes;
     }
     count_received(source, header.nbytes);
   }
-  if (too_long) {
+  if (task.mistyped) {
+    complete(op, "the message from rank " + std::to_string(source) + " (tag " +
+                      std::to_string(header.tag) + ") has " +
+                      name_of_type(static_cast<DType>(header.type)) +
+                      " elements, and the receive buffer has " +
+                      name_of_type(static_cast<DType>(task.type)) +
+                      ": send and receive arrays of one type");
+  } else if (too_long) {
     complete(op, "message of " + std::to_string(header.nbytes) + " bytes from rank " +
                       std::to_string(source) + " (tag " + std::to_string(header.tag) +
                       ") is longer than the receive buffer of " + std::to_string(task.nbytes) +
@@ -106,7 +115,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     const auto it = announced_.find(header.send_id);
     if (it == announced_.end()) {
       if (header.recv_id == kDiscard) return;
-      answer(source, {PacketKind::Gone, header.tag, 0, header.send_id, header.recv_id, 0});
+      answer(source, {PacketKind::Gone, kAnyType, header.tag, 0, header.send_id, header.recv_id, 0});
       return;
     }
     auto op = std::move(it->second);
@@ -215,6 +224,7 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
     }
     if (nbytes != 0) std::memcpy(to, payload, nbytes);
     line.seq.store(++c.out, std::memory_order_release);
+    comm_.ring(peer);
     return true;
   }
   if (c.mpi_sending.size() >= kMaxSending) return false;
@@ -247,6 +257,7 @@ bool P2P::pull(int peer) {
     arrived(peer, header, payload);
     c.took_packet();
   }
+  if (taken != 0) comm_.ring(peer);
   return taken != 0;
 }
 
@@ -384,7 +395,7 @@ bool P2P::flush_self() {
       continue;
     }
     next = queue.erase(next);
-    const PacketHeader header{PacketKind::Eager, task.tag, task.nbytes, task.id, 0, 0};
+    const PacketHeader header{PacketKind::Eager, task.type, task.tag, task.nbytes, task.id, 0, 0};
     arrived(task.peer, header, task.send_buffer);
     complete(op);
     any = true;
@@ -437,8 +448,8 @@ bool P2P::flush(int peer) {
     }
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
     const bool eager = task.nbytes <= most_eager && c.eager_out + held <= kEagerBytes;
-    PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.tag, task.nbytes,
-                        task.id, 0, 0};
+    PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.type, task.tag,
+                        task.nbytes, task.id, 0, 0};
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
     next = c.unannounced.erase(next);
     any = true;
@@ -455,7 +466,7 @@ bool P2P::flush(int peer) {
     auto op = c.streaming.front();
     P2PTask& task = *op->p2p;
     const uint64_t nbytes = std::min<uint64_t>(packet, task.nbytes - task.moved);
-    PacketHeader header{PacketKind::Data, task.tag, nbytes, task.id, task.peer_id, task.moved};
+    PacketHeader header{PacketKind::Data, kAnyType, task.tag, nbytes, task.id, task.peer_id, task.moved};
     if (!push(peer, header, task.send_buffer + task.moved, nbytes)) break;
     task.moved += nbytes;
     pushed += nbytes;
@@ -508,7 +519,6 @@ bool P2P::progress() {
   if (idle()) {
     // A peer's messages are taken in even by a rank that waits for something else: sends do
     // not wait for receives until memory ends. Rarely, as a look costs a cache line per peer.
-    constexpr unsigned kLookEvery = 64;
     if (++idle_passes_ % kLookEvery != 0) return false;
     if (comm_.arena == nullptr && comm_.mpi_comm == 0) return false;
     if (!attached_) attach();

@@ -33,10 +33,18 @@ constexpr uint64_t kEagerOverhead = 192;
 constexpr int16_t kSendCode = 64, kRecvCode = 65;
 
 // Gone answers a CTS for a message that its sender has given up meanwhile.
-enum class PacketKind : uint32_t { Eager, Rts, Cts, Data, Credit, Gone };
+enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone };
+
+// The code of a message's element type, or kAnyType where nobody compares it.
+using TypeCode = uint8_t;
+constexpr TypeCode kAnyType = 255;
+inline bool types_meet(TypeCode sent, TypeCode received) {
+  return sent == received || sent == kAnyType || received == kAnyType;
+}
 
 struct PacketHeader {
   PacketKind kind;
+  TypeCode type;  // of a message (Eager, Rts)
   int32_t tag;
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   uint64_t send_id;  // the sender's name for the message
@@ -82,6 +90,8 @@ struct P2PTask {
   Stage stage = Stage::Queued;
   int peer = 0;
   int tag = 0;
+  TypeCode type = kAnyType;
+  bool mistyped = false;    // receive: of a message of another type
   const unsigned char* send_buffer = nullptr;
   unsigned char* recv_buffer = nullptr;
   uint64_t nbytes = 0;      // to send, or room to receive
@@ -97,11 +107,12 @@ struct P2PTask {
   std::unique_ptr<Parts> parts;           // of a whole
 };
 
-// A message of a multi_sendrecv.
+// A message to or from another rank; of a receive, `nbytes` is the room for it.
 struct Message {
   void* data;
   uint64_t nbytes;
   int peer, tag;
+  TypeCode type;
   bool replaced;  // a send: a receive of the same list goes to the same memory
 };
 
@@ -127,24 +138,21 @@ class P2P {
  public:
   explicit P2P(Comm& comm);
 
-  std::shared_ptr<Op> send(const void* buffer, uint64_t nbytes, int dest, int tag);
-  std::shared_ptr<Op> recv(void* buffer, uint64_t capacity, int source, int tag);
+  std::shared_ptr<Op> send(const Message& message);
+  std::shared_ptr<Op> recv(const Message& message);
   // Starts both as one operation, which ends when both have. `sent`: the message is away already.
-  std::shared_ptr<Op> sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
-                               void* out, uint64_t capacity, int source, int recvtag,
-                               bool sent);
+  std::shared_ptr<Op> sendrecv(const Message& leaving, const Message& coming, bool sent);
   // Starts any number of messages, in any order of the peers, as one operation that ends when all
   // have; without those that `begun` says are over.
   std::shared_ptr<Op> multi(const MessageLists& lists, const Begun& begun, const Gate& gate = {});
-  // True if starting a message to or from this peer takes no longer than one packet does.
-  bool calm(int peer, uint64_t nbytes) const;
+  // True if starting a message takes no longer than one packet does.
+  bool calm(const Message& message) const;
   // A message that is away at once, without an operation. False: nothing has happened; send().
-  bool send_now(const void* buffer, uint64_t nbytes, int dest, int tag);
+  bool send_now(const Message& message);
   // A message that is here, or comes within `spins` looks. False: recv() as if nothing had been.
-  bool recv_now(void* buffer, uint64_t capacity, int source, int tag, int spins);
+  bool recv_now(const Message& message, int spins);
   enum class Now { Nothing, Sent, Both };
-  Now sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int sendtag, void* out,
-                   uint64_t capacity, int source, int recvtag, int spins);
+  Now sendrecv_now(const Message& leaving, const Message& coming, int spins);
   // True: all is over. Else `begun` says what is; spins for messages at most `spins` times.
   bool multi_now(const MessageLists& lists, int spins, Begun& begun);
   bool calm(const MessageLists& lists) const;
@@ -163,8 +171,12 @@ class P2P {
   uint64_t next_seq() const { return next_id_ - 1; }
   // True if nothing is in flight, packets of sends that are over included.
   bool idle() const;
+  // The next pass looks at what peers have sent, even if nothing is in flight here.
+  void look_closely() { idle_passes_ = kLookEvery - 1; }
 
  private:
+  static constexpr unsigned kLookEvery = 64;  // passes
+
   // By source and tag, in order of arrival; a queue that is empty is not kept.
   template <class T>
   using Queues = std::unordered_map<uint64_t, std::list<T>>;
@@ -216,11 +228,11 @@ class P2P {
   void attach();
   Record& note(bool is_send, int peer, int tag, uint64_t nbytes);
   void close(Record& record);
-  bool push_now(const void* buffer, uint64_t nbytes, int dest, int tag);
-  Record* take_now(void* buffer, uint64_t capacity, int source, int tag, int& spins);
-  bool take_arrived(void* buffer, uint64_t capacity, int source, uint64_t which);
-  std::shared_ptr<Op> make(bool is_send, int peer, int tag, uint64_t nbytes);
-  std::shared_ptr<Op> begin(bool is_send, int peer, int tag, uint64_t nbytes);
+  bool push_now(const Message& message);
+  Record* take_now(const Message& message, int& spins);
+  bool take_arrived(const Message& message, uint64_t which);
+  std::shared_ptr<Op> make(bool is_send, const Message& message);
+  std::shared_ptr<Op> begin(bool is_send, const Message& message);
   void number(Op& op);
   void launch(const std::shared_ptr<Op>& op);  // a send, which its peer is then told of
   void post(const std::shared_ptr<Op>& op);    // a receive; then what its peer says is read

@@ -22,15 +22,23 @@ Record& P2P::note(bool is_send, int peer, int tag, uint64_t nbytes) {
   return record;
 }
 
-std::shared_ptr<Op> P2P::make(bool is_send, int peer, int tag, uint64_t nbytes) {
+std::shared_ptr<Op> P2P::make(bool is_send, const Message& message) {
   if (!attached_) attach();
   auto op = std::make_shared<Op>();
   op->comm = &comm_;
   op->p2p = std::make_unique<P2PTask>();
-  op->p2p->is_send = is_send;
-  op->p2p->peer = peer;
-  op->p2p->tag = tag;
-  op->p2p->nbytes = nbytes;
+  P2PTask& task = *op->p2p;
+  task.is_send = is_send;
+  task.peer = message.peer;
+  task.tag = message.tag;
+  task.type = message.type;
+  task.nbytes = message.nbytes;
+  auto* const data = static_cast<unsigned char*>(message.data);
+  if (is_send) {
+    task.send_buffer = data;
+  } else {
+    task.recv_buffer = data;
+  }
   return op;
 }
 
@@ -43,44 +51,38 @@ void P2P::number(Op& op) {
   ++comm_.messages_in_flight;
 }
 
-std::shared_ptr<Op> P2P::begin(bool is_send, int peer, int tag, uint64_t nbytes) {
-  auto op = make(is_send, peer, tag, nbytes);
+std::shared_ptr<Op> P2P::begin(bool is_send, const Message& message) {
+  auto op = make(is_send, message);
   number(*op);
   return op;
 }
 
-std::shared_ptr<Op> P2P::send(const void* buffer, uint64_t nbytes, int dest, int tag) {
-  auto op = begin(true, dest, tag, nbytes);
-  op->p2p->send_buffer = static_cast<const unsigned char*>(buffer);
+std::shared_ptr<Op> P2P::send(const Message& message) {
+  auto op = begin(true, message);
   launch(op);
   return op;
 }
 
-std::shared_ptr<Op> P2P::recv(void* buffer, uint64_t capacity, int source, int tag) {
-  auto op = begin(false, source, tag, capacity);
-  op->p2p->recv_buffer = static_cast<unsigned char*>(buffer);
+std::shared_ptr<Op> P2P::recv(const Message& message) {
+  auto op = begin(false, message);
   post(op);
   return op;
 }
 
-std::shared_ptr<Op> P2P::sendrecv(const void* buffer, uint64_t nbytes, int dest, int sendtag,
-                                  void* out, uint64_t capacity, int source, int recvtag,
-                                  bool sent) {
+std::shared_ptr<Op> P2P::sendrecv(const Message& leaving, const Message& coming, bool sent) {
   auto whole = std::make_shared<Op>();
-  auto receiving = begin(false, source, recvtag, capacity);
-  auto sending = begin(true, dest, sendtag, nbytes);
-  receiving->p2p->recv_buffer = static_cast<unsigned char*>(out);
-  sending->p2p->send_buffer = static_cast<const unsigned char*>(buffer);
+  auto receiving = begin(false, coming);
+  auto sending = begin(true, leaving);
   whole->comm = &comm_;
   whole->seq = receiving->seq;
   whole->p2p = std::make_unique<P2PTask>();
-  whole->p2p->nbytes = std::max(nbytes, capacity);
-  whole->p2p->peer = source;
-  whole->p2p->tag = recvtag;
+  whole->p2p->nbytes = std::max(leaving.nbytes, coming.nbytes);
+  whole->p2p->peer = coming.peer;
+  whole->p2p->tag = coming.tag;
   whole->p2p->parts = std::make_unique<Parts>();
   Parts& parts = *whole->p2p->parts;
-  parts.dest = dest;
-  parts.sendtag = sendtag;
+  parts.dest = leaving.peer;
+  parts.sendtag = leaving.tag;
   parts.ops = {receiving, sending};
   parts.left = 2;
   receiving->p2p->whole = sending->p2p->whole = whole;
@@ -151,6 +153,7 @@ void P2P::end(const std::shared_ptr<Op>& op, std::string error) {
   op->error = std::move(error);
   const OpState state = op->error.empty() ? OpState::Done : OpState::Failed;
   op->state.store(static_cast<int>(state), std::memory_order_release);
+  comm_.engine.ring();
   // Python objects are dropped later, by someone who holds the GIL.
   if (op->has_keep()) comm_.engine.discard(std::shared_ptr<Op>(op));
 }
@@ -172,6 +175,7 @@ void P2P::part_ended(const std::shared_ptr<Op>& whole) {
       if (parts.is_list) parts.received[receive++] = one.moved;
     }
     if (part->error.empty()) continue;
+    task.mistyped = task.mistyped || one.mistyped;
     whole->by_mpi = whole->by_mpi || part->by_mpi;
     whole->given_up = whole->given_up || part->given_up;
     if (++failed > kMost) continue;

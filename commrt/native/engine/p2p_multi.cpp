@@ -47,7 +47,7 @@ bool MessageLists::settle_overlaps(bool may_replace) {
 bool P2P::calm(const MessageLists& lists) const {
   auto all_calm = [&](const std::vector<Message>& list) {
     return std::all_of(list.begin(), list.end(),
-                       [&](const Message& one) { return calm(one.peer, one.nbytes); });
+                       [&](const Message& one) { return calm(one); });
   };
   return all_calm(lists.sends) && all_calm(lists.recvs);
 }
@@ -75,14 +75,11 @@ std::shared_ptr<Op> P2P::multi(const MessageLists& lists, const Begun& begun,
   recvs.reserve(parts.num_recvs - begun.received);
   for (size_t i = begun.sent; i < parts.num_sends; ++i) {
     const Message& one = lists.sends[i];
-    sends.push_back(make(true, one.peer, one.tag, one.nbytes));
-    sends.back()->p2p->send_buffer = static_cast<const unsigned char*>(one.data);
+    sends.push_back(make(true, one));
     if (one.replaced) sends.back()->p2p->copy.reset(new unsigned char[one.nbytes]);
   }
   for (size_t i = begun.received; i < parts.num_recvs; ++i) {
-    const Message& one = lists.recvs[i];
-    recvs.push_back(make(false, one.peer, one.tag, one.nbytes));
-    recvs.back()->p2p->recv_buffer = static_cast<unsigned char*>(one.data);
+    recvs.push_back(make(false, lists.recvs[i]));
   }
   parts.ops = sends;
   parts.ops.insert(parts.ops.end(), recvs.begin(), recvs.end());

@@ -12,10 +12,10 @@
 
 namespace commrt {
 
-bool P2P::calm(int peer, uint64_t nbytes) const {
-  const Channel& c = channels_[peer];
-  switch (comm_.link(peer).kind) {
-    case LinkKind::Self: return nbytes <= kPacketBytes && c.unannounced.empty();
+bool P2P::calm(const Message& message) const {
+  const Channel& c = channels_[message.peer];
+  switch (comm_.link(message.peer).kind) {
+    case LinkKind::Self: return message.nbytes <= kPacketBytes && c.unannounced.empty();
     case LinkKind::Shared: return c.unannounced.empty() && c.streaming.empty();
     case LinkKind::Mpi: break;
   }
@@ -29,21 +29,24 @@ void P2P::close(Record& record) {
   ++next_id_;
 }
 
-bool P2P::push_now(const void* buffer, uint64_t nbytes, int dest, int tag) {
+bool P2P::push_now(const Message& message) {
   if (!attached_) attach();
+  const uint64_t nbytes = message.nbytes;
+  const int dest = message.peer;
   if (nbytes > kPacketBytes || comm_.link(dest).kind != LinkKind::Shared) return false;
   Channel& c = channels_[dest];
   const uint64_t held = nbytes + kEagerOverhead;
   if (!c.unannounced.empty() || c.eager_out + held > kEagerBytes) return false;
-  const PacketHeader header{PacketKind::Eager, tag, nbytes, 0, 0, 0};
-  if (!push(dest, header, static_cast<const unsigned char*>(buffer), nbytes)) return false;
+  const PacketHeader header{PacketKind::Eager, message.type, message.tag, nbytes, 0, 0, 0};
+  if (!push(dest, header, static_cast<const unsigned char*>(message.data), nbytes)) return false;
   c.eager_out += held;
   return true;
 }
 
-bool P2P::send_now(const void* buffer, uint64_t nbytes, int dest, int tag) {
-  if (!push_now(buffer, nbytes, dest, tag)) return false;
-  close(note(true, dest, tag, nbytes));
+bool P2P::send_now(const Message& message) {
+  if (!push_now(message)) return false;
+  const int dest = message.peer;
+  close(note(true, dest, message.tag, message.nbytes));
   // Sends take in what the peer sends, before it runs out of room. Not each packet as it
   // comes: the receive that is likely to follow finds it cheaper where it is.
   Channel& c = channels_[dest];
@@ -52,15 +55,16 @@ bool P2P::send_now(const void* buffer, uint64_t nbytes, int dest, int tag) {
   return true;
 }
 
-bool P2P::take_arrived(void* buffer, uint64_t capacity, int source, uint64_t which) {
+bool P2P::take_arrived(const Message& message, uint64_t which) {
   const auto it = unexpected_.find(which);
   const PacketHeader& header = it->second.front().header;
-  const bool fits = header.nbytes <= capacity && header.nbytes <= kPacketBytes;
+  const bool fits = header.nbytes <= message.nbytes && header.nbytes <= kPacketBytes &&
+                    types_meet(header.type, message.type);
   if (header.kind != PacketKind::Eager || !fits) return false;
   if (header.nbytes != 0) {
-    std::memcpy(buffer, it->second.front().payload.data(), header.nbytes);
+    std::memcpy(message.data, it->second.front().payload.data(), header.nbytes);
   }
-  count_received(source, header.nbytes);
+  count_received(message.peer, header.nbytes);
   took_ = header.nbytes;
   it->second.pop_front();
   if (it->second.empty()) unexpected_.erase(it);
@@ -68,15 +72,17 @@ bool P2P::take_arrived(void* buffer, uint64_t capacity, int source, uint64_t whi
 }
 
 // The record that is returned is of the next number; null: there was no message.
-Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int& spins) {
+Record* P2P::take_now(const Message& message, int& spins) {
   if (!attached_) attach();
+  const uint64_t capacity = message.nbytes;
+  const int source = message.peer, tag = message.tag;
   const LinkKind kind = comm_.link(source).kind;
   if (kind == LinkKind::Mpi) return nullptr;
   const uint64_t which = key(source, tag);
   // An older receive of the same messages comes first.
   if (!posted_.empty() && posted_.count(which) != 0) return nullptr;
   if (!unexpected_.empty() && unexpected_.count(which) != 0) {
-    if (!take_arrived(buffer, capacity, source, which)) return nullptr;
+    if (!take_arrived(message, which)) return nullptr;
     return &note(false, source, tag, capacity);
   }
   if (kind == LinkKind::Self) return nullptr;
@@ -96,35 +102,38 @@ Record* P2P::take_now(void* buffer, uint64_t capacity, int source, int tag, int&
     if ((!eager && header.kind != PacketKind::Rts) || header.tag != tag) {
       arrived(source, header, payload);
       c.took_packet();
+      comm_.ring(source);
       ++others;
       continue;
     }
-    if (!eager || header.nbytes > capacity) return nullptr;  // it stays where it is
-    if (header.nbytes != 0) std::memcpy(buffer, payload, header.nbytes);
+    if (!eager || header.nbytes > capacity || !types_meet(header.type, message.type)) {
+      return nullptr;  // it stays where it is
+    }
+    if (header.nbytes != 0) std::memcpy(message.data, payload, header.nbytes);
     took_ = header.nbytes;
     c.took_packet();
+    comm_.ring(source);
     count_received(source, header.nbytes);
     return record != nullptr ? record : &note(false, source, tag, capacity);
   }
   return nullptr;
 }
 
-bool P2P::recv_now(void* buffer, uint64_t capacity, int source, int tag, int spins) {
-  Record* const record = take_now(buffer, capacity, source, tag, spins);
+bool P2P::recv_now(const Message& message, int spins) {
+  Record* const record = take_now(message, spins);
   if (record == nullptr) return false;
   close(*record);
-  if (!channels_[source].control.empty()) serve(source);
+  if (!channels_[message.peer].control.empty()) serve(message.peer);
   return true;
 }
 
-P2P::Now P2P::sendrecv_now(const void* buffer, uint64_t nbytes, int dest, int sendtag,
-                           void* out, uint64_t capacity, int source, int recvtag, int spins) {
-  if (!push_now(buffer, nbytes, dest, sendtag)) return Now::Nothing;
-  Record* const record = take_now(out, capacity, source, recvtag, spins);
+P2P::Now P2P::sendrecv_now(const Message& leaving, const Message& coming, int spins) {
+  if (!push_now(leaving)) return Now::Nothing;
+  Record* const record = take_now(coming, spins);
   if (record == nullptr) return Now::Sent;
   close(*record);
-  close(note(true, dest, sendtag, nbytes));
-  if (!channels_[source].control.empty()) serve(source);
+  close(note(true, leaving.peer, leaving.tag, leaving.nbytes));
+  if (!channels_[coming.peer].control.empty()) serve(coming.peer);
   return Now::Both;
 }
 
@@ -135,16 +144,16 @@ bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
   for (const Message& one : lists.sends) {
     if (one.peer == comm_.rank) {
       if (!channels_[one.peer].unannounced.empty()) return false;  // behind these
-      const PacketHeader header{PacketKind::Eager, one.tag, one.nbytes, 0, 0, 0};
+      const PacketHeader header{PacketKind::Eager, one.type, one.tag, one.nbytes, 0, 0, 0};
       arrived(one.peer, header, static_cast<const unsigned char*>(one.data));
-    } else if (!push_now(one.data, one.nbytes, one.peer, one.tag)) {
+    } else if (!push_now(one)) {
       return false;
     }
     close(note(true, one.peer, one.tag, one.nbytes));
     ++begun.sent;
   }
   for (const Message& one : lists.recvs) {
-    Record* const record = take_now(one.data, one.nbytes, one.peer, one.tag, spins);
+    Record* const record = take_now(one, spins);
     if (record == nullptr) return false;
     close(*record);
     begun.lengths[begun.received++] = took_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/call_mark.hpp"
 #include "engine/layout.hpp"
 
 namespace commrt {
@@ -74,8 +75,31 @@ void Plan::combine_rounded(int nin, const uint64_t* scaled, unsigned char* dst,
   }
 }
 
+void Plan::settle_program() {
+  for (Instr& ins : instrs) {
+    ins.is_final = !ins.local_outs.empty() &&
+                   spaces[ins.local_outs[0].space].kind == SpaceKind::Out &&
+                   !reads_again(ins.local_outs[0]);
+  }
+}
+
+size_t Plan::nbytes() const {
+  const auto of = [](const auto& one) { return one.capacity() * sizeof one[0]; };
+  size_t sum = sizeof *this + label.capacity() + of(spaces) + of(instrs) + of(peers) +
+               of(publish_instr) + of(short_instrs) + of(short_operands) + of(short_links) +
+               of(tiny_instrs) + of(call.send_counts) + of(call.send_at) + of(call.recv_counts) +
+               of(call.recv_at);
+  for (const SpaceSpec& space : spaces) sum += of(space.offsets) + of(space.boxes);
+  for (const Instr& ins : instrs) {
+    sum += of(ins.inputs) + of(ins.local_outs) + of(ins.sends) + of(ins.deps) +
+           of(ins.scaled_bits);
+  }
+  return sum;
+}
+
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t slot_window) {
   fragments = fragments_;
+  mark = mark_of_plan(coll, dtype, user ? kUserReduction : static_cast<uint64_t>(redop), root);
   const bool boxed = most_slots != 0;
   if (peers.empty() && !boxed) {
     for (const auto& space : spaces) {
@@ -123,9 +147,7 @@ void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t
     if (local == nullptr && !only_takes) {
       throw std::invalid_argument("instruction " + std::to_string(i) + " has no local operand");
     }
-    ins.gives_result = may_stream && !ins.local_outs.empty() &&
-                       spaces[ins.local_outs[0].space].kind == SpaceKind::Out &&
-                       !reads_again(ins.local_outs[0]);
+    ins.gives_result = may_stream && ins.is_final;
     const uint64_t nbytes = static_cast<uint64_t>(ins.elems) * itemsize;
     ins.slice_nbytes = kLeastWork + nbytes / static_cast<uint64_t>(ins.fragments);
     if (!ins.sends.empty()) {

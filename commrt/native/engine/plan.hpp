@@ -61,7 +61,8 @@ struct Instr {
   // The cases (Sharing) in which peers may read what is sent out of this rank's own buffer.
   uint8_t exposable = 0;  // out of the result here
   uint8_t operand_exposable = 0;  // out of the only operand
-  bool gives_result = false;  // its first local output is read by no instruction
+  bool gives_result = false;  // its first local output is read by no instruction, and may stream
+  bool is_final = false;      // its first local output is a result, and is read by no instruction
 
   const uint64_t* scaled() const {
     return scaled_bits.empty() ? nullptr : scaled_bits.data();
@@ -190,6 +191,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::vector<ShortInstr> short_instrs;  // where run_short
   std::vector<ShortOperand> short_operands;
   std::vector<LinkUse> short_links;
+  uint64_t mark = 1;  // what its messages say of the call (call_mark.hpp)
   std::vector<TinyInstr> tiny_instrs;  // all of them or none
   FewSum few = FewSum::None;  // for these, where there is one
   bool has_more = false;  // some of their values are longer than a line
@@ -204,6 +206,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once; 0: two,
   // or as many as `slot_window` holds (Comm::slot_window).
   void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse, size_t slot_window);
+  // Settles what lengths do not change, before finish(), in plans that are copied from a template.
+  void settle_program();
   // For plans with run_short: looks up all that a run on this communicator does not change.
   void flatten(Comm& comm);
 
@@ -265,6 +269,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
   size_t slot_shift(const void* local) const {
     return reinterpret_cast<uintptr_t>(local) % kAlign;
   }
+
+  // Bytes of memory that it takes.
+  size_t nbytes() const;
 
   // True if runs are timed to learn from them.
   bool learns() const { return adaptive != Store::Plain && (answered || sends); }

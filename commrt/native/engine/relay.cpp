@@ -2,6 +2,8 @@
 // Matching, requests and frames of messages that Python carries to other nodes.
 #include "engine/relay.hpp"
 
+#include "engine/engine.hpp"
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -49,6 +51,7 @@ struct Changes {
     // The order is one with that of a sleeper's two steps: the sleeper is counted, or sees the new
     // count.
     count.fetch_add(1, std::memory_order_seq_cst);
+    Engine::ring_all();  // those who have waited for longer
     if (sleepers.load(std::memory_order_seq_cst) == 0) return;
     // The mutex is not held while others are woken, as they would only wait for it.
     { const std::lock_guard<std::mutex> lock(mutex); }
@@ -145,6 +148,7 @@ void Relay::look(Peer& peer) {
   const bool due = most_leaving_ != 0 && !peer.is_taken && !peer.queue.empty() &&
                    peer.num_leaving < most_leaving_ && peer.failure == 0;
   relays().num_due.fetch_add(static_cast<int>(due) - static_cast<int>(peer.is_due));
+  if (due && !peer.is_due) Engine::ring_all();
   peer.is_due = due;
 }
 

@@ -84,6 +84,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     if (lane < 0) return start(plan, in, out, nullptr, !p.answered);
   }
   const uint64_t seq = next_seq++;
+  const uint64_t mark = call_mark(p.mark, seq);
   const Store store = store_for_run(p, true);
   const uint64_t timed_from = p.learns() ? ticks() : 0;
 
@@ -136,9 +137,10 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
       }
       const uint64_t id = in_id(operand);
       const Line& line = operand.link->in_lines[id & (kLines - 1)];
-      if (line.seq.load(std::memory_order_acquire) != id + 1) {
+      if (line.seq.load(std::memory_order_acquire) != id + mark) {
         note_start();
-        for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + 1; ++spin) {
+        ring(p);
+        for (int spin = 0; line.seq.load(std::memory_order_acquire) != id + mark; ++spin) {
           if (spin >= spins) return wait_longer(ins);
           relax();
         }
@@ -194,10 +196,10 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
         } else if (second == small) {
           std::memcpy(line.payload, small, ins.nbytes);
         }
-        publish(line, id, true, 0, ins.nbytes);
+        publish(line, id + mark, true, 0, ins.nbytes);
       } else {
         lanes_[lane].last[sends[s].where] = id + 1;
-        publish(line, id, false, static_cast<uint64_t>(second - arena), ins.nbytes);
+        publish(line, id + mark, false, static_cast<uint64_t>(second - arena), ins.nbytes);
       }
     }
     for (int i = 0; i < ins.num_inputs; ++i) {
@@ -211,6 +213,7 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
     link.next_in += static_cast<uint64_t>(peer.recvs_per_fragment);
   }
   note_start();
+  ring(p);
   if (p.completes() && p.out_elems > 0) {
     p.complete(static_cast<unsigned char*>(out), static_cast<size_t>(p.out_elems));
   }
@@ -234,6 +237,7 @@ std::shared_ptr<Op> Comm::go_on(const std::shared_ptr<const Plan>& plan, const v
   if (shown) op->mark_shown();
   if (plan->tmp_nbytes != 0) std::memcpy(op->tmp, tmp, plan->tmp_nbytes);
   active_.push_back(op);
+  ring(*plan);
   return op;
 }
 

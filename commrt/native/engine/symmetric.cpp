@@ -84,10 +84,10 @@ bool Op::show_result() {
   taken = shown_ = true;
   CallLine& line = comm->call_line(comm->member_of(comm->rank), seq);
   // A run from the caller's stack that found no lane has shown the same already.
-  if (line.seq.load(std::memory_order_relaxed) == seq + 1) return true;
+  if (line.seq.load(std::memory_order_relaxed) == seq + mark()) return true;
   line.out = out_place_;
   line.sharing = sharing_;
-  line.seq.store(seq + 1, std::memory_order_release);
+  line.seq.store(seq + mark(), std::memory_order_release);
   return true;
 }
 
@@ -100,7 +100,7 @@ bool Comm::show_ordinary(const Plan& plan, const void* in, const void* out) {
   }
   CallLine& line = call_line(member_of(rank), next_seq);
   line.out = 0;
-  line.seq.store(next_seq + 1, std::memory_order_release);
+  line.seq.store(next_seq + call_mark(plan.mark, next_seq), std::memory_order_release);
   return true;
 }
 
@@ -124,7 +124,7 @@ const Op::Result& Op::result_of(int peer) {
   if (result.known) return result;
   const int member = comm->member_of(plan->peers[peer].rank);
   const CallLine& line = comm->call_line(member, seq);
-  if (line.seq.load(std::memory_order_acquire) != seq + 1) return result;
+  if (line.seq.load(std::memory_order_acquire) != seq + mark()) return result;
   result.known = true;
   result.sharing = line.sharing;
   if (comm->is_place(line.out)) result.at = comm->address_of(member, line.out);
@@ -165,7 +165,7 @@ void Op::expose(const Instr& ins, int64_t fragment, size_t nbytes) {
     const Shown shown{source_.place, source_.raw ? uint64_t{1} : uint64_t{0}};
     std::memcpy(line.payload, &shown, sizeof shown);
     exposed_[ref.peer] = std::max(exposed_[ref.peer], id + 1);
-    publish(line, id, pack_meta(0, kExposedFlag, nbytes));
+    publish(line, id + mark(), pack_meta(0, kExposedFlag, nbytes));
   }
 }
 

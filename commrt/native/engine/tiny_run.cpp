@@ -77,6 +77,7 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
                                    void* out, int spins) {
   const Plan& p = *plan;
   const uint64_t seq = next_seq++;
+  const uint64_t mark = call_mark(p.mark, seq);
   alignas(64) unsigned char tmp[kShortTmpBytes];
   constexpr size_t kValueBytes = kHasMore ? kMostInlineBytes : 1;
   alignas(64) unsigned char gathered[kValueBytes], sum[kValueBytes];
@@ -121,9 +122,10 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
     if (ins->from != nullptr) {
       in_id = ins->from->next_in + static_cast<uint64_t>(ins->from_k);
       const Line& line = ins->from->in_lines[in_id & (kLines - 1)];
-      if (line.seq.load(std::memory_order_acquire) != in_id + 1) {
+      if (line.seq.load(std::memory_order_acquire) != in_id + mark) {
         if (!noted) keep_books(OpState::Done);
-        for (int spin = 0; line.seq.load(std::memory_order_acquire) != in_id + 1; ++spin) {
+        ring(p);
+        for (int spin = 0; line.seq.load(std::memory_order_acquire) != in_id + mark; ++spin) {
           if (spin >= spins) return wait_longer();
           relax();
         }
@@ -163,7 +165,7 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
       }
       if (shown != nullptr && result != nullptr) copy_few(result, first, ins->nbytes);
     }
-    if (shown != nullptr) publish(*shown, out_id, ins->meta);
+    if (shown != nullptr) publish(*shown, out_id + mark, ins->meta);
     if (ins->from != nullptr) ins->from->consume(in_id);
   }
   for (const LinkUse& use : p.short_links) {
@@ -171,6 +173,7 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
     use.link->next_in += use.recvs;
   }
   if (!noted) keep_books(OpState::Done);
+  ring(p);
   return nullptr;
 }
 

@@ -125,6 +125,7 @@ bool run_wanted(Engine& engine) {
       op->user_value->state = UserValue::State::Done;
       if (!wrong.empty() && !op->finished()) op->fail_by_user(wrong);
     }
+    engine.ring();
     if (interrupted) return false;
   }
   return true;

@@ -291,7 +291,7 @@ bool MpiWork::let_go() {
       return look_after(*made);
     }
     if (made->op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
-      fail(failure_kind(*made->op), made->op->error, false);
+      fail(made->op->failure_kind(), made->op->error, false);
       return true;
     }
     touch(*made);

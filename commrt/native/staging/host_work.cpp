@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "devices/device_error.hpp"
+#include "engine/backoff.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 
@@ -187,15 +188,16 @@ bool HostWork::has_come(const CallPtr& call) {
 }
 
 bool HostWork::wait_until_come(const CallPtr& call, double limit_s) {
-  Backoff backoff(0);
+  Backoff backoff(engine_, 0);
   const double deadline = now_s() + limit_s;
   for (unsigned look = 1; !has_come(call); ++look) {
+    bool looks_at_clock = look % 16 == 0;
     if (engine_.step()) {
       backoff.reset();
     } else {
-      pause(backoff);
+      looks_at_clock = pause(backoff, deadline) || looks_at_clock;
     }
-    if (look % 16 == 0 && now_s() > deadline) return false;
+    if (looks_at_clock && now_s() > deadline) return false;
   }
   return true;
 }

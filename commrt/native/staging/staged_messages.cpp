@@ -395,7 +395,7 @@ DeviceWork::CallPtr MessageStager::oldest() const {
 
 // Nobody asks for the end of a call that blocked nobody, so later calls report its failure.
 void MessageStager::fail_one(MessagesCall& made) {
-  made.fail(failure_kind(*made.op), made.op->error);
+  made.fail(made.op->failure_kind(), made.op->error);
   if (made.asked_for) return;
   const std::lock_guard<std::mutex> own(engine_.mutex);
   comm_->break_down(made.error);

@@ -324,7 +324,7 @@ bool Stager::is_agreed(Piece& piece, bool has_come) {
     return false;
   }
   if (op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
-    fail(failure_kind(*op), op->error, false);
+    fail(op->failure_kind(), op->error, false);
     return false;
   }
   made.agreement.reset();
@@ -384,7 +384,7 @@ bool Stager::let_go() {
       return look_after(piece, piece.op);
     }
     if (piece.op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed)) {
-      fail(failure_kind(*piece.op), piece.op->error, false);
+      fail(piece.op->failure_kind(), piece.op->error, false);
       return true;
     }
     touch(piece, piece.part->out, true);

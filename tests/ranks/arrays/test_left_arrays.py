@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks
 
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, SimWorld, ThreadDevice, arrays
 from commrt.devices.arrays import free_what_was_left, freeing_nothing, give_back
 
@@ -162,7 +163,7 @@ def test_a_closed_communicator_leaves_nothing(seed: int) -> None:
     ranks.run(main)
     assert [left(rank.device) for rank in ranks.ranks] == [1, 1]
     for rank in ranks.ranks:
-        rank.comm.devices.close()
+        core_of(rank.comm).devices.close()
     assert [left(rank.device) for rank in ranks.ranks] == [0, 0]
     ranks.close()
 
@@ -172,9 +173,9 @@ def test_a_communicator_that_is_dropped_there_stays_for_others(seed: int) -> Non
     ranks = SimRanks(2, seed)
     dups = kept_ranks(2).each(lambda comm: comm.dup())
     for rank, comm in zip(ranks.ranks, dups, strict=True):
-        comm.devices.stager(rank.device)
+        core_of(comm).devices.stager(rank.device)
     before = ranks.world.live_nbytes
-    worlds = [comm.world for comm in dups]
+    worlds = [core_of(comm).world for comm in dups]
     del comm
     with freeing_nothing():
         dups.clear()

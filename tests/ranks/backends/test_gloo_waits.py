@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from commrt import _native
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import BackendError
 from commrt.local import run
 from commrt.vocabulary.dtypes import dtype_by_name
@@ -57,7 +57,7 @@ def call_of(comm: Communicator, work: Work, x: np.ndarray[Any, Any]) -> Any:
         digest=0,
     )
     at = x.ctypes.data
-    return _native.PersistentCall(comm, plan, at, at, x, x, x, "allreduce")
+    return _native.PersistentCall(core_of(comm), plan, at, at, x, x, x, "allreduce")
 
 
 def test_an_end_just_as_time_is_up_is_no_failure() -> None:

@@ -19,6 +19,7 @@ from staged_ranks import Rank, forget_ranks
 from test_mixed_engines import SMALL, NcclAndMpiRanks, result, values
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceStream
 from commrt.errors import OrderingError
 
@@ -92,7 +93,7 @@ class Launches:
     def go_on(self) -> None:
         """Let who could go on do so."""
         for _ in range(200):
-            self.rank.comm.world.engine.step()
+            core_of(self.rank.comm).world.engine.step()
             self.device.flag_load(self.held)
 
     def capture(self) -> int:
@@ -132,8 +133,8 @@ class Launches:
         for number, value in enumerate(found):
             wanted = 16**number * result("sum", 0, 40, 2)
             assert np.array_equal(value(), wanted), f"call {number}: {value()}"
-        while any(comm.devices.outstanding for comm in self.comms):
-            if not rank.comm.world.engine.step():
+        while any(core_of(comm).devices.outstanding for comm in self.comms):
+            if not core_of(rank.comm).world.engine.step():
                 device.pause()
         device.graph_destroy(graph)
         for stream in self.streams:
@@ -168,7 +169,7 @@ def kept_apart(
         )
         for group, device in zip(ranks.groups, ranks.devices, strict=True):
             for comm in group if bug is not None else ():
-                comm.attached["mpi"].runner(device).plant(bug)
+                core_of(comm).attached["mpi"].runner(device).plant(bug)
         held = memory_flags if holds is None else holds
         run: Callable[[Rank], None] = partial(launched, ranks.groups, mpi, held)
         try:
@@ -238,7 +239,7 @@ def test_a_launch_waits_for_mpi_on_real_threads(mpi: FakeDeviceMpi) -> None:
         graph = device.end_capture(rank.stream.handle)
         other = DeviceStream(device)
         device.graph_launch(graph, rank.stream.handle)
-        comm.world.bootstrap.exchange([0, 1], "launched", b"", 20)
+        core_of(comm).world.bootstrap.exchange([0, 1], "launched", b"", 20)
         mpi.set("hold", 1)
         request = comm.allreduce(
             x, out=out, backend="mpi", stream=other, nonblocking=True
@@ -247,9 +248,9 @@ def test_a_launch_waits_for_mpi_on_real_threads(mpi: FakeDeviceMpi) -> None:
         behind = device.event_create()
         device.event_record(behind, rank.stream.handle)
         for number in range(50):
-            comm.world.bootstrap.exchange([0, 1], f"turn {number}", b"", 20)
+            core_of(comm).world.bootstrap.exchange([0, 1], f"turn {number}", b"", 20)
             assert not device.event_query(behind)
-        comm.world.bootstrap.exchange([0, 1], "looked", b"", 20)
+        core_of(comm).world.bootstrap.exchange([0, 1], "looked", b"", 20)
         mpi.set("hold", 0)
         request.synchronize()
         rank.stream.synchronize()

@@ -19,6 +19,7 @@ from staged_ranks import Rank
 
 import commrt
 from commrt.backends.ipc import attached as ipc_calls
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
 from commrt.select.fingerprint import this_machine
@@ -147,7 +148,9 @@ def test_ranks_that_share_a_device_read_each_other() -> None:
         assert "not    ipc/direct: no rank knows where others" in told(
             rank, "alltoallv", 0
         )
-        kinds = {type(plan).__name__ for plan in rank.comm.devices._plans.values()}
+        kinds = {
+            type(plan).__name__ for plan in core_of(rank.comm).devices._plans.values()
+        }
         assert kinds == {"PeerPlan"}
 
     on_ipc_threads(2, main)

@@ -16,6 +16,7 @@ from program_cases import draw
 from staged_ranks import Rank, forget_ranks
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.vocabulary.operations import OPERATIONS
 
@@ -203,7 +204,7 @@ def test_the_end_waits_for_readers(seed: int) -> None:
         rank.comm.bcast(rank.array(given(rank.rank, 0, 50)), backend="ipc")
         if rank.rank == 0:
             rank.finish()
-            rank.comm.attached["ipc"].close()
+            core_of(rank.comm).attached["ipc"].close()
         rank.stream.synchronize()
 
     with ipc_here():

@@ -19,6 +19,7 @@ from test_nccl_order import verdict
 
 from commrt import _native
 from commrt.backends.ipc import sharing
+from commrt.comm import core_of
 from commrt.devices import DeviceStream
 from commrt.errors import OrderingError
 
@@ -61,7 +62,7 @@ class NcclAndMpiRanks(NcclSimRanks):
     def close(self) -> None:
         """Let MPI go first."""
         for comm in (each for group in self.groups for each in group):
-            comm.attached["mpi"].close()
+            core_of(comm).attached["mpi"].close()
             attach_anew(comm, "mpi")
         super().close()
 
@@ -99,7 +100,7 @@ def connect_all(
 def leave_all(groups: list[list[Any]]) -> None:
     """Give it back, and see that nothing is left."""
     for comm in (each for group in groups for each in group):
-        comm.attached["ipc"].close()
+        core_of(comm).attached["ipc"].close()
         attach_anew(comm, "ipc")
     sharing.end_all(DEADLINE_S)
     assert sharing.sweep() == 0
@@ -182,8 +183,8 @@ def mixed(
     for value, wanted in fetched:
         assert np.array_equal(value(), wanted), f"rank {rank.rank}"
     rank.finish()
-    while any(comm.devices.outstanding for comm in comms):
-        if not rank.comm.world.engine.step():
+    while any(core_of(comm).devices.outstanding for comm in comms):
+        if not core_of(rank.comm).world.engine.step():
             rank.device.pause()
     streams[1].destroy()
 
@@ -242,7 +243,7 @@ def test_a_bug_over_memory_of_peers_is_caught_between_other_engines(
             ranks = MixedRanks(2, each, 8, communicators=2, staging=SMALL)
             for group, device in zip(ranks.groups, ranks.devices, strict=True):
                 for comm in group:
-                    comm.attached["ipc"].runner(device).plant(bug)
+                    core_of(comm).attached["ipc"].runner(device).plant(bug)
             try:
                 ranks.run(partial(mixed, ranks.groups, drawn=each))
                 found = bool(ranks.world.violations)
@@ -314,7 +315,7 @@ def beside_nccl(groups: list[list[Any]], rank: Rank, mpi: FakeDeviceMpi) -> None
 
     def go_on() -> None:
         for _ in range(200):
-            rank.comm.world.engine.step()
+            core_of(rank.comm).world.engine.step()
             device.flag_load(held)
 
     for number, out in enumerate(outs):
@@ -338,8 +339,8 @@ def beside_nccl(groups: list[list[Any]], rank: Rank, mpi: FakeDeviceMpi) -> None
         wanted = 2 * 4**number * result("sum", 0, 40, 2)
         assert np.array_equal(value(), wanted)
     rank.finish()
-    while any(comm.devices.outstanding for comm in comms):
-        if not rank.comm.world.engine.step():
+    while any(core_of(comm).devices.outstanding for comm in comms):
+        if not core_of(rank.comm).world.engine.step():
             device.pause()
     for each in streams:
         each.destroy()
@@ -355,7 +356,7 @@ def kept_apart(
         )
         for group, device in zip(ranks.groups, ranks.devices, strict=True):
             for comm in group if bug is not None else ():
-                comm.attached["mpi"].runner(device).plant(bug)
+                core_of(comm).attached["mpi"].runner(device).plant(bug)
         try:
             ranks.run(partial(beside_nccl, ranks.groups, mpi=mpi))
             fine = not ranks.world.violations and not mpi.violations()

@@ -20,6 +20,7 @@ from staged_ranks import Rank
 
 from commrt import _native
 from commrt.backends.mpi import attached as mpi_calls
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import BackendError, CaptureError, MismatchError, UsageError
 from commrt.select.fingerprint import this_machine
@@ -46,7 +47,7 @@ def told(rank: Rank, coll: str = "allreduce", nbytes: int = 64, **asked: Any) ->
 
 
 def kinds(rank: Rank) -> set[str]:
-    return {type(plan).__name__ for plan in rank.comm.devices._plans.values()}
+    return {type(plan).__name__ for plan in core_of(rank.comm).devices._plans.values()}
 
 
 def sums(rank: Rank, x: DeviceArray, wanted: float) -> None:
@@ -205,7 +206,7 @@ def test_deterministic_reductions_are_staged() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm.dup(deterministic=True)
         comm.allreduce(ones(rank))
-        assert {type(each) for each in comm.devices._plans.values()} == {
+        assert {type(each) for each in core_of(comm).devices._plans.values()} == {
             _native.StagedPlan
         }
         comm.allgather(ones(rank))
@@ -316,7 +317,7 @@ def test_a_table_lets_it_be_at_work_beside_nccl(
         comm = rank.comm
         comm.allreduce(y)
         comm.allreduce(x, backend="mpi", nonblocking=True).synchronize()
-        comm.world.bootstrap.exchange(range(2), "warm", b"", 20)
+        core_of(comm).world.bootstrap.exchange(range(2), "warm", b"", 20)
         mpi.set("hold", 1)
         held = comm.allreduce(x, backend="mpi", nonblocking=True)
         request = comm.allreduce(y, nonblocking=True)
@@ -324,10 +325,10 @@ def test_a_table_lets_it_be_at_work_beside_nccl(
         if together:
             request.synchronize()
             ended = True
-        comm.world.bootstrap.exchange(range(2), "looked", b"", 20)
+        core_of(comm).world.bootstrap.exchange(range(2), "looked", b"", 20)
         ended = ended or request.done
         assert not held.done
-        comm.world.bootstrap.exchange(range(2), "seen", b"", 20)
+        core_of(comm).world.bootstrap.exchange(range(2), "seen", b"", 20)
         mpi.set("hold", 0)
         held.synchronize()
         request.synchronize()
@@ -387,7 +388,7 @@ def test_one_rank_whose_library_takes_none_lets_all_be_staged(
         assert kinds(rank) == {"StagedPlan"}
         with pytest.raises(BackendError, match="takes no CUDA memory: it says no"):
             rank.comm.allreduce(ones(rank), backend="mpi")
-        return rank.comm.attached["mpi"].facts.why
+        return core_of(rank.comm).attached["mpi"].facts.why
 
     whys = on_mpi_threads(2, main)
     assert whys[0] == whys[1]
@@ -408,7 +409,7 @@ def test_a_kind_of_device_that_no_library_takes() -> None:
 
 def test_without_an_mpi_communicator_all_are_staged() -> None:
     def main(rank: Rank) -> None:
-        lender: Any = rank.comm.world.native_comms
+        lender: Any = core_of(rank.comm).world.native_comms
         lender.left = 0
         rank.comm.allreduce(ones(rank))
         assert kinds(rank) == {"StagedPlan"}

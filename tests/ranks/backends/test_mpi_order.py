@@ -15,6 +15,7 @@ from staged_ranks import Rank
 from test_ipc_order import Part
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceStream
 from commrt.errors import CommError, OrderingError
 from commrt.vocabulary.operations import operation
@@ -53,8 +54,8 @@ def exchanged(rank: int, number: int, count: int, size: int) -> Any:
 
 def finish(groups: list[list[Any]], rank: Rank) -> None:
     """Make progress until the host has seen the end of all calls."""
-    while any(comm.devices.outstanding for comm in groups[rank.rank]):
-        if not rank.comm.world.engine.step():
+    while any(core_of(comm).devices.outstanding for comm in groups[rank.rank]):
+        if not core_of(rank.comm).world.engine.step():
             rank.device.pause()
 
 
@@ -117,7 +118,9 @@ def calls(groups: list[list[Any]], rank: Rank) -> None:
         stream.synchronize()
     for value, wanted in checks:
         assert np.array_equal(value(), wanted), f"rank {rank.rank}"
-    kinds = {type(each) for comm in comms for each in comm.devices._plans.values()}
+    kinds = {
+        type(each) for comm in comms for each in core_of(comm).devices._plans.values()
+    }
     assert kinds == {_native.MpiDevicePlan}
     finish(groups, rank)
     other.destroy()
@@ -157,7 +160,7 @@ def test_flags_count_on_beyond_their_largest_value(seeds: range) -> None:
 def test_calls_leave_nothing_behind(full: bool, seed: int) -> None:
     def main(groups: list[list[Any]], rank: Rank) -> None:
         x = rank.array(np.zeros(8, "f4"))
-        work = rank.comm.attached["mpi"].runner(rank.device)
+        work = core_of(rank.comm).attached["mpi"].runner(rank.device)
         for _ in range(5_000 if full else 200):
             request = rank.comm.alltoall(x, nonblocking=True)
             request.wait()
@@ -190,7 +193,7 @@ def failing(rank: Rank) -> list[str]:
     said = ""
     for number, x in enumerate(xs):
         if number == 3 and rank.rank == 1:
-            rank.comm.give_up("it was told to")
+            core_of(rank.comm).give_up("it was told to")
         try:
             requests.append(rank.comm.alltoall(x, nonblocking=True))
             requests[-1].wait()
@@ -261,7 +264,7 @@ def a_held_call_fails(seed: int, queues: int, bug: str | None) -> bool:
             request.be_quiet()
             request.wait()
             rank.device.memcpy_async(x.address, source, x.nbytes, stream)
-            rank.comm.give_up("it was told to")
+            core_of(rank.comm).give_up("it was told to")
             rank.device.flag_store(held, 1)
             rank.stream.synchronize()
             rank.finish()

@@ -19,6 +19,7 @@ from staged_ranks import Rank, forget_ranks
 from test_nccl_order import QUEUES, check, given, verdict
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import CaptureError, CommError, RevokedError
 from commrt.nccl.orders import order_of
@@ -172,12 +173,12 @@ def test_a_launch_does_not_tell_of_calls(bug: str | None) -> None:
         request.wait()
         rank.device.graph_launch(graph, rank.stream.handle)
         rank.stream.synchronize()
-        rank.comm.world.engine.step()
+        core_of(rank.comm).world.engine.step()
         seen.append(request.done)
         rank.device.graph_destroy(graph)
         if not request.done:
             forget_ranks()
-            rank.comm.give_up("the bug was seen")
+            core_of(rank.comm).give_up("the bug was seen")
 
     seen: list[bool] = []
     if bug is None:
@@ -195,7 +196,7 @@ def test_arrays_stay_alive_until_the_communicator_is_closed(bug: str | None) -> 
         comm = rank.comm.dup()
         comm.allreduce(rank.array(np.ones(4, "f4")))
         if bug is not None:
-            comm.attached["nccl"].runner(rank.device).plant(bug)
+            core_of(comm).attached["nccl"].runner(rank.device).plant(bug)
         x = rank.array(np.ones(4, "f4"))
         rank.device.begin_capture(rank.stream.handle)
         comm.allreduce(x)
@@ -368,12 +369,12 @@ def test_a_launch_that_waits_in_vain_goes_on_once_somebody_gives_up() -> None:
         graph = rank.device.end_capture(rank.stream.handle)
         if rank.rank == 0:
             rank.device.graph_launch(graph, rank.stream.handle)
-            rank.comm.world.engine.step()
-            lost.give_up("rank 1 launches nothing")
+            core_of(rank.comm).world.engine.step()
+            core_of(lost).give_up("rank 1 launches nothing")
             rank.stream.synchronize()
             with pytest.raises(RevokedError):
                 lost.allreduce(x)
-        rank.comm.world.bootstrap.exchange([0, 1], "given up", b"", 20)
+        core_of(rank.comm).world.bootstrap.exchange([0, 1], "given up", b"", 20)
         rank.device.graph_destroy(graph)
         rank.comm.allreduce(x)
 

@@ -86,7 +86,7 @@ def test_some_members_only() -> None:
     nccl.check()
 
 
-def _all_fail(nccl: FakeNccl, size: int, timeout_s: float = 20.0) -> list[Exception]:
+def _all_fail(nccl: FakeNccl, size: int, timeout_s: float = 300.0) -> list[Exception]:
     """Return every rank's error of making a communicator."""
     world = ThreadWorld(size)
 

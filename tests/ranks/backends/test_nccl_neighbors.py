@@ -19,6 +19,7 @@ from test_nccl_order import OF_BOXES
 from test_staged_boxes import CASE, FORMS, HaloRanks, halo_verdict
 
 from commrt import Block, Layout
+from commrt.comm import core_of
 from commrt.errors import CaptureError, RevokedError, TimeoutError_
 from commrt.nccl.orders import end_all
 
@@ -126,21 +127,21 @@ class NcclHaloRanks(HaloRanks):
     def prepare(self, cart: Any, rank: Rank) -> None:
         """Make NCCL's communicators, once the last rank has its device."""
         attach_anew(cart, "nccl")
-        cart.devices.forget_choices()
+        core_of(cart).devices.forget_choices()
         if rank.rank < len(self.ranks) - 1:
             return
 
         def join(comm: Any) -> None:
             own, device = self.carts[comm.rank], self.ranks[comm.rank].device
-            assert own.devices.can_carry("nccl", device, "first", 0, 20.0)
+            assert core_of(own).devices.can_carry("nccl", device, "first", 0, 20.0)
             if self.bug is not None:
-                own.attached["nccl"].runner(device).plant(self.bug)
+                core_of(own).attached["nccl"].runner(device).plant(self.bug)
 
         kept_ranks(2).each(join)
 
     def close(self) -> None:
         for cart in self.carts:
-            cart.attached["nccl"].close()
+            core_of(cart).attached["nccl"].close()
         end_all(5.0)
         super().close()
 
@@ -223,7 +224,7 @@ def test_a_neighbor_that_does_not_come_is_named_and_streams_go_on() -> None:
                 request.synchronize()
             with pytest.raises(RevokedError):
                 cart.neighbor_allgather(x, out=out)
-        rank.comm.world.bootstrap.exchange([0, 1], "late", b"", 20)
+        core_of(rank.comm).world.bootstrap.exchange([0, 1], "late", b"", 20)
         rank.stream.synchronize()
 
     with nccl_here(is_clean=False):

@@ -16,7 +16,7 @@ from program_cases import draw
 from staged_cases import run_on_device
 from staged_ranks import Rank, forget_ranks
 
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import BackendError, DeviceFailedError, RevokedError, TimeoutError_
 from commrt.vocabulary.operations import OPERATIONS
 
@@ -134,12 +134,12 @@ def test_work_comes_between_groups_that_are_in_progress(seed: int) -> None:
 
     def main(rank: Rank) -> None:
         by_ring(rank, rank.comm)
-        rank.comm.world.bootstrap.exchange([0, 1], "made", b"", 20)
+        core_of(rank.comm).world.bootstrap.exchange([0, 1], "made", b"", 20)
         nccl.set("in_progress", 3)
         found = [by_ring(rank, rank.comm) for _ in range(3)]
         rank.stream.synchronize()
         assert [value().tolist() for value in found] == [[3.0] * 64] * 3
-        rank.comm.world.bootstrap.exchange([0, 1], "done", b"", 20)
+        core_of(rank.comm).world.bootstrap.exchange([0, 1], "done", b"", 20)
         nccl.set("in_progress", 0)
 
     with nccl_here() as nccl:
@@ -148,7 +148,7 @@ def test_work_comes_between_groups_that_are_in_progress(seed: int) -> None:
 
 def test_a_round_is_one_group() -> None:
     def main(rank: Rank) -> None:
-        meet = rank.comm.world.bootstrap.exchange
+        meet = core_of(rank.comm).world.bootstrap.exchange
         by_ring(rank, rank.comm)
         meet([0, 1], "first", b"", 20)
         before = nccl.counter("groups")
@@ -170,7 +170,7 @@ def test_a_deadline_half_way_loses_the_communicator_only(begun: int) -> None:
         lost = rank.comm.dup()
         by_ring(rank, lost)
         by_ring(rank, rank.comm)
-        meet = rank.comm.world.bootstrap.exchange
+        meet = core_of(rank.comm).world.bootstrap.exchange
         meet([0, 1], "made", b"", 20)
         if rank.rank == 0:
             # Its next group, or the one behind that, stays in progress.
@@ -202,12 +202,12 @@ def test_a_device_that_fails_between_rounds_is_told_by_name() -> None:
         by_ring(rank, rank.comm)
         x = rank.array(np.ones(64, "f4"))
         rank.stream.synchronize()
-        rank.comm.world.bootstrap.exchange([0, 1], "ready", b"", 20)
+        core_of(rank.comm).world.bootstrap.exchange([0, 1], "ready", b"", 20)
         # Behind the first of both groups.
         rank.device.fail_after(4)
         with pytest.raises((DeviceFailedError, RevokedError)) as caught:
             rank.comm.allreduce(x, algorithm="nccl/ring", nonblocking=True).synchronize(
-                timeout_s=20
+                timeout_s=300
             )
         if isinstance(caught.value, DeviceFailedError):
             assert "failed earlier" in str(caught.value)

@@ -26,6 +26,7 @@ from staged_ranks import (
 
 from commrt import Block, Layout
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 from commrt.errors import (
     CommError,
@@ -178,8 +179,8 @@ class HaloRanks(SimRanks):
         self.carts: list[Any] = carts
         for cart, rank in zip(carts, self.ranks, strict=True):
             forget_work(cart)
-            cart.devices.first_nbytes = ENOUGH["first_nbytes"]
-            cart.devices.slots = 3
+            core_of(cart).devices.first_nbytes = ENOUGH["first_nbytes"]
+            core_of(cart).devices.slots = 3
             self.prepare(cart, rank)
             rank.fields = [
                 DeviceArray(
@@ -208,7 +209,7 @@ class HaloRanks(SimRanks):
 
     def prepare(self, cart: Any, rank: Rank) -> None:
         """Make what moves boxes, before the simulation begins."""
-        stager = cart.devices.stager(rank.device)
+        stager = core_of(cart).devices.stager(rank.device)
         if self.bug is not None:
             stager.plant(self.bug)
 
@@ -230,8 +231,8 @@ class HaloRanks(SimRanks):
             else:
                 call()
             rank.copy(fetched[turn], [field.address for field in rank.fields])
-        while self.carts[rank.rank].devices.outstanding:
-            if not rank.comm.world.engine.step():
+        while core_of(self.carts[rank.rank]).devices.outstanding:
+            if not core_of(rank.comm).world.engine.step():
                 rank.device.pause()
         rank.stream.synchronize()
         for number, field in enumerate(rank.fields):
@@ -246,7 +247,7 @@ class HaloRanks(SimRanks):
         self.calls.clear()
         gc.collect()
         for cart in self.carts:
-            cart.devices.close()
+            core_of(cart).devices.close()
             forget_work(cart)
         super().close()
 
@@ -407,7 +408,7 @@ def test_calls_without_a_plan_keep_theirs(seed: int) -> None:
             assert (done.synchronize() if nonblocking else done) is fields
             for field, right in zip(fields, wanted[rank.rank], strict=True):
                 assert np.array_equal(field.get(), right)
-        assert len(cart.box_plans.agreed) == 1
+        assert len(core_of(cart).box_plans.agreed) == 1
         rows = Layout((8, 6), (2,), (Block(0), None))
         columns = Layout((8, 6), (2,), (None, Block(0)))
         whole = np.arange(48.0).reshape(8, 6)

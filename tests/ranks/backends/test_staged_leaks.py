@@ -12,6 +12,7 @@ import pytest
 from simulated_leaks import Allowed, Counts, left, measure
 from staged_ranks import SimRanks, forget_ranks
 
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 
 IS_SANITIZED = "san.so" in os.environ.get("LD_PRELOAD", "")
@@ -68,8 +69,8 @@ def test_requests_may_outlive_their_communicator() -> None:
     rank = ranks.ranks[0]
     rank.begin()
     comm = rank.comm.dup()
-    stager = comm.devices.stager(rank.device)
-    comm.devices.messages(rank.device)
+    stager = core_of(comm).devices.stager(rank.device)
+    core_of(comm).devices.messages(rank.device)
     with rank.stream:
         w, x, y = (DeviceArray(rank.device, 8) for _ in range(3))
         kept = [

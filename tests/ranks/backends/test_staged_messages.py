@@ -24,6 +24,7 @@ from staged_ranks import (
 )
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import (
     BufferError_,
@@ -88,10 +89,10 @@ def beside(rank: Rank, other: int) -> list[tuple[Any, Any]]:
         coming.be_quiet()
         comm.send(x, dest=other, tag=9)
         for _ in range(25 if i % 2 else 0):  # the host gets ahead of the device
-            comm.world.engine.step()
+            core_of(comm).world.engine.step()
         coming.wait(stream=aside)
         for _ in range(25):
-            comm.world.engine.step()
+            core_of(comm).world.engine.step()
         requests.append(coming)
     for request in requests:
         request.wait()
@@ -111,7 +112,7 @@ def late(rank: Rank, other: int) -> list[tuple[Any, Any]]:
         comm.send(rank.array(sent(rank.rank, number, LONG)), dest=other, tag=number)
         rank.stream.synchronize()
         while rank.messages.num_leaving:
-            comm.world.engine.step()
+            core_of(comm).world.engine.step()
     for number, out in enumerate(outs):
         comm.recv(out, source=other, tag=number)
     return [(rank.fetch(o), sent(other, i, LONG)) for i, o in enumerate(outs)]
@@ -220,7 +221,7 @@ def given_up(rank: Rank) -> list[str]:
     """Wait in a stream for what never comes, as the peer gives up."""
     other = 1 - rank.rank
     if rank.rank == 1:
-        rank.comm.give_up("it was told to")
+        core_of(rank.comm).give_up("it was told to")
         return []
     # What has not come to the host is let go with the rest.
     outs = [rank.array(np.zeros(40, "f4")) for _ in range(3)]
@@ -244,7 +245,7 @@ def test_a_peer_that_gives_up_lets_the_streams_go(queues: int, seeds: range) -> 
         found = ranks.run(given_up)
         ranks.world.check()
         assert found[0] == ["RevokedError"] * 3, f"seed {each}"
-        assert all(not rank.comm.devices.outstanding for rank in ranks.ranks)
+        assert all(not core_of(rank.comm).devices.outstanding for rank in ranks.ranks)
         forget_ranks()
 
 
@@ -258,7 +259,7 @@ def gives_up(rank: Rank) -> list[str]:
     for request in requests:
         with suppress(RevokedError):
             request.wait()
-    rank.comm.give_up("it was told to")
+    core_of(rank.comm).give_up("it was told to")
     rank.stream.synchronize()
     return [outcome(request) for request in requests]
 

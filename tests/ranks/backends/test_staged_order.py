@@ -23,6 +23,7 @@ from staged_ranks import (
 )
 
 from commrt import _native
+from commrt.comm import core_of
 from commrt.errors import CommError, RevokedError
 from commrt.vocabulary.operations import OPERATIONS, operation
 
@@ -189,7 +190,7 @@ def test_a_communicator_forgets_the_work_of_devices_that_are_gone() -> None:
     def num_works() -> list[int]:
         ranks = SimRanks(2, 0, staging=SMALL)
         ranks.run(sums)
-        found = [rank.comm.num_device_work for rank in ranks.ranks]
+        found = [core_of(rank.comm).num_device_work for rank in ranks.ranks]
         ranks.close()
         return found
 
@@ -268,7 +269,7 @@ def mismatch(rank: Rank, number: int | None) -> Any:
 def gone(rank: Rank, number: int | None) -> Any:
     """One rank gives up instead of calling."""
     if number == 3 and rank.rank == 1:
-        rank.comm.give_up("it was told to")
+        core_of(rank.comm).give_up("it was told to")
         raise RevokedError("this rank")
     return None
 

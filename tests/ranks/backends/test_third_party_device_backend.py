@@ -14,6 +14,7 @@ from third_party_backend import MAGIC, AttachedTheirs, TheirRunner
 
 from commrt import _native, backends
 from commrt.backends.catalog import check_candidate, offered
+from commrt.comm import core_of
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.select.facts import Candidate
 
@@ -40,7 +41,7 @@ LARGEST = mine(SIZE - 1)
 
 
 def theirs(rank: Rank) -> AttachedTheirs:
-    found = rank.comm.attached["theirs"]
+    found = core_of(rank.comm).attached["theirs"]
     assert isinstance(found, AttachedTheirs)
     return found
 
@@ -89,8 +90,8 @@ def test_calls_that_name_no_backend_go_as_ever() -> None:
             x = rank.array(mine(rank.rank))
             rank.comm.allreduce(x)
         assert num_started(rank) == 0
-        assert _native.num_cached_device_calls(rank.comm) == 1
-        plans = rank.comm.devices._plans.values()
+        assert _native.num_cached_device_calls(core_of(rank.comm)) == 1
+        plans = core_of(rank.comm).devices._plans.values()
         assert {plan.backend for plan in plans} == {"staged"}
 
     on_threads(SIZE, main)
@@ -199,7 +200,7 @@ def test_it_learns_that_its_communicator_failed() -> None:
     def main(rank: Rank) -> str:
         rank.comm.allreduce(rank.array(mine(rank.rank)), backend="theirs")
         rank.stream.synchronize()
-        rank.comm.give_up("a test says so")
+        core_of(rank.comm).give_up("a test says so")
         return theirs(rank).given_up
 
     assert on_threads(SIZE, main, survives=False) == ["a test says so"] * SIZE

@@ -14,8 +14,8 @@ from commrt import backends
 from commrt.backends import Availability, Capabilities
 from commrt.errors import UsageError
 from commrt.local import run
-from commrt.planning.host_plans import schedule_plan
 from commrt.planning.spec import PlanSpec
+from commrt.planning.templates import schedule_plan
 from commrt.select.facts import Candidate, Query
 
 AROUND = Candidate("plain", "around")

@@ -34,7 +34,7 @@ from commrt.errors import UsageError
 from commrt.local import run
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 def on_devices(

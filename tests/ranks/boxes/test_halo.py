@@ -14,6 +14,7 @@ import pytest
 from halo_cases import Case, check, draw, expected, start
 
 import commrt.boxes.host_plans as box_plans
+from commrt.comm import core_of
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.local import LocalRanks, run
 
@@ -27,7 +28,7 @@ def _all_right(size: int, cases: list[Case]) -> None:
         pairs = zip(cases, wanted, strict=True)
         return sum(check(comm, case, results) for case, results in pairs)
 
-    assert sum(run(size, rank_main, timeout_s=120)) > 0
+    assert sum(run(size, rank_main, timeout_s=300)) > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -183,7 +184,7 @@ def test_the_interior_can_be_computed_meanwhile() -> None:
         left, right = cart.shift(1)
         return bool((field[1:-1, 0] == left).all() and (field[1:-1, -1] == right).all())
 
-    assert run(4, rank_main, timeout_s=30) == [True] * 4
+    assert run(4, rank_main, timeout_s=300) == [True] * 4
 
 
 def test_several_exchanges_may_be_in_flight() -> None:
@@ -201,7 +202,7 @@ def test_several_exchanges_may_be_in_flight() -> None:
             for i, one in enumerate(fields)
         )
 
-    assert run(3, rank_main, timeout_s=30) == [True] * 3
+    assert run(3, rank_main, timeout_s=300) == [True] * 3
 
 
 def test_sums_are_the_same_in_every_run() -> None:
@@ -217,7 +218,7 @@ def test_sums_are_the_same_in_every_run() -> None:
             seen.add(field.tobytes())
         return seen
 
-    assert [len(seen) for seen in run(4, rank_main, timeout_s=30)] == [1] * 4
+    assert [len(seen) for seen in run(4, rank_main, timeout_s=300)] == [1] * 4
 
 
 def frozen() -> Any:
@@ -306,16 +307,16 @@ def test_wrong_arguments_are_refused_before_anything_is_said(
 ) -> None:
     def rank_main(comm: Any) -> bool:
         cart = comm.cart((2, 1), periodic=True)
-        before = cart.next_seq
+        before = core_of(cart).next_seq
         if comm.rank == 1:
             with pytest.raises(error, match=message):
                 call(cart.plan)
-        assert cart.next_seq == before
+        assert core_of(cart).next_seq == before
         field = np.full((3, 3), float(comm.rank))
         cart.plan.halo_exchange(field, 1)()
         return bool(field[0, 0] == 1 - comm.rank)
 
-    assert run(2, rank_main, timeout_s=20) == [True, True]
+    assert run(2, rank_main, timeout_s=300) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -354,12 +355,12 @@ def test_ranks_that_differ_all_get_the_same_error(call: Any, message: str) -> No
         cart = comm.cart((3, 1), periodic=True)
         with pytest.raises(MismatchError, match=message) as raised:
             call(cart.plan, comm.rank)
-        assert cart.next_seq == 0
+        assert core_of(cart).next_seq == 0
         field = np.zeros((4, 3))
         cart.plan.halo_exchange(field, 1)()
         return str(raised.value)
 
-    assert len(set(run(3, rank_main, timeout_s=20))) == 1
+    assert len(set(run(3, rank_main, timeout_s=300))) == 1
 
 
 def test_blocks_may_differ_from_place_to_place() -> None:
@@ -369,4 +370,4 @@ def test_blocks_may_differ_from_place_to_place() -> None:
         cart.plan.halo_exchange(field, ((1, 0),), axes=(0,))()
         return bool((field[0] == max(0, comm.rank - 1)).all())
 
-    assert run(3, rank_main, timeout_s=20) == [True] * 3
+    assert run(3, rank_main, timeout_s=300) == [True] * 3

@@ -12,6 +12,7 @@ from layout_cases import move_drawn, part
 
 import commrt.boxes.host_plans as box_plans
 from commrt import Block, Cyclic, Layout
+from commrt.comm import core_of
 from commrt.errors import BufferError_, MismatchError, UsageError
 from commrt.local import run
 
@@ -23,7 +24,7 @@ def _all_right(size: int, seed: str, cases: int) -> None:
         rng = random.Random(seed)
         return sum(move_drawn(comm, rng) for _ in range(cases))
 
-    assert sum(run(size, rank_main, timeout_s=120)) > 0
+    assert sum(run(size, rank_main, timeout_s=300)) > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -42,7 +43,6 @@ def test_many_short_messages_and_few_slots(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", SIZES)
 def test_hundreds_of_layouts_agree_with_numpy(size: int, seed: int) -> None:
     for turn in range(10):
@@ -62,7 +62,7 @@ def test_a_long_array_is_transposed_between_ranks() -> None:
         right = part(whole, columns, comm.rank)
         return bool(np.array_equal(turned, right) and np.array_equal(back, mine))
 
-    assert run(4, rank_main, timeout_s=30) == [True] * 4
+    assert run(4, rank_main, timeout_s=300) == [True] * 4
 
 
 ROWS = Layout((4, 6), (2,), (Block(0), None))
@@ -118,15 +118,15 @@ def test_wrong_arguments_are_refused_before_anything_is_said(
     call: Any, error: type[Exception], message: str
 ) -> None:
     def rank_main(comm: Any) -> bool:
-        before = comm.next_seq
+        before = core_of(comm).next_seq
         if comm.rank == 1:
             with pytest.raises(error, match=message):
                 call(comm.plan)
-        assert comm.next_seq == before
+        assert core_of(comm).next_seq == before
         got = comm.plan.redistribute(np.full((2, 6), comm.rank), ROWS, COLUMNS)()
         return bool(got.tolist() == [[0] * 3] * 2 + [[1] * 3] * 2)
 
-    assert run(2, rank_main, timeout_s=20) == [True, True]
+    assert run(2, rank_main, timeout_s=300) == [True, True]
 
 
 def test_ranks_that_differ_all_get_the_same_error() -> None:
@@ -134,9 +134,9 @@ def test_ranks_that_differ_all_get_the_same_error() -> None:
         target = ROWS if comm.rank else COLUMNS
         with pytest.raises(MismatchError, match="the ranks disagree") as raised:
             comm.plan.redistribute(X.copy(), ROWS, target)
-        assert comm.next_seq == 0
+        assert core_of(comm).next_seq == 0
         return str(raised.value)
 
-    first, second = run(2, rank_main, timeout_s=20)
+    first, second = run(2, rank_main, timeout_s=300)
     assert first == second
     assert "rank 1: source=Layout" in first

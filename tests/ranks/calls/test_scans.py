@@ -26,7 +26,7 @@ def test_ranks_may_differ_in_place_and_out_of_place(coll: str) -> None:
         ]
         return run_cases(comm, cases)
 
-    assert run(5, rank_main, timeout_s=30) == [[]] * 5
+    assert run(5, rank_main, timeout_s=300) == [[]] * 5
 
 
 def test_an_exscan_returns_what_rank_0_gave_as_it_was() -> None:

@@ -15,6 +15,7 @@ import pytest
 from affine import AFFINE, REDUCING, compose, in_c, maps, run_all, wanted
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import (
     BufferError_,
     MismatchError,
@@ -39,7 +40,7 @@ def every_way(comm: Any, coll: str, op: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.full(sample=3)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_rank_order_is_kept_by_every_algorithm_that_may_run(size: int) -> None:
-    wrong = run(size, lambda c: run_all(c, (0, 1, 333), every_way), timeout_s=100)
+    wrong = run(size, lambda c: run_all(c, (0, 1, 333), every_way), timeout_s=300)
     assert [line for lines in wrong for line in lines] == []
 
 
@@ -58,7 +59,7 @@ def test_algorithms_that_do_not_keep_rank_order_are_refused_and_explained() -> N
         assert "direct" in names
         return str(comm.explain("allreduce", 8, op=ordered))
 
-    text = run(4, rank_main, timeout_s=20)[0]
+    text = run(4, rank_main, timeout_s=300)[0]
     assert "op=compose() in rank order" in text
     assert "not    local/ring: the reduction is not commutative: rank" in text
 
@@ -71,7 +72,7 @@ def test_parameters_cannot_smuggle_in_another_order() -> None:
         assert names == ["local/direct"]
         comm.allreduce(maps(comm.rank, 8), op=op, **way)
 
-    run(4, rank_main, timeout_s=20)
+    run(4, rank_main, timeout_s=300)
 
 
 def test_functions_may_return_an_array_or_write_into_the_second() -> None:
@@ -86,7 +87,7 @@ def test_functions_may_return_an_array_or_write_into_the_second() -> None:
             found.append(float(comm.allreduce(x, op=op)[-1]))
         return found
 
-    for found in run(3, rank_main, timeout_s=20):
+    for found in run(3, rank_main, timeout_s=300):
         assert found[:3] == [6.0] * 3
         assert found[3] == pytest.approx(np.log(np.exp([1.0, 2.0, 3.0]).sum()))
 
@@ -112,7 +113,7 @@ def test_any_type_of_plain_bytes(dtype: str) -> None:
         comm.allreduce(x, op=highest, out=out)
         return out.tobytes() == want
 
-    assert run(3, rank_main, timeout_s=20) == [True] * 3
+    assert run(3, rank_main, timeout_s=300) == [True] * 3
 
 
 def test_records_wider_than_a_page() -> None:
@@ -129,7 +130,7 @@ def test_records_wider_than_a_page() -> None:
         mine = x.copy()
         return mine, comm.allreduce(x, op=product, params=SMALL_CHUNK)
 
-    results = run(3, rank_main, timeout_s=30)
+    results = run(3, rank_main, timeout_s=300)
     want = results[0][0]["m"] @ results[1][0]["m"] @ results[2][0]["m"]
     for _, got in results:
         assert (got["m"] == want).all()
@@ -149,7 +150,7 @@ def test_arrays_of_the_symmetric_heap() -> None:
                 right.append(want is not None and got.tobytes() == want.tobytes())
         return right
 
-    assert run(3, rank_main, timeout_s=60) == [[True] * 4] * 3
+    assert run(3, rank_main, timeout_s=300) == [[True] * 4] * 3
 
 
 def test_arguments_are_the_functions_own() -> None:
@@ -166,7 +167,7 @@ def test_arguments_are_the_functions_own() -> None:
             x = np.full(5000, 100.0 * round_ + comm.rank)
             comm.allreduce(x, op=op, algorithm="direct")
 
-    run(2, rank_main, timeout_s=30)
+    run(2, rank_main, timeout_s=300)
     for a, b in kept:
         assert (a == a[0]).all()
         assert (b - a == 1).all()
@@ -185,7 +186,7 @@ def test_an_exception_fails_the_operation_and_nobody_hangs() -> None:
         except (ReductionError, RevokedError) as error:
             return error
 
-    found = run(3, rank_main, timeout_s=30)
+    found = run(3, rank_main, timeout_s=300)
     assert type(found[1]) is ReductionError
     assert isinstance(found[1].__cause__, ValueError)
     message = "rank 1: the reduction wrong raised ValueError: no such sum"
@@ -218,7 +219,7 @@ def test_the_error_comes_from_whatever_waits(wait: str) -> None:
         with pytest.raises(RevokedError):
             comm.allreduce(np.ones(5))
 
-    run(2, rank_main, timeout_s=30)
+    run(2, rank_main, timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_results_of_another_kind_are_errors(result: Any, message: str) -> None:
         with pytest.raises(ReductionError, match=message):
             comm.allreduce(np.ones(5), op=op)
 
-    run(2, rank_main, timeout_s=30)
+    run(2, rank_main, timeout_s=300)
 
 
 @pytest.mark.parametrize("nonblocking", [False, True])
@@ -264,7 +265,7 @@ def test_an_interrupt_in_the_function_stays_one(nonblocking: bool) -> None:
             return "revoked"
         return "done"
 
-    found = run(2, rank_main, timeout_s=20)
+    found = run(2, rank_main, timeout_s=300)
     assert {*found} <= {"interrupted", "revoked"}
     assert "interrupted" in found
 
@@ -278,7 +279,7 @@ def test_a_progress_thread_leaves_python_to_those_who_wait(language: str) -> Non
         return compose(a, b)
 
     def rank_main(comm: Any) -> bool:
-        engine = comm.world.engine
+        engine = core_of(comm).world.engine
         engine.start_thread()
         try:
             op = commrt.reduction(noted)
@@ -295,7 +296,7 @@ def test_a_progress_thread_leaves_python_to_those_who_wait(language: str) -> Non
         finally:
             engine.stop_thread()
 
-    assert run(3, rank_main, timeout_s=60) == [True] * 3
+    assert run(3, rank_main, timeout_s=300) == [True] * 3
     assert names <= {"rank0", "rank1", "rank2"}
     assert bool(names) == (language == "python")
 
@@ -318,12 +319,12 @@ def test_several_threads_of_a_rank_wait_for_one_another() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         for each in comms[1:]:
             each.free()
         return right
 
-    assert run(3, rank_main, timeout_s=60) == [[True] * 30] * 3
+    assert run(3, rank_main, timeout_s=300) == [[True] * 30] * 3
 
 
 @pytest.mark.parametrize("coll", REDUCING)
@@ -366,10 +367,10 @@ def test_functions_die_with_their_plans_and_not_before() -> None:
         plan = comm.plan.allreduce(
             np.ones(3), op=commrt.reduction(Sum(), commutative=True)
         )
-        comm.host.plans.clear()
+        core_of(comm).host.forget()
         assert plan().tolist() == [comm.size] * 3
 
-    run(2, rank_main, timeout_s=20)
+    run(2, rank_main, timeout_s=300)
     gc.collect()  # plans die with their communicators, which may be in circles
     # The next plan of any such reduction drops what the last ones had.
     run(1, lambda comm: comm.allreduce(np.ones(1), op=commrt.reduction(np.add)))
@@ -391,7 +392,7 @@ def test_check_mode_compares_names_and_order(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(MismatchError, match=r"disagree on op.*add\(\)|add"):
                 comm.allreduce(x, op=other if comm.rank else same)
 
-    run(2, rank_main, timeout_s=20)
+    run(2, rank_main, timeout_s=300)
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -424,7 +425,7 @@ def test_what_is_no_reduction_is_refused(call: Any, message: str) -> None:
 def test_wrong_calls_send_nothing() -> None:
     def rank_main(comm: Any) -> None:
         only = commrt.reduction(in_c(), name="maps", dtype=AFFINE)
-        before = comm.next_seq
+        before = core_of(comm).next_seq
         for x, op, kind, message in (
             (np.ones(3), only, UsageError, "float64, and the reduction maps takes"),
             (np.array([{}]), commrt.reduction(np.add), BufferError_, "references"),
@@ -434,9 +435,9 @@ def test_wrong_calls_send_nothing() -> None:
         ):
             with pytest.raises(kind, match=message):
                 comm.allreduce(x, op=op)
-        assert comm.next_seq == before
+        assert core_of(comm).next_seq == before
 
-    run(2, rank_main, timeout_s=20)
+    run(2, rank_main, timeout_s=300)
 
 
 def test_it_can_be_a_decorator_and_be_tried_out() -> None:

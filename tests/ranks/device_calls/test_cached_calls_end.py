@@ -17,6 +17,7 @@ import pytest
 from device_call_cache import calls_of_python, num_cached, said, without_python
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
 
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 from commrt.errors import ClosedError, RevokedError
 from commrt.request import DeviceRequest
@@ -38,9 +39,12 @@ def ones(rank: Rank, count: int = 8) -> DeviceArray:
 def test_calls_are_forgotten_with_the_plans() -> None:
     def main(rank: Rank) -> None:
         comm, x = rank.comm, ones(rank)
-        comm.devices.forget_plans()
+        core_of(comm).devices.forget_plans()
         assert num_cached(comm) == 0
-        for forget in (comm.devices.forget_plans, comm.devices.forget_choices):
+        for forget in (
+            core_of(comm).devices.forget_plans,
+            core_of(comm).devices.forget_choices,
+        ):
             comm.allreduce(x)
             assert num_cached(comm) == 1
             forget()
@@ -76,11 +80,11 @@ def test_a_communicator_that_failed_or_was_freed_starts_nothing() -> None:
             comm.allreduce(x, nonblocking=True).synchronize()
             with without_python(comm):
                 comm.allreduce(x, nonblocking=True).synchronize()
-        comms[0].give_up("it was told to")
-        seq = comms[0].next_seq
+        core_of(comms[0]).give_up("it was told to")
+        seq = core_of(comms[0]).next_seq
         with pytest.raises(RevokedError, match="it was told to"):
             comms[0].allreduce(x)
-        assert comms[0].next_seq == seq
+        assert core_of(comms[0]).next_seq == seq
         comms[1].free()
         assert num_cached(comms[1]) == 0
         with pytest.raises(ClosedError, match="was freed"):
@@ -96,7 +100,7 @@ def test_a_work_that_failed_says_so_in_the_next_call() -> None:
         if rank.rank == 1:
             return ""
         request = comm.allreduce(x, nonblocking=True)
-        stager = comm.devices.stager(rank.device)
+        stager = core_of(comm).devices.stager(rank.device)
         stager.give_up("it was told to")
         first = said(request.wait)
         assert said(request.synchronize) == said(request.wait) == first
@@ -129,6 +133,7 @@ sys.path[:0] = {paths}
 import numpy as np
 import commrt
 from commrt import _native
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 
 comm = commrt.init()
@@ -137,7 +142,7 @@ with DeviceStream(device):
     x = DeviceArray(device, 4).put(np.ones(4, "f4"))
     comm.allreduce(x)
     request = comm.allreduce(x, nonblocking=True)
-    assert _native.num_cached_device_calls(comm) == 1
+    assert _native.num_cached_device_calls(core_of(comm)) == 1
     child = os.fork()
     if child == 0:
         found = 0
@@ -159,7 +164,7 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", _FORKS.format(paths=paths)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=tmp_path,
         env={**os.environ, "COMMRT_LAUNCH": "single"},
     )
@@ -205,7 +210,7 @@ def test_a_request_that_failed_and_its_error_go_together() -> None:
         if rank.rank == 1:
             return
         request = comm.allreduce(x, nonblocking=True)
-        comm.give_up("it was told to")
+        core_of(comm).give_up("it was told to")
 
         def ask(kept: Any, one: Any) -> None:
             with pytest.raises(RevokedError):

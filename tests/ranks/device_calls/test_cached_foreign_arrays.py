@@ -245,12 +245,12 @@ def on_ranks(function: Callable[[Rank], None]) -> None:
 
     def main(rank: Rank) -> None:
         devices[rank.rank] = registry._CUDA[rank.rank] = rank.device
-        ready.wait(30)
+        ready.wait(300)
         try:
             function(rank)
         finally:
             rank.stream.synchronize()
-            ready.wait(30)
+            ready.wait(300)
             registry._CUDA.pop(rank.rank)
 
     on_threads(2, main)
@@ -372,6 +372,8 @@ def test_what_is_wrong_is_said_as_at_the_first_call(
                 tensor(memory, index, sparse=True),
                 tensor(memory, index, dtype="qint8"),
                 tensor(memory, index, error=RuntimeError("no data")),
+                tensor(memory, index, storage_nbytes=0),
+                tensor(memory, index, storage_nbytes=4),
                 Exported(memory, mask=memory),
                 Exported(memory, stream=0),
                 Exported(memory, data=(memory.address, True)),

@@ -10,6 +10,7 @@ import pytest
 from staged_ranks import Rank, forget_ranks, on_threads
 from test_device_requests import failure, on_device, ones
 
+from commrt.comm import core_of
 from commrt.device_calls.requests import DeviceRequest
 from commrt.devices import DeviceArray
 from commrt.errors import UsageError
@@ -72,7 +73,7 @@ def test_without_progress_no_stream_waits_for_the_program() -> None:
         request = rank.comm.allreduce(x, nonblocking=True)
         rank.stream.synchronize()  # before anybody has waited for the call
         assert isinstance(request, DeviceRequest)
-        assert not rank.comm.world.engine.has_thread
+        assert not core_of(rank.comm).world.engine.has_thread
         request.wait()
         rank.comm.allreduce(y)
         found = [rank.fetch(each) for each in (x, y)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from staged_ranks import Rank, on_threads
 
+from commrt.comm import core_of
 from commrt.devices import DeviceArray
 from commrt.errors import (
     BufferError_,
@@ -242,7 +243,7 @@ def test_without_a_thread_requests_do_the_work(
         request = comm.sparse_allreduce(entries, out=out, nonblocking=True)
         assert request.synchronize() is out
         assert np.array_equal(out.get(), want.to_dense())
-        assert not comm.devices.host_jobs._threads
+        assert not core_of(comm).devices.host_jobs._threads
 
     on_threads(2, main)
 

@@ -23,6 +23,7 @@ from staged_ranks import (
 
 import commrt
 from commrt import _native
+from commrt.comm import core_of
 from commrt.device_calls import host_thread, host_work
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.errors import CommError, RevokedError
@@ -355,7 +356,7 @@ def dropped(rank: Rank) -> None:
 
     class Watched(DeviceArray):
         def __del__(self) -> None:
-            under_way.append(rank.comm.devices.outstanding)
+            under_way.append(core_of(rank.comm).devices.outstanding)
             super().__del__()
 
     x = rank.array(given(rank.rank, 0, 40))
@@ -365,7 +366,7 @@ def dropped(rank: Rank) -> None:
     del x
     rank.finish()
     rank.stream.synchronize()
-    _native.drop_ended(rank.comm.world.engine)  # as the next call would
+    _native.drop_ended(core_of(rank.comm).world.engine)  # as the next call would
     if any(under_way):
         raise WrongResultError("an array is gone that a call under way writes to")
 
@@ -476,7 +477,7 @@ def give_up(rank: Rank) -> list[str]:
             requests[-1].be_quiet()
             requests[-1].wait()  # the second one never comes: the stream is let go
     if rank.rank:
-        comm.give_up("it was told to")
+        core_of(comm).give_up("it was told to")
     rank.stream.synchronize()
     return [outcome(request) for request in requests[1:]]
 
@@ -501,7 +502,7 @@ def gives_up(rank: Rank) -> list[str]:
         requests[-1].be_quiet()
         with suppress(RevokedError):  # the other rank may have given up by now
             requests[-1].wait()
-    comm.give_up("it was told to")
+    core_of(comm).give_up("it was told to")
     rank.stream.synchronize()
     return [outcome(request) for request in requests]
 
@@ -528,7 +529,7 @@ def many(rank: Rank) -> tuple[int, int]:
         del x
     rank.finish()
     rank.comm.barrier()  # what has ended goes with the next call
-    work = rank.comm.devices.host_jobs.work(rank.device)
+    work = core_of(rank.comm).devices.host_jobs.work(rank.device)
     return work.pinned_nbytes, sum(each() is not None for each in kept)
 
 

@@ -17,6 +17,7 @@ from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, on_threads
 
 from commrt import _native, nccl
+from commrt.comm import core_of
 from commrt.nccl.orders import order_of
 
 
@@ -37,7 +38,7 @@ def test_of_memory_of_peers() -> None:
         memory = device.alloc(flags + 2 * half)
         exchange = _native.make_peer_exchange(device, 0, [memory], half)
         with no_reference_to(exchange):
-            work = _native.PeerWork(rank.comm, exchange)
+            work = _native.PeerWork(core_of(rank.comm), exchange)
         work.close()
         while not work.has_run():
             pass
@@ -54,15 +55,15 @@ def test_of_the_order_of_a_devices_work(engine: str) -> None:
         order = order_of(device)
         if engine == "mpi":
             with no_reference_to(order):
-                work = _native.MpiWork(comm, device, order, False)
+                work = _native.MpiWork(core_of(comm), device, order, False)
             return work.close()
         library = nccl.library()
         with no_reference_to(library.native):
             made = nccl.NcclComm.create(
-                comm.world.bootstrap, taken=library, device=device
+                core_of(comm).world.bootstrap, taken=library, device=device
             ).hand_over()
         with no_reference_to(order, made):
-            work = _native.NcclWork(comm, order, made)
+            work = _native.NcclWork(core_of(comm), order, made)
         return work.close()
 
     with nccl_here():

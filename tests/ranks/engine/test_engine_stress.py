@@ -19,6 +19,7 @@ import pytest
 from cases import SPREADS, Attempt, Case
 
 from commrt import algorithms
+from commrt.comm import core_of
 from commrt.local import run
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
@@ -231,7 +232,7 @@ class _Rank:
 @pytest.mark.parametrize("seed", _seeds())
 def test_whatever_is_in_flight_ends_right(seed: int, thread: bool) -> None:
     def rank_main(comm: Any) -> None:
-        engine = comm.world.engine
+        engine = core_of(comm).world.engine
         if thread:
             engine.start_thread()
         try:
@@ -239,4 +240,4 @@ def test_whatever_is_in_flight_ends_right(seed: int, thread: bool) -> None:
         finally:
             engine.stop_thread()
 
-    run(2 + seed % 4, rank_main, timeout_s=120)
+    run(2 + seed % 4, rank_main, timeout_s=300)

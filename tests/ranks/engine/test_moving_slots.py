@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt.comm import core_of
 from commrt.local import run
 from commrt.request import wait_all
 
@@ -32,7 +33,7 @@ def test_sums_are_right_wherever_their_slots_lie(
     way = f"local/{algorithm}"
 
     def main(comm: Any) -> list[Any]:
-        comm.set_slot_window(window)
+        core_of(comm).set_slot_window(window)
         wrong = []
         for call in range(40):
             count = COUNTS[call % len(COUNTS)]
@@ -43,13 +44,13 @@ def test_sums_are_right_wherever_their_slots_lie(
                 wrong.append((call, count))
         return wrong
 
-    assert run(size, main, timeout_s=60) == [[]] * size
+    assert run(size, main, timeout_s=300) == [[]] * size
 
 
 @pytest.mark.parametrize("window", [50_000, 1 << 20])
 def test_many_in_flight_share_lanes_and_windows(window: int) -> None:
     def main(comm: Any) -> list[int]:
-        comm.set_slot_window(window)
+        core_of(comm).set_slot_window(window)
         counts = [COUNTS[call % len(COUNTS)] for call in range(60)]
         outs = [np.empty(count, np.float32) for count in counts]
         wait_all(
@@ -68,12 +69,12 @@ def test_many_in_flight_share_lanes_and_windows(window: int) -> None:
             )
         ]
 
-    assert run(3, main, timeout_s=60) == [[]] * 3
+    assert run(3, main, timeout_s=300) == [[]] * 3
 
 
 def test_ranks_need_not_agree_about_windows() -> None:
     def main(comm: Any) -> bool:
-        comm.set_slot_window((0, 1 << 20, 200_000)[comm.rank])
+        core_of(comm).set_slot_window((0, 1 << 20, 200_000)[comm.rank])
         for call in range(30):
             x = numbers(comm.rank, call, 20_000)
             want = np.concatenate([numbers(rank, call, 20_000) for rank in range(3)])
@@ -82,16 +83,18 @@ def test_ranks_need_not_agree_about_windows() -> None:
                 return False
         return True
 
-    assert run(3, main, timeout_s=60) == [True] * 3
+    assert run(3, main, timeout_s=300) == [True] * 3
 
 
 def test_both_ways_are_measured_or_neither() -> None:
     """Threads may be off their cores: then time runs out, for both."""
 
     def main(comm: Any) -> list[tuple[float, float]]:
-        return [comm.probe_slots_ns(1 - comm.rank, 1 << 20, 5.0) for _ in range(2)]
+        return [
+            core_of(comm).probe_slots_ns(1 - comm.rank, 1 << 20, 5.0) for _ in range(2)
+        ]
 
-    for found in zip(*run(2, main, timeout_s=60), strict=True):
+    for found in zip(*run(2, main, timeout_s=300), strict=True):
         for same_ns, moving_ns in found:
             assert (same_ns > 0) == (moving_ns > 0)
 
@@ -100,14 +103,14 @@ def test_a_probe_whose_partner_does_not_come_gives_up_and_spoils_nothing() -> No
     def main(comm: Any) -> tuple[float, float]:
         found = (0.0, 0.0)
         if comm.rank == 0:
-            found = comm.probe_slots_ns(1, 1 << 20, 0.01)
+            found = core_of(comm).probe_slots_ns(1, 1 << 20, 0.01)
         comm.barrier()
         if comm.rank == 1:  # the partner of a probe that is over
-            found = comm.probe_slots_ns(0, 1 << 20, 0.01)
+            found = core_of(comm).probe_slots_ns(0, 1 << 20, 0.01)
         comm.barrier()
         x = numbers(comm.rank, 0, 50_000)
         want = numbers(0, 0, 50_000) + numbers(1, 0, 50_000)
         assert np.array_equal(comm.allreduce(x), want)
         return found
 
-    assert run(2, main, timeout_s=60) == [(-1.0, -1.0)] * 2
+    assert run(2, main, timeout_s=300) == [(-1.0, -1.0)] * 2

@@ -14,6 +14,7 @@ from fake_mpi import ERR_TRUNCATE, FakeMpi, settle
 
 from commrt import _native, algorithms
 from commrt.algorithms import _registry
+from commrt.comm import core_of
 from commrt.errors import BackendError, MismatchError, RevokedError
 from commrt.schedule.builder import Builder
 from commrt.schedule.verify import verify
@@ -207,7 +208,7 @@ def test_whichever_call_fails_nothing_hangs_and_nothing_is_wrong(
         requests = [started(start(comm)) for comm in ranks.comms]
         settle(ranks)
         ended = [[outcome(request) for request in row] for row in requests]
-        broken = [comm for comm in ranks.comms if comm.failure]
+        broken = [comm for comm in ranks.comms if core_of(comm).failure]
         if not broken:
             assert ended[0] == ended[1] == ["done"] * len(ended[0])
             break
@@ -238,6 +239,36 @@ def test_a_message_too_long_for_its_receive_is_a_mismatch() -> None:
             request.wait()
 
 
+@pytest.mark.parametrize("number", [1, 1024, 1025, 100_000])
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"op": "max"}, "op='max'.*op='sum'"),
+        ({"dtype": np.int64}, "int64, op='sum'.*float64, op='sum'"),
+        ({"coll": "reduce"}, "reduce of float64, op='sum', root=0.*allreduce"),
+    ],
+    ids=["reduction", "type", "operation"],
+)
+def test_a_message_of_another_call_is_a_mismatch(
+    number: int, odd: dict[str, Any], words: str
+) -> None:
+    """Messages with their stamp, and long ones behind it."""
+
+    def start(
+        comm: Any, coll: str = "allreduce", dtype: Any = float, **how: Any
+    ) -> Any:
+        x, out = np.ones(number, dtype), np.zeros(number, dtype)
+        return getattr(comm, coll)(
+            x, out=out, algorithm="direct", nonblocking=True, **how
+        )
+
+    ranks = FakeMpi().ranks(PAIR)
+    requests = [start(ranks.comms[0]), start(ranks.comms[1], **odd)]
+    settle(ranks)
+    with pytest.raises(MismatchError, match=words):
+        requests[0].wait()
+
+
 def test_a_call_that_breaks_the_communicator_halfway_ends_with_the_reason() -> None:
     ranks = FakeMpi().ranks(PAIR)
     first = ranks.comms[0]
@@ -265,12 +296,17 @@ def test_a_call_that_breaks_the_communicator_halfway_ends_with_the_reason() -> N
 
 def native_allreduce(comm: Any, x: Any, *, nonblocking: bool) -> Any:
     """Run the library's own collective, which never ends."""
-    plan = _native.make_native_plan(
-        coll=0, dtype=12, redop=0, root=0, in_elems=x.size, out_elems=x.size,
-        label="mpi/native", datatype=0, op=0, comm=0, count=x.size, returns_out=True,
+    shape = _native.CallShape(
+        coll=0, dtype=12, redop=0, root=0, label="mpi/native", returns_out=True,
+        counts=0, x_part=(1, 1), out_part=(1, 1), x_is_own=False, out_is_own=False,
+        has_in=True, has_out=True, divides=False,
     )  # fmt: skip
+    core = core_of(comm)
+    plan = _native.make_native_template(
+        core, shape, datatype=0, op=0, comm=0, unit=1, is_blocked=False
+    ).plan(core, x.size, [])
     address = x.ctypes.data
-    return comm.run_plan(
+    return core.run_plan(
         plan, address, address, x, None, x, "allreduce", nonblocking, 20.0
     )
 
@@ -308,7 +344,7 @@ def test_arrays_that_mpi_may_still_use_are_kept_for_ever(nonblocking: bool) -> N
     before = sys.getrefcount(kept)
     with pytest.raises(BackendError):
         native_allreduce(first, kept, nonblocking=nonblocking).wait()
-    first.world.engine.step()
+    core_of(first).world.engine.step()
     assert sys.getrefcount(kept) > before
 
 

@@ -12,6 +12,7 @@ from cases import run_cases, sample
 from relay_by_hand import RanksByHand
 from relay_ranks import RelayRanks
 
+from commrt.comm import core_of
 from commrt.errors import BackendError, MismatchError, RevokedError, TimeoutError_
 
 LAYOUTS = ([[0], [1]], [[0, 1], [2]], [[0, 1], [2, 3]], [[0, 2], [1]])
@@ -32,13 +33,28 @@ def test_collectives_cross_nodes(nodes: list[list[int]], seed: int) -> None:
         size = len(ranks.comms)
 
         def run(comm: Any) -> list[Any]:
-            assert comm.is_relayed
+            assert core_of(comm).is_relayed
             wrong = []
             for coll in (*COLLECTIVES, "gather", "scatter", "scan"):
                 wrong += run_cases(comm, sample(coll, size, seed, 3))
             return wrong
 
         assert ranks.each(run) == [[]] * size
+
+
+@pytest.mark.parametrize("number", [1, 2000, 400_000])
+def test_a_message_of_another_call_is_a_mismatch(number: int) -> None:
+    with RelayRanks([[0], [1]]) as ranks:
+
+        def run(comm: Any) -> str:
+            op = "sum" if comm.rank == 0 else "max"
+            with pytest.raises(MismatchError) as raised:
+                comm.allreduce(np.ones(number), op=op, algorithm="direct")
+            return str(raised.value)
+
+        told = ranks.each(run)
+        assert "rank 1 made another call: allreduce of float64, op='max'" in told[0]
+        assert "rank 0 made another call: allreduce of float64, op='sum'" in told[1]
 
 
 @pytest.mark.parametrize("coll", COLLECTIVES)
@@ -86,7 +102,7 @@ def test_what_nobody_receives_waits_at_its_sender() -> None:
 
         def run(comm: Any) -> int:
             if comm.rank == 1:
-                assert ahead.wait(30)
+                assert ahead.wait(300)
                 outs = [comm.bcast(np.zeros(count), root=0) for _ in range(turns)]
                 return sum(bool((out == turn).all()) for turn, out in enumerate(outs))
             xs = [np.full(count, float(turn)) for turn in range(turns)]
@@ -125,11 +141,11 @@ def test_who_is_missing_is_asked_on_other_nodes() -> None:
         requests = [raised.value.request]  # type: ignore[attr-defined]
         for rank in (1, 3):
             requests.append(ranks.comms[rank].allreduce(xs[rank], nonblocking=True))
-        missing = ranks.comms[0].who_is_missing(0)
+        missing = core_of(ranks.comms[0]).who_is_missing(0)
         assert missing == "rank 2 on another node has not started it"
         requests.append(ranks.comms[2].allreduce(xs[2], nonblocking=True))
         started = "all ranks have started it and one does not make progress"
-        assert ranks.comms[0].who_is_missing(0) == started
+        assert core_of(ranks.comms[0]).who_is_missing(0) == started
         while not all([request.test() for request in requests]):
             pass
         assert all(x.tolist() == [4.0] * 5 for x in xs)
@@ -146,14 +162,14 @@ def test_a_lost_peer_ends_what_needs_it_and_nothing_else() -> None:
             waiting.wait()
         with pytest.raises(RevokedError, match="rank 1 of the job has ended"):
             first.send(out, dest=1)
-        missing = first.who_is_missing(0)
+        missing = core_of(first).who_is_missing(0)
         assert "rank 1 elsewhere has ended, or cannot be reached" in missing
         x, y = np.ones(4), np.ones(4)
         other = pairs[2].allreduce(y, nonblocking=True)
         pairs[0].allreduce(x)
         other.wait()
         assert x.tolist() == y.tolist() == [2.0] * 4
-        third.give_up("the test ends")
+        core_of(third).give_up("the test ends")
 
 
 def test_who_has_left_takes_no_more_messages() -> None:

@@ -15,6 +15,7 @@ from staged_ranks import Rank, forget_ranks, on_threads
 from test_fused_device import drawn, on_sim, ones
 
 import commrt
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, ThreadDevice
 from commrt.errors import CaptureError, ClosedError, MismatchError, UsageError
 from commrt.fusion.device_requests import FusedDeviceRequest
@@ -106,7 +107,7 @@ def test_a_staged_call_refuses_a_stream_that_is_captured() -> None:
 
 def test_what_asks_for_more_goes_by_itself() -> None:
     def main(rank: Rank) -> Any:
-        comm, begin = rank.comm, rank.comm.next_seq
+        comm, begin = rank.comm, core_of(rank.comm).next_seq
         x = ones(rank)
         more: list[dict[str, Any]] = [
             {"op": "premul_sum", "factor": 2.0},
@@ -123,7 +124,7 @@ def test_what_asks_for_more_goes_by_itself() -> None:
         value = rank.fetch(x)
         rank.stream.synchronize()
         rank.finish()
-        return value()[0], comm.next_seq > begin
+        return value()[0], core_of(comm).next_seq > begin
 
     assert on_sim(2, main) == [(48.0, True)] * 2
 
@@ -159,7 +160,7 @@ def test_wrong_calls_are_refused_and_nothing_is_added() -> None:
             ):
                 with pytest.raises(UsageError):
                     comm.allreduce(x, nonblocking=True, **wrong)
-            assert commrt._native.fused_calls(comm) == (0, 0)
+            assert commrt._native.fused_calls(core_of(comm)) == (0, 0)
             with pytest.raises(UsageError, match="in host memory"):
                 comm.allreduce(np.ones(3), nonblocking=True, stream=rank.stream)
             far.free()
@@ -228,7 +229,7 @@ def test_a_forked_child_leaves_the_context_alone() -> None:
                         with pytest.raises(ClosedError, match="forked"):
                             ask()
                     assert not request.done
-                    comm.fusion.context.__exit__(None, None, None)
+                    core_of(comm).fusion.context.__exit__(None, None, None)
                     del request
                     code = 0
                 finally:

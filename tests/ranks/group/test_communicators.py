@@ -15,6 +15,7 @@ from cases import run_cases, sample
 
 from commrt import backends
 from commrt.backends.base import Attached, Capabilities
+from commrt.comm import core_of
 from commrt.errors import BackendError, CommError
 from commrt.local import run
 
@@ -55,11 +56,11 @@ def test_dup_has_a_sequence_of_its_own() -> None:
         with comm.dup(name=f"mine{comm.rank}") as copy:
             total(copy)
             total(copy)
-            assert (copy.name, copy.next_seq) == (f"mine{comm.rank}", 2)
+            assert (copy.name, core_of(copy).next_seq) == (f"mine{comm.rank}", 2)
             # Names differ across ranks, and so do derived names: nobody is confused.
             with copy.dup() as third, copy.split(0) as fourth:
                 assert total(third) == total(fourth) == 3.0
-        return [comm.next_seq, total(comm)]
+        return [core_of(comm).next_seq, total(comm)]
 
     assert run(2, rank_main) == [[1, 3.0]] * 2
 
@@ -185,7 +186,7 @@ def test_threads_may_share_a_communicator_where_order_does_not_matter() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert comm.next_seq == 200
+        assert core_of(comm).next_seq == 200
         return sums
 
     assert run(2, rank_main) == [[2.0] * 200] * 2
@@ -200,7 +201,7 @@ def test_counters() -> None:
         assert stats.plans == 1
         assert repr(comm) == f"<Communicator local: rank {comm.rank} of 2>"
         assert comm.nodes == [[0, 1]]
-        assert comm.shares_memory_with(1 - comm.rank)
+        assert core_of(comm).shares_memory_with(1 - comm.rank)
 
     run(2, rank_main)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import commrt
+from commrt.comm import core_of
 from commrt.errors import MismatchError, RevokedError, TimeoutError_, UsageError
 from commrt.group.stepped import SteppedRequest
 from commrt.local import LocalRanks, run
@@ -245,7 +246,7 @@ def test_dropped_request_warns_and_its_buffers_outlive_it() -> None:
         for _ in range(10_000):
             ranks.step(0)
             ranks.step(1)
-            if other.done and ranks.comms[0].idle:
+            if other.done and core_of(ranks.comms[0]).idle:
                 break
         assert other.wait()[0] == 3.0
         dropped = alive[1]()
@@ -284,14 +285,14 @@ def test_timeout_of_a_blocking_call_hands_the_request_over() -> None:
                 comm.allreduce(np.ones(3), timeout_s=0.05)
             names = "ranks 1, 2 on this node have not started it"
             assert names in str(raised.value)
-            comm.world.meet(range(3), "late")
+            core_of(comm).world.meet(range(3), "late")
             result = raised.value.request.wait()  # type: ignore[attr-defined]
         else:
-            comm.world.meet(range(3), "late")
+            core_of(comm).world.meet(range(3), "late")
             result = comm.allreduce(np.ones(3))
         return float(result[0] + comm.allreduce(np.ones(1))[0])
 
-    assert run(3, rank_main, timeout_s=20) == [6.0] * 3
+    assert run(3, rank_main, timeout_s=300) == [6.0] * 3
 
 
 def test_hundreds_in_flight_are_waited_for_in_any_order(seed: int) -> None:
@@ -304,7 +305,7 @@ def test_hundreds_in_flight_are_waited_for_in_any_order(seed: int) -> None:
         return [float(array[-1]) for array in arrays]
 
     expected = [3.0 * i for i in range(300)]
-    assert run(3, rank_main, timeout_s=60) == [expected] * 3
+    assert run(3, rank_main, timeout_s=300) == [expected] * 3
 
 
 def test_public_names() -> None:
@@ -315,7 +316,7 @@ def test_public_names() -> None:
 def test_a_wait_looks_as_often_as_the_least_of_what_is_in_flight_says() -> None:
     with LocalRanks(2) as ranks:
         first, second = ranks.comms
-        by_links = first.least_spins
+        by_links = core_of(first).least_spins
 
         def start(comm: Any, spins: int | str) -> Any:
             way = f"direct{{spins={spins}}}"
@@ -324,10 +325,10 @@ def test_a_wait_looks_as_often_as_the_least_of_what_is_in_flight_says() -> None:
         started = []
         for spins, looks in ((300, 300), (7, 7), (40, 7), ("auto", 7)):
             started.append(start(first, spins))
-            assert first.least_spins == min(looks, by_links)
+            assert core_of(first).least_spins == min(looks, by_links)
         started += [start(second, spins) for spins in (300, 7, 40, "auto")]
         finish(ranks, *started)
-        assert first.least_spins == by_links
+        assert core_of(first).least_spins == by_links
         wait_all(started)
 
 

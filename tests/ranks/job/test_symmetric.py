@@ -13,6 +13,7 @@ import pytest
 from cases import Attempt, Case, run_cases, sample
 from heap_memory import HeapMemory
 
+from commrt.comm import core_of
 from commrt.errors import (
     BackendError,
     ClosedError,
@@ -29,7 +30,7 @@ from commrt.vocabulary.operations import COLLECTIVES
 POOL_NBYTES = 4 << 20
 IN_FLIGHT = 80
 """More than there are lines to show results in."""
-DEADLINE_S = 60
+DEADLINE_S = 300.0
 
 
 @pytest.fixture(autouse=True)
@@ -258,9 +259,10 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
 @pytest.mark.parametrize("size", [1, 2])
 def test_more_than_any_machine_has(size: int) -> None:
     def rank_main(comm: Any) -> None:
-        for shape in (1 << 60, 1 << 70):
-            with pytest.raises(BackendError, match=r"asks for|asked for"):
-                comm.empty(shape)
+        with pytest.raises(BackendError, match=r"asks for|asked for"):
+            comm.empty(1 << 60)
+        with pytest.raises(UsageError, match="too many elements"):
+            comm.empty(1 << 70)
 
     run(size, rank_main)
 
@@ -302,14 +304,14 @@ def test_other_arguments_are_found_out() -> None:
 def test_a_deadline_that_not_all_ranks_missed() -> None:
     def rank_main(comm: Any) -> float:
         kept = comm.empty(40_000)
-        share = comm.symmetric.heap._share
+        share = core_of(comm).symmetric.heap._share
 
         def too_late(*arguments: Any) -> None:
             share(*arguments).close()
             raise TimeoutError_("too late")
 
         if comm.rank == 0:
-            comm.symmetric.heap._share = too_late
+            core_of(comm).symmetric.heap._share = too_late
             with pytest.raises(TimeoutError_, match="too late"):
                 comm.empty(1_000_000)
         else:
@@ -334,7 +336,7 @@ def test_a_deadline_that_all_ranks_missed_changes_nothing() -> None:
         with pytest.raises(TimeoutError_):
             comm.empty(10)
         first.set()
-        comm.world.meet(range(2), "both missed it")
+        core_of(comm).world.meet(range(2), "both missed it")
         comm.timeout_s = DEADLINE_S
         return float(comm.allreduce(comm.empty(40_000) + 1)[0])
 

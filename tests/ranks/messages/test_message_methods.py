@@ -19,7 +19,7 @@ import pytest
 
 from commrt import _native
 from commrt.arrays.host import view
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import BufferError_, TimeoutError_, TruncationError, UsageError
 from commrt.local import LocalRanks, run
 from commrt.vocabulary.dtypes import DTYPES
@@ -172,14 +172,14 @@ def test_a_wrong_call_says_what_the_python_function_says(
         said.append((type(raised.value), str(raised.value)))
     assert said[0] == said[1]
     assert said[0][1]
-    assert pair[0]._records() == []
+    assert core_of(pair[0])._records() == []
 
 
 @pytest.mark.parametrize("state", ["freed", "failed"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_communicator_that_is_over_says_so(pair: Any, state: str, name: str) -> None:
     comm = pair[0]
-    comm.free() if state == "freed" else comm.give_up("I had enough")
+    comm.free() if state == "freed" else core_of(comm).give_up("I had enough")
     said = []
     for call in (getattr(comm, name), PYTHON[name].__get__(comm)):
         with pytest.raises(Exception, match="make a new communicator") as raised:
@@ -256,7 +256,7 @@ def test_long_and_short_messages_of_a_tag_keep_their_order() -> None:
             got.append(float(out.mean()) if n else 5.0)
         return got
 
-    assert run(2, rank_main, timeout_s=20)[1] == [0, 1, 2, 3, 4, 5, 6, 7, -1]
+    assert run(2, rank_main, timeout_s=300)[1] == [0, 1, 2, 3, 4, 5, 6, 7, -1]
 
 
 def test_a_message_that_is_too_long_raises_and_is_gone(pair: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_message_that_is_too_long_raises_and_is_gone(pair: Any) -> None:
         assert not out.any()
         second.recv(out, source=0)
         assert (out == 2.0).all()
-    assert [row[6] for row in second._records()] == [2, 1, 1, 2, 1]
+    assert [row[6] for row in core_of(second)._records()] == [2, 1, 1, 2, 1]
 
 
 def test_what_needs_no_operation_leaves_its_record(pair: Any) -> None:
@@ -284,7 +284,7 @@ def test_what_needs_no_operation_leaves_its_record(pair: Any) -> None:
     first.send(np.ones(2), dest=1, tag=4)
     second.sendrecv(np.ones(1), dest=0, sendtag=7, out=np.zeros(3), source=0, recvtag=4)
     first.recv(np.zeros(5), source=1, tag=7)
-    mine, theirs = first._records(), second._records()
+    mine, theirs = core_of(first)._records(), core_of(second)._records()
     assert [row[:7] for row in mine] == [
         (0, send, uint8, 0, 16, 0, done),
         (1, recv, uint8, 0, 40, 0, done),
@@ -323,7 +323,9 @@ def test_a_sendrecv_whose_message_is_away_waits_for_the_other(pair: Any) -> None
     first, second = pair
     first.timeout_s = 0.05
     for ways in BOTH:
-        number = first._records()[-1][0] + 1 if first._records() else 0
+        number = (
+            core_of(first)._records()[-1][0] + 1 if core_of(first)._records() else 0
+        )
         out, taken = np.zeros(1), np.zeros(1)
         with pytest.raises(TimeoutError_) as raised:
             ways["sendrecv"](first, np.full(1, 5.0), dest=1, out=out, source=1)
@@ -332,7 +334,7 @@ def test_a_sendrecv_whose_message_is_away_waits_for_the_other(pair: Any) -> None
             f"0: not complete within 0.05 s: recv from rank 1, tag 0: no matching "
             f"call: rank 1 has sent no message with tag 0 for it; it stays in flight"
         )
-        assert [row[6] for row in first._records()[-2:]] == [0, 1]
+        assert [row[6] for row in core_of(first)._records()[-2:]] == [0, 1]
         second.recv(taken, source=0)
         second.send(np.full(1, 6.0), dest=0)
         assert raised.value.request.wait() is out  # type: ignore[attr-defined]
@@ -372,7 +374,7 @@ def test_threads_of_a_rank_exchange_at_once() -> None:
             worker.join()
         return wrong
 
-    assert run(2, rank_main, timeout_s=60) == [[], []]
+    assert run(2, rank_main, timeout_s=300) == [[], []]
 
 
 @pytest.mark.parametrize("name", METHODS)

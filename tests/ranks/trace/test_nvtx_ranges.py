@@ -16,6 +16,7 @@ from fake_nvtx import begun, build, build_injection, lines_of
 from nccl_ranks import nccl_here
 
 from commrt import Block, Layout, _native
+from commrt.comm import core_of
 from commrt.devices import DeviceArray, DeviceStream, ThreadDevice
 from commrt.errors import BackendError, CommError, UsageError
 from commrt.local import run
@@ -55,7 +56,7 @@ def test_a_range_says_operation_bytes_algorithm_and_communicator(
         assert "bcast" in repr(step)
         return str(comm.explain("allreduce", 4000).choice.candidate)
 
-    chosen, _ = run(2, main, timeout_s=60)
+    chosen, _ = run(2, main, timeout_s=300)
     lines = said()
     found = begun(lines)
     assert f"begin allreduce 4000 B {chosen} local | 4000" in found
@@ -99,7 +100,7 @@ def test_neighbours_halos_messages_and_sparse_sums_have_ranges_and_their_plans(
         with pytest.raises(AttributeError, match="no collective 'allredcue'"):
             comm.plan.allredcue  # noqa: B018
 
-    run(2, main, timeout_s=60)
+    run(2, main, timeout_s=300)
     lines = said()
     assert begun(lines)
 
@@ -129,7 +130,7 @@ def test_calls_on_devices_by_each_engine(said: Callable[[], list[str]]) -> None:
             comm.free()
 
     with nccl_here():
-        run(2, main, timeout_s=60)
+        run(2, main, timeout_s=300)
     found = begun(said())
     assert "begin allreduce 256 B nccl/native local | 256" in found
     assert "begin allreduce 256 B staged local | 256" in found
@@ -144,7 +145,7 @@ def test_a_wrong_call_ends_its_range_and_raises_its_own_error(
         with pytest.raises(CommError, match="x"):
             comm.allreduce("no array")
 
-    run(1, main, timeout_s=60)
+    run(1, main, timeout_s=300)
     assert begun(said())
 
 
@@ -154,12 +155,12 @@ def test_without_a_library_the_error_names_the_cure(
     monkeypatch.setenv("COMMRT_NVTX", "1")
     monkeypatch.setenv("COMMRT_NVTX_LIB", str(tmp_path / "none.so"))
     with pytest.raises(BackendError, match=r"COMMRT_NVTX=1: .*none\.so"):
-        run(1, lambda comm: None, timeout_s=60)
+        run(1, lambda comm: None, timeout_s=300)
     monkeypatch.delenv("COMMRT_NVTX_LIB")
     monkeypatch.setattr(nvtx, "SONAMES", ("libnvToolsExt_that_is_not.so.1",))
     nvtx._library.cache_clear()
     with pytest.raises(BackendError, match="pip install nvidia-nvtx-cu12"):
-        run(1, lambda comm: None, timeout_s=60)
+        run(1, lambda comm: None, timeout_s=300)
     nvtx._library.cache_clear()
 
 
@@ -203,7 +204,7 @@ def test_the_real_library_hands_ranges_to_what_a_profiler_injects(
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     library, *lines = said.stdout.splitlines()
@@ -214,9 +215,9 @@ def test_the_real_library_hands_ranges_to_what_a_profiler_injects(
 
 def test_where_it_is_off_methods_are_what_they_always_are() -> None:
     def main(comm: Any) -> None:
-        assert comm.ranges is None
+        assert core_of(comm).ranges is None
         assert "allreduce" not in vars(comm)
         bound = comm.plan.allreduce(np.ones(1))
         assert type(bound) is _native.PersistentCall
 
-    run(1, main, timeout_s=60)
+    run(1, main, timeout_s=300)

@@ -40,7 +40,7 @@ def nothing_recorded() -> Iterator[None]:
 
 def recorded(size: int, main: Any, **more: Any) -> tuple[Job, list[Any]]:
     with trace.record() as recording:
-        results = run(size, main, timeout_s=60, **more)
+        results = run(size, main, timeout_s=300, **more)
     return join(recording.logs()), results
 
 
@@ -197,7 +197,7 @@ def test_what_is_not_waited_for_ends_where_its_end_is_seen() -> None:
         return [log for log in recording.logs() if log.rank == comm.rank]
 
     with trace.record() as recording:
-        results = run(2, main, timeout_s=60)
+        results = run(2, main, timeout_s=300)
     assert results == [[[None] * 3, 0, 2.0]] * 2
     assert all(event.end_ns is not None for event in join(recording.logs()).events)
 
@@ -210,9 +210,9 @@ def test_the_same_work_with_and_without_a_recording() -> None:
         gathered = comm.allgather(np.array([comm.rank])).tolist()
         return [gathered, request.wait().sum(), comm.barrier()]
 
-    plain = run(2, main, timeout_s=60)
+    plain = run(2, main, timeout_s=300)
     with trace.record():
-        assert run(2, main, timeout_s=60) == plain
+        assert run(2, main, timeout_s=300) == plain
 
 
 def test_nothing_is_left_of_a_recording() -> None:
@@ -251,7 +251,7 @@ def test_a_recording_of_no_rank_or_several_has_no_single_log() -> None:
     with trace.record() as recording:
         with pytest.raises(UsageError, match="0 ranks"):
             recording.log()
-        run(2, lambda comm: comm.barrier(), timeout_s=60)
+        run(2, lambda comm: comm.barrier(), timeout_s=300)
     with pytest.raises(UsageError, match=r"2 ranks .* use logs"):
         recording.volume()
 
@@ -376,7 +376,7 @@ def test_calls_that_fail_at_the_same_time_are_all_in_the_file(
     def slowly(log: Log, path: Path) -> None:
         if not writing.is_set():
             writing.set()
-            go_on.wait(20)
+            go_on.wait(300)
         write(log, path)
 
     monkeypatch.setattr(folder, "write_log", slowly)
@@ -385,7 +385,7 @@ def test_calls_that_fail_at_the_same_time_are_all_in_the_file(
         comm.allreduce(np.ones(1, F4))
         first = threading.Thread(target=recording._folder.failed, args=("first",))
         first.start()
-        assert writing.wait(20)
+        assert writing.wait(300)
         comm.allreduce(np.ones(1, F4))
         second = threading.Thread(target=recording._folder.keep)
         second.start()
@@ -442,11 +442,11 @@ def test_a_forked_process_ends_no_recording_of_its_parents() -> None:
         def hold() -> None:
             with recorder()._lock:
                 held.set()
-                done.wait(20)
+                done.wait(300)
 
         holder = threading.Thread(target=hold)
         holder.start()
-        held.wait(20)
+        held.wait(300)
         child = os.fork()
         if child == 0:
             signal.alarm(20)
@@ -465,6 +465,14 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be made"):
         trace.record(tmp_path / "file" / "logs").__enter__()
+
+
+@pytest.mark.parametrize("folder", [5, [], object(), "\ud83d\ude00\ud800", "a\0b"])
+def test_what_is_no_folder(folder: Any) -> None:
+    with pytest.raises(UsageError, match="folder"):
+        commrt.trace.start(folder)
+    with pytest.raises(UsageError, match="nothing was started"):
+        commrt.trace.stop()
 
 
 def test_calls_from_many_places_are_told_apart() -> None:

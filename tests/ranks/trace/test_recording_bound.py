@@ -29,7 +29,7 @@ def nothing_recorded() -> Iterator[None]:
 
 def recorded(size: int, main: Any) -> tuple[Job, list[Any]]:
     with trace.record() as recording:
-        results = run(size, main, timeout_s=60)
+        results = run(size, main, timeout_s=300)
     return join(recording.logs()), results
 
 

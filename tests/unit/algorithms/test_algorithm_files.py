@@ -95,7 +95,7 @@ def _run(folder: Path, *command: str) -> str:
         env={**os.environ, **more},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,6 @@ def test_right_when_ranks_span_nodes(coll: str, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(("coll", "name"), EVERY)
 def test_right_on_many_ranks(coll: str, name: str, size: int) -> None:
@@ -58,7 +57,6 @@ def test_right_on_many_ranks(coll: str, name: str, size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("coll", "name"), EVERY)
 def test_right_as_the_engine_runs_it_on_1_to_33_ranks(coll: str, name: str) -> None:
     for size in range(1, 34):

@@ -104,7 +104,6 @@ def test_right_as_the_engine_runs_it(coll: str, seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [*range(3, 10), 12, 16, 24])
 @pytest.mark.parametrize("coll", COLLS)
 def test_every_combination_is_right(coll: str, size: int, seed: int) -> None:
@@ -120,7 +119,6 @@ def test_every_combination_is_right(coll: str, size: int, seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("counts", [(16,) * 4, (40, 24), (8,) * 16, (1, 31, 32, 64)])
 @pytest.mark.parametrize("coll", COLLS)
 def test_right_on_many_ranks(coll: str, counts: tuple[int, ...]) -> None:

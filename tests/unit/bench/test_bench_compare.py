@@ -79,6 +79,16 @@ def test_wrong_results_are_counted_not_compared() -> None:
     assert "1 rows with a wrong result" in markdown(group)
 
 
+@pytest.mark.parametrize("rows", [[(8, 1.0, "mixed")], [(8, 1.0, "mixed")] * 3])
+def test_where_the_links_never_kept_their_state_it_is_said(rows: Any) -> None:
+    (group,) = aggregate([_launch("commrt", *rows)])
+    assert group.num_mixed == len(rows)
+    text = markdown(group)
+    assert text.startswith("### allreduce, 2 ranks\n\nNo figures. The links changed")
+    assert f"all {len(rows)} rows" in text
+    assert "run it again" in text
+
+
 def test_markdown_table() -> None:
     lines = markdown(aggregate(RECORDED)[0]).splitlines()
     assert lines[0] == "### allreduce, 2 ranks, near links"

@@ -171,7 +171,7 @@ def test_what_cupyx_has_started_does_not_outlive_a_failure(peer: CommrtPeer) -> 
     with pytest.raises(RuntimeError, match="no driver"):
         CupyxPeer(peer, SimpleNamespace(cuda=cuda), distributed)
     for child in multiprocessing.active_children():
-        child.join(20)
+        child.join(300)
     assert not multiprocessing.active_children()
 
 

@@ -35,7 +35,7 @@ class _ThreadComm:
         self, out: Any, *, source: int, tag: int, nonblocking: bool = False
     ) -> Any:
         def work() -> None:
-            np.copyto(out, self._queues[self._rank, tag].get(timeout=60))
+            np.copyto(out, self._queues[self._rank, tag].get(timeout=300))
 
         if nonblocking:
             return _Later(work)

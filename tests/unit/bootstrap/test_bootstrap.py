@@ -14,7 +14,7 @@ from bootstrap_contract import *  # noqa: F403  the tests of every kind
 from bootstrap_contract import Maker
 
 from commrt.bootstrap import Bootstrap, ThreadWorld, connect
-from commrt.bootstrap.base import poll_until
+from commrt.bootstrap.base import ByExchange, poll_until
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, PeerFailedError
@@ -118,7 +118,7 @@ def test_plain_python_is_a_world_of_one_without_mpi_and_torch() -> None:
         "assert peers.exchange([0], 'k', b'b', 1) == [b'b']; "
         "sys.exit('mpi4py' in sys.modules or 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_connect_gives_a_world_of_one_for_a_single_process() -> None:
@@ -160,3 +160,19 @@ def test_mpi4py_without_an_mpi_names_the_extra(
     ):
         connect(LaunchInfo("mpi", 0, 2, "test"))
     monkeypatch.delitem(sys.modules, "mpi4py")
+
+
+def test_what_is_kept_of_exchanges_goes_when_they_are_forgotten() -> None:
+    kept: ByExchange[list[int]] = ByExchange(list)
+    for name in ("comm7/calls@a", "comm7/dup1/id@a", "comm7/dup1/id@b", "world/id@a"):
+        kept.of(name).append(1)
+    assert kept.of("comm7/calls@a") == [1]
+    kept.forget("comm7/dup1")
+    assert len(kept) == 2
+    assert kept.of("comm7/dup1/id@a") == []
+    kept.forget("comm7/dup1/id")
+    kept.forget("comm")
+    assert len(kept) == 2
+    kept.forget("comm7")
+    assert len(kept) == 1
+    assert kept.of("world/id@a") == [1]

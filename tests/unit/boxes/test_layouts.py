@@ -104,7 +104,10 @@ def test_every_element_comes_from_one_rank_and_its_own_where_it_can(seed: int) -
         (lambda: Layout((4,), (0,), (None,)), "grid=.* integers from 1"),
         (lambda: Layout((4,), (2,), ("b",)), "must be Block, Cyclic or None"),  # type: ignore[arg-type]
         (lambda: Layout((4,), (2,), (Block(1),)), r"expected 0\.\.0"),
-        (lambda: Layout((4,), (2,), (Cyclic(0, 0),)), "block must be a number from 1"),
+        (
+            lambda: Layout((4,), (2,), (Cyclic(0, 0),)),
+            "block=0 must be an integer from 1",
+        ),
         (
             lambda: Layout((4, 4), (2,), (Block(0), Cyclic(0))),
             "uses dimension 0 of the grid a second time",

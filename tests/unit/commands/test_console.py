@@ -29,7 +29,7 @@ def test_a_reader_that_has_left_is_no_traceback(name: str) -> None:
             stdout=writing,
             stderr=subprocess.PIPE,
             cwd=os.sep,
-            timeout=60,
+            timeout=300,
             check=False,
         )
     finally:

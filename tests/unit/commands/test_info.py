@@ -29,7 +29,7 @@ def _info(extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
         env={**environ, **extra},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         cwd="/",
     )
@@ -61,7 +61,7 @@ def test_info_explains_mpi_that_is_not_there() -> None:
         env={**os.environ, "PMI_RANK": "0", "PMI_SIZE": "2"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         cwd="/",
     )
@@ -172,7 +172,7 @@ def test_looking_for_mpi_leaves_this_process_alone() -> None:
         "import sys; from commrt.backends import available; available(); "
         "sys.exit('mpi4py.MPI' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd="/")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd="/")
 
 
 def test_under_torchrun_mpi_is_not_used_and_not_looked_for(

@@ -188,7 +188,7 @@ def test_the_report_has_a_section_of_cuda() -> None:
         env={k: v for k, v in os.environ.items() if not k.startswith("COMMRT_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         cwd="/",
     )

@@ -78,7 +78,7 @@ def in_thread(function: Callable[[], T]) -> T:
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
-    thread.join(20)
+    thread.join(300)
     [value] = found
     return value
 

@@ -29,7 +29,7 @@ code, unique_id = opened.unique_id()
 print(opened.version, opened.has_alltoall, code, len(unique_id), opened._describe(7))
 try:
     world = ThreadWorld(1)
-    NcclComm.create(world.bootstrap(0), taken=Library(opened, "test"), timeout_s=20)
+    NcclComm.create(world.bootstrap(0), taken=Library(opened, "test"), timeout_s=300)
 except BackendError as error:
     print(error)
 """
@@ -74,7 +74,7 @@ def test_the_library_is_of_the_header_and_says_what_is_missing_without_a_driver(
         [sys.executable, "-I", "-c", _JOIN, library],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     facts, error = done.stdout.splitlines()

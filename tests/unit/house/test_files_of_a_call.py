@@ -23,8 +23,8 @@ PACKAGE = str(Path(commrt.__file__).parent) + "/"
 PAGE = (ROOT / "docs" / "internals" / "files-of-a-call.md").read_text()
 STEPS = {
     "arrays/host.py": "view_anywhere",  # the arrays are checked
-    "select/policy.py": "choose",  # the algorithm is chosen
-    "planning/host_plans.py": "schedule_plan",  # the plan is made
+    "select/policy.py": "span",  # the algorithm is chosen
+    "planning/templates.py": "schedule_template",  # the plan is made
     "backends/staged/attached.py": "plan",
     "device_calls/collectives.py": "start",  # the device gets its commands
 }
@@ -149,7 +149,7 @@ def stacks_of_staged_calls(steps: dict[str, str]) -> list[list[list[str]]]:
 
 def test_a_first_staged_call_on_device_arrays() -> None:
     # The host's part is planned as above; its files are counted there.
-    steps = {name: step for name, step in STEPS.items() if "host_plans" not in name}
+    steps = {name: step for name, step in STEPS.items() if "templates" not in name}
 
     for stacks in stacks_of_staged_calls(steps):
         check(stacks, "On device arrays, through pinned memory", 8)

@@ -12,7 +12,7 @@ from parsed_sources import ROOT, parsed
 
 # Lowest first; modules of one layer may import each other, but not in a circle.
 LAYERS = (
-    ("errors", "env", "called_by_engine", "version", "vocabulary"),
+    ("errors", "env", "files", "called_by_engine", "version", "vocabulary"),
     ("_native",),
     ("mpi", "launch", "bootstrap", "gloo", "kernels", "devices", "nccl", "arrays"),
     ("schedule",),
@@ -25,7 +25,7 @@ LAYERS = (
     ("messages", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
-    ("subgroups", "comm", "runtime", "local", "commrt"),
+    ("subgroups", "core", "comm", "runtime", "local", "commrt"),
     ("torch",),
     ("layers",),
     ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),

@@ -38,7 +38,7 @@ def check_tools(
         env={"PATH": str(folder), "LC_ALL": "C"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode == 0) == (done.stderr == ""), done.stderr
@@ -82,15 +82,36 @@ def test_tuning_and_tests_begin_with_that_check(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for target in ("tune", "test", "install"):
-        plan = subprocess.run(
-            ["make", "--dry-run", target],
-            cwd=tmp_path,
-            env={"PATH": os.environ["PATH"]},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        ).stdout
+        # Without the make that it starts: that one would plan the same once more.
+        plan = dry_run(tmp_path, target, "MAKE=true")
         lines = [line for line in plan.splitlines() if line]
         assert lines[0].startswith('[ "$(uname -s)" = Linux ]'), target
         assert plan.count("-m venv .venv\n") == 1
+
+
+def dry_run(folder: Path, *arguments: str) -> str:
+    """Return what make would do, with the Makefile of a fresh checkout."""
+    return subprocess.run(
+        ["make", "--dry-run", *arguments],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("seed", "drawn", "other"), [(2, "asan", "tsan"), (3, "tsan", "asan")]
+)
+def test_what_tests_need_is_prepared_with_the_sanitizer_that_is_drawn(
+    tmp_path: Path, seed: int, drawn: str, other: str
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    plan = dry_run(tmp_path, "environments", f"SEED={seed}")
+    assert f"build-dir=build/{drawn}/cmake" in plan
+    assert f"build-dir=build/{other}/cmake" not in plan
+    for folder in (".venv-mpich", ".venv-torch"):
+        assert plan.count(f"-m venv {folder}\n") == 1

@@ -15,7 +15,7 @@ NATIVE = Path(__file__).parents[3] / "commrt" / "native"
 # may include each other, but not in a circle.
 LAYERS = (
     ("types", "planted_bugs", "python_callbacks"),
-    ("kernels", "recording", "nccl"),
+    ("kernels", "recording", "nccl", "schedules"),
     ("devices",),
     ("engine", "arrays"),
     ("device_calls",),

@@ -163,7 +163,7 @@ def test_make_sets_it_in_every_environment_that_tests_run_in(target: str) -> Non
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     ).stdout.replace("\\\n", " ")
     builds = [line for line in plan.splitlines() if "--no-build-isolation" in line]

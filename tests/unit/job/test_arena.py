@@ -38,9 +38,9 @@ def test_every_member_sees_what_the_others_write(
         with arena.share(peers, range(size), "test", 100, 10) as shared:
             view = shared.view()
             view[rank * shared.region_nbytes] = rank + 1
-            written.wait(10)
+            written.wait(300)
             seen = bytes(view[r * shared.region_nbytes] for r in range(size))
-            written.wait(10)
+            written.wait(300)
             return seen, shared.region_nbytes
 
     expected = bytes(rank + 1 for rank in range(size)), PAGE

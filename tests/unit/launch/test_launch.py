@@ -173,4 +173,4 @@ def test_detect_imports_neither_mpi_nor_torch() -> None:
         "import sys, commrt.launch.detect; commrt.launch.detect.detect();"
         "sys.exit('mpi4py' in sys.modules or 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -30,7 +30,7 @@ def _in_new_process(code: str, **environ: str) -> str:
         env={**clean, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

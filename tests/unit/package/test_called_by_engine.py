@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from commrt import _native, called_by_engine, errors
-from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.fusion.fused import Fusion
 
 
@@ -31,8 +31,6 @@ def test_the_service_of_buckets_has_what_the_engine_asks_it_for(name: str) -> No
 @pytest.mark.parametrize("name", _native.group_method_names())
 def test_a_communicator_has_what_the_engine_asks_it_for(name: str) -> None:
     annotated = {
-        each
-        for base in Communicator.__mro__
-        for each in vars(base).get("__annotations__", {})
+        each for base in Core.__mro__ for each in vars(base).get("__annotations__", {})
     }
-    assert hasattr(Communicator, name) or name in annotated
+    assert hasattr(Core, name) or name in annotated

@@ -10,6 +10,7 @@ import pytest
 
 from commrt import env
 from commrt.errors import UsageError
+from commrt.vocabulary.limits import NO_LIMIT_S
 
 PACKAGE = Path(env.__file__).parent
 
@@ -32,6 +33,9 @@ def test_empty_value_means_unset(variable: env.Variable) -> None:
     [
         ("COMMRT_DEBUG", "check", "check"),
         ("COMMRT_TIMEOUT_S", "1.5", 1.5),
+        ("COMMRT_TIMEOUT_S", "1e300", NO_LIMIT_S),
+        ("COMMRT_TIMEOUT_S", "inf", NO_LIMIT_S),
+        ("COMMRT_TIMEOUT_S", "None", NO_LIMIT_S),
         ("COMMRT_ABORT_ON_EXCEPTION", "0", False),
         ("COMMRT_NODES", "2,3", (2, 3)),
         ("COMMRT_TABLE", "a/b.yaml", "a/b.yaml"),
@@ -49,7 +53,8 @@ def test_read_gives_the_typed_value(name: str, text: str, value: env.Value) -> N
         ("COMMRT_TIMEOUT_S", "soon"),
         ("COMMRT_TIMEOUT_S", "0"),
         ("COMMRT_TIMEOUT_S", "nan"),
-        ("COMMRT_TIMEOUT_S", "inf"),
+        ("COMMRT_TIMEOUT_S", "-inf"),
+        ("COMMRT_TIMEOUT_S", "-1e300"),
         ("COMMRT_ABORT_ON_EXCEPTION", "yes"),
         ("COMMRT_NODES", "2,x"),
         ("COMMRT_NODES", "2,0"),

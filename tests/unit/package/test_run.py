@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import freed_communicators
 import pytest
 
 from commrt.launch.mpiexec import child_environment
 from commrt.run import main
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 SAYS_ITS_VARIABLES = """
 import json, os, sys
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
@@ -245,3 +246,11 @@ def test_wrong_options(options: list[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         main(options)
     assert ending.value.code == 2
+
+
+def test_communicators_that_were_freed_leave_nothing() -> None:
+    """The folder in which ranks meet, and what they keep of that, do not grow."""
+    kinds = ["dup", "split", "calls and plans"]
+    done = run("-n", "2", freed_communicators.__file__, *kinds)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {kind: {} for kind in kinds}

@@ -22,7 +22,8 @@ from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, counts
 from commrt.schedule.ir import RankProgram
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.model import cheapest
-from commrt.tuning.samples import Group, Recording
+from commrt.tuning.recording_reader import load_recording
+from commrt.tuning.samples import Group
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
 _DATA = Path(__file__).parents[3] / "docs" / "data"
@@ -150,7 +151,7 @@ def test_a_choice_among_many_ranks_makes_few_of_their_programs(
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_model_alone_was_near_the_best_of_what_was_measured(number: int) -> None:
     """On recorded tunings of a machine with two cores, which 4 ranks share."""
-    recording = Recording.load(_DATA / f"tuning-{number}.json.gz")
+    recording = load_recording(_DATA / f"tuning-{number}.json.gz")
     cells: dict[Cell, dict[Candidate, list[float]]] = {}
     for one in recording.samples:
         cell = recording.group_of(one), one.op, one.nbytes

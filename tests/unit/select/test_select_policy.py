@@ -52,6 +52,46 @@ def _small(nbytes: int = 8) -> Query:
     return Query("allreduce", nbytes, op="sum")
 
 
+@pytest.mark.parametrize("table", [None, TABLE])
+def test_a_span_has_the_choice_of_each_of_its_lengths(table: Table | None) -> None:
+    """And nothing but the length decides which span it is."""
+    slopes = {"mpi/native": (3.0, 1e-3), "shm/direct": (1.0, 4e-3), "shm/ring": (9, 0)}
+
+    def cost(query: Query, candidate: Candidate) -> float:
+        alpha, beta = slopes[candidate.name]
+        return alpha + beta * query.nbytes
+
+    policy = Policy(NEAR2, table, StatedOffers((NATIVE, DIRECT, RING), cost))
+    spans = {policy.span(_small(nbytes)) for nbytes in range(9000)}
+    covered: list[int] = []
+    for span in sorted(spans, key=lambda one: one.lo):
+        assert span.hi is not None
+        covered += range(span.lo, span.hi)
+        for nbytes in {span.lo, (span.lo + span.hi) // 2, span.hi - 1}:
+            alone = Policy(NEAR2, table, StatedOffers((NATIVE, DIRECT, RING), cost))
+            assert alone.span(_small(nbytes)) == span
+            assert policy.choose(_small(nbytes)).candidate == span.candidate
+    assert covered == [*range(len(covered))]
+    crossovers = {span.lo for span in spans} - {1 << bits for bits in range(14)}
+    assert (1000 if table else 667) in crossovers
+    assert len(spans) < 60
+
+
+def test_a_span_says_what_explanations_say() -> None:
+    def cost(query: Query, candidate: Candidate) -> float:
+        bump = 700 <= query.nbytes < 800 and candidate == DIRECT
+        return COSTS[candidate.name] + 9 * bump
+
+    policy = Policy(NEAR2, None, StatedOffers((NATIVE, DIRECT), cost))
+    query = _small(750)
+    assert policy.explain(query).choice.candidate == policy.span(query).candidate
+
+
+def test_what_has_one_rule_has_one_span() -> None:
+    span = _policy().span(Query("alltoallv", 0))
+    assert (span.lo, span.hi) == (0, None)
+
+
 def test_the_table_decides_with_half_open_ranges_and_its_parameters() -> None:
     policy = _policy()
     below, above = policy.choose(_small(999)), policy.choose(_small(1000))
@@ -280,8 +320,9 @@ def test_the_model_costs_nothing_that_cannot_win() -> None:
     floor = {RING: 3.5, DIRECT: 1.5, NATIVE: 1.0}
     offers = StatedOffers(found, cost, floor_us=lambda query, one: floor[one])
     policy = Policy(NEAR2, None, offers)
-    choice = policy.choose(_small())
-    assert (choice.candidate, costed) == (DIRECT, [NATIVE, DIRECT])
+    choice = policy.choose(Query("alltoallv", 0))
+    assert (choice.candidate, costed[:2]) == (DIRECT, [NATIVE, DIRECT])
+    assert RING not in costed
     assert "the model expects 2 us" in choice.reason
 
 

@@ -14,7 +14,8 @@ from trace_cases import call, group_of, log_of
 from commrt.__main__ import main
 from commrt.errors import UsageError
 from commrt.trace.job import Job, join, load
-from commrt.trace.log import KEYS, Log, read_log, size_bin, write_log
+from commrt.trace.log import KEYS, Log, size_bin, write_log
+from commrt.trace.log_reader import read_log
 from commrt.trace.perfetto import events_of
 from commrt.trace.summary import rows_by, small_messages, summary_text
 from commrt.trace.volumes import MEANING, wire_nbytes
@@ -121,10 +122,10 @@ def test_a_file_with_a_broken_line_is_no_log(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[4] = lines[4][:3]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UsageError, match="line 5 is no JSON"):
+    with pytest.raises(UsageError, match="line 5: not JSON"):
         read_log(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="it is no text"):
+    with pytest.raises(UsageError, match="not UTF-8 text"):
         read_log(path)
 
 

@@ -17,6 +17,7 @@ from commrt.select.facts import Candidate
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import Decision, decide
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.regret import held_out_regret, leave_one_out
 from commrt.tuning.samples import Recording
 
@@ -25,7 +26,7 @@ _DATA = Path(__file__).parents[3] / "docs" / "data"
 
 @cache
 def _recording(number: int) -> Recording:
-    return Recording.load(_DATA / f"tuning-{number}.json.gz")
+    return load_recording(_DATA / f"tuning-{number}.json.gz")
 
 
 @cache

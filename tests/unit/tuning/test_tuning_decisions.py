@@ -14,8 +14,10 @@ from tuning_recordings import DIRECT, DOUBLING, NATIVE, NEAR, RING, TRUTH, recor
 
 from commrt.select.facts import Candidate
 from commrt.tuning.agreement import agreements, overall
-from commrt.tuning.decide import Decision, curves_of, decide, divide, tied
+from commrt.tuning.decide import Decision, curves_of, decide, divide, tied, undecided
 from commrt.tuning.fit import Curve
+from commrt.tuning.model_choice import choice_without_table
+from commrt.tuning.recording_reader import parse_recording
 from commrt.tuning.regret import held_out_regret, leave_one_out
 from commrt.tuning.samples import Group, Launch, Recording, Sample
 from commrt.tuning.statistics import Estimate, estimate, geometric_mean, rank_test
@@ -356,4 +358,99 @@ def test_launches_in_another_state_of_the_machine_say_nothing() -> None:
 def test_a_recording_reads_back_equal() -> None:
     recording = record(seed=2)
     recording.fail(2, {"op": "bcast", "nbytes": 8, "candidate": "shm/ring"}, "hung")
-    assert Recording.from_json(recording.to_json()) == recording
+    assert parse_recording(recording.to_json()) == recording
+
+
+def _disturbed(recording: Recording, sizes: set[int], *, spread: float) -> Recording:
+    """Return it with other programs beside these sizes: all takes milliseconds.
+
+    Native does best there, as the library sleeps while it waits.
+    """
+    chance = random.Random(7)
+
+    def beside(one: Sample) -> Sample:
+        if one.nbytes not in sizes:
+            return one
+        us = 2500.0 if one.candidate == NATIVE else 5000.0
+        times = [us * (1 + spread * chance.random()) for _ in one.us]
+        return replace(one, us=tuple(times))
+
+    return replace(recording, samples=[beside(one) for one in recording.samples])
+
+
+def _sizes(recording: Recording) -> list[int]:
+    return sorted(recording.planned(2, "allreduce"))
+
+
+@pytest.mark.parametrize("spread", [0.0, 10.0])
+def test_a_disturbed_size_overrules_neither_the_model_nor_its_neighbours(
+    spread: float,
+) -> None:
+    quiet = record(seed=3)
+    for at in (2, 5, 7):
+        nbytes = _sizes(quiet)[at]
+        busy = _only(_disturbed(quiet, {nbytes}, spread=spread))
+        # Its times are no evidence, and the sizes on both sides decide.
+        assert all(nbytes not in curve.estimates for curve in busy.curves.values())
+        assert busy.at(nbytes) in {_only(quiet).at(nbytes), DIRECT, DOUBLING}
+        assert NATIVE not in {part.candidate for part in busy.ranges}
+
+
+def test_where_too_few_sizes_can_be_trusted_nothing_is_decided() -> None:
+    quiet = record(seed=3)
+    sizes = _sizes(quiet)
+    half = (len(sizes) + 1) // 2
+    some = _disturbed(quiet, set(sizes[: len(sizes) - half]), spread=10.0)
+    assert [one.op for one in decide(some, MARGIN)] == ["allreduce"]
+    assert undecided(some) == []
+    most = _disturbed(quiet, set(sizes[: len(sizes) - half + 1]), spread=10.0)
+    assert decide(most, MARGIN) == []
+    assert undecided(most) == [(quiet.groups()[0], "allreduce", half - 1, len(sizes))]
+
+
+def test_far_from_what_was_measured_the_model_goes_on() -> None:
+    """Ring is three times as fast at the largest sizes measured, and says no more."""
+    slow = {**TRUTH, DIRECT: lambda n: 0.2 + 3e-4 * n, DOUBLING: lambda n: 1 + 5e-4 * n}
+    recording = record(seed=3, truth=slow)
+    sizes = _sizes(recording)
+    for nbytes in sizes:
+        recording.unasked[2, "near", "allreduce", nbytes] = DIRECT
+    assert _only(recording).at(sizes[-1]) == RING
+    beyond = sizes[-4:]
+    recording.samples = [one for one in recording.samples if one.nbytes not in beyond]
+    for nbytes in beyond:
+        recording.unfinished[2, "allreduce", nbytes] = "busy"
+    decided = _only(recording)
+    assert decided.at(sizes[-5]) == RING
+    assert decided.at(sizes[-1]) == DIRECT
+
+
+@pytest.mark.parametrize(
+    ("faster", "disturbed", "wins"),
+    [(0.7, 0, True), (0.97, 0, False), (0.8, 200, False), (0.3, 200, True)],
+)
+def test_what_runs_without_a_table_is_replaced_by_what_is_faster_for_sure(
+    faster: float, disturbed: int, wins: bool
+) -> None:
+    """The more repetitions were disturbed, the faster it has to be."""
+    truth = {
+        DIRECT: lambda n: 1.0 + 1e-4 * n,
+        DOUBLING: lambda n: faster + faster * 1e-4 * n,
+    }
+    recording = record(seed=3, truth=truth)
+    recording.samples = [replace(one, disturbed=disturbed) for one in recording.samples]
+    for nbytes in _sizes(recording):
+        recording.unasked[2, "near", "allreduce", nbytes] = DIRECT
+    chosen = {part.candidate for part in _only(recording).ranges}
+    assert chosen == ({DOUBLING} if wins else {DIRECT})
+
+
+def test_ranks_that_found_other_links_are_asked_for_their_own_choice() -> None:
+    recording = record(seed=3)
+    recording.unasked[2, "far", "allreduce", 8] = RING
+    recording.unasked[2, "near", "allreduce", 8] = NATIVE
+    (near,) = recording.groups()
+    assert choice_without_table(recording, near, "allreduce")(1e6) == NATIVE
+    far = near._replace(link_class="far")
+    assert choice_without_table(recording, far, "allreduce")(8.0) == RING
+    assert choice_without_table(recording, far._replace(nodes=2), "bcast")(8.0) is None

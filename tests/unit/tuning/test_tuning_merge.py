@@ -16,8 +16,10 @@ from commrt.select.rules import Evidence, Match, Point, Rule
 from commrt.select.schema import Catalog
 from commrt.select.table import Table, load, load_file
 from commrt.select.write import dump
+from commrt.tuning import merge as merging
 from commrt.tuning.cli import main
 from commrt.tuning.merge import Input, Merged, merge
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.samples import Recording
 from commrt.tuning.table_writer import write_table
 
@@ -275,7 +277,7 @@ def test_a_recording_keeps_its_machine_and_date(tmp_path: Path) -> None:
     recording = record(seed=1)
     recording.machine, recording.date = HERE, "2026-11-01"
     recording.save(tmp_path / "raw.json")
-    again = Recording.load(tmp_path / "raw.json")
+    again = load_recording(tmp_path / "raw.json")
     assert (again.machine, again.date) == (HERE, "2026-11-01")
     result = merged(Input("raw", recording=again), table(rule(RING, op="bcast")))
     evidence = result.table.rules[0].evidence
@@ -296,3 +298,31 @@ def test_the_command_writes_a_table_that_loads(
     assert {one.op for one in load_file(out, KNOWN).rules} == {"allreduce", "bcast"}
     assert main(["merge", str(raw), "--out", str(out)]) == 2
     assert "two files or more" in capsys.readouterr().err
+
+
+def _many(first: int, count: int) -> tuple[Rule, ...]:
+    """Return rules for so many numbers of ranks, as short as rules can be."""
+    return tuple(
+        Rule("allreduce", Match(0, None, ranks=ranks), NATIVE)
+        for ranks in range(first, first + count)
+    )
+
+
+def test_as_many_rules_as_a_table_may_have_can_be_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rules say what they ask for and nothing else: a large table stays readable."""
+    monkeypatch.setattr(merging, "MAX_NBYTES", 100_000)  # a tenth, for a quick test
+    large, other, out = (tmp_path / name for name in ("a.yaml", "b.yaml", "c.yaml"))
+    write_table(Table(HERE, _many(2, 800)), large)
+    write_table(Table(HERE, _many(20_000, 3)), other)
+    assert main(["merge", str(large), str(other), "--out", str(out)]) == 0
+    assert len(load_file(out, KNOWN).rules) == 803
+    write_table(Table(HERE, _many(20_000, 500)), other)
+    assert main(["merge", str(large), str(other), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "1300 rules in" in said
+    assert "merge fewer files" in said
+    assert len(load_file(out, KNOWN).rules) == 803

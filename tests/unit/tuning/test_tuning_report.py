@@ -21,6 +21,7 @@ from commrt.select.rules import Evidence, Match, Point, Rule
 from commrt.select.table import Table
 from commrt.tuning.cli import main
 from commrt.tuning.decide import decide
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.report import report
 from commrt.tuning.report_cells import cells_of
 from commrt.tuning.report_figures import human_mbps, human_us, looks_of
@@ -46,7 +47,7 @@ def table_for(recording: Recording) -> Table:
 
 @cache
 def real_recording() -> Recording:
-    return Recording.load(ROOT / "docs" / "data" / "tuning-1.json.gz")
+    return load_recording(ROOT / "docs" / "data" / "tuning-1.json.gz")
 
 
 @cache

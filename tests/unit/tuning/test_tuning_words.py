@@ -18,8 +18,8 @@ from commrt.select.table import Table, load_file
 from commrt.tuning import cli
 from commrt.tuning.lint import lint
 from commrt.tuning.progress import Progress
+from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.run import finish
-from commrt.tuning.samples import Recording
 from commrt.tuning.show import explain, show
 from commrt.tuning.summary import human_nbytes
 from commrt.tuning.tuner import Options
@@ -172,7 +172,7 @@ def test_compare_reads_two_recordings(
     first, second = tmp_path / "a.json", tmp_path / "b.json.gz"
     record(seed=1).save(first)
     record(seed=2).save(second)
-    assert Recording.load(second).samples == record(seed=2).samples
+    assert load_recording(second).samples == record(seed=2).samples
     assert cli.main(["compare", str(first), str(second)]) == 0
     printed = capsys.readouterr().out
     assert "allreduce, 2 ranks, near links" in printed
@@ -187,7 +187,7 @@ def test_what_is_no_recording_is_refused(
     path = tmp_path / name
     path.write_bytes(content)
     assert cli.main(["compare", str(path), str(path)]) == 1
-    assert "is not a recording" in capsys.readouterr().err
+    assert "is no recording" in capsys.readouterr().err
     assert cli.main(["compare", str(tmp_path / "none"), str(path)]) == 1
 
 

@@ -35,6 +35,9 @@ class FakeSession:
         self._calls = calls
         self.turns: list[int] = []
         self.links: list[str] = []
+        self.lost = 0.0
+        self.taken: list[float] = []
+        self.speeds: list[float] = []
 
     def software(self) -> dict[str, object]:
         return {"commrt": "0"}
@@ -65,6 +68,20 @@ class FakeSession:
 
     def link_class(self) -> str:
         return self.links.pop(0) if self.links else "near"
+
+    def unasked(self, op: str, nbytes: int, dtype: str) -> Candidate:
+        return Candidate("shm", next(iter(self._calls)))
+
+    def lost_us(self) -> float:
+        return self.lost
+
+    def watch_cores(self) -> None: ...
+
+    def others_share(self) -> float:
+        return self.taken.pop(0) if self.taken else 0.0
+
+    def reference_us(self) -> float:
+        return self.speeds.pop(0) if self.speeds else 1.0
 
     def turn_of(self, index: int) -> None:
         self.turns.append(index)
@@ -380,3 +397,81 @@ def test_an_error_on_another_rank_is_not_called_a_wrong_result() -> None:
             if m["tune"] == "wrong"
         )
         assert wrong["reason"] == f"{words} on another rank"
+
+
+def _beside_another(
+    clock: Clock, session: FakeSession, us: float, often: Callable[[int], bool]
+) -> Callable[[Any], None]:
+    """Return a call; while some of its calls run, something else has the core."""
+    plain, late = clock.copying_in(us), clock.copying_in(us + 2500)
+    made = [0]
+
+    def call(trial: Any) -> None:
+        made[0] += 1
+        disturbed = often(made[0])
+        session.lost += 2500 if disturbed else 0
+        (late if disturbed else plain)(trial)
+
+    return call
+
+
+def _busy(
+    monkeypatch: pytest.MonkeyPatch, often: Callable[[int], bool]
+) -> list[dict[str, Any]]:
+    clock = Clock(monkeypatch)
+    session: Any = FakeSession()
+    for name, us in (("direct", 300.0), ("ring", 400.0)):
+        session._calls[name] = _beside_another(clock, session, us, often)
+    return _measured_by(session, replace(JOB, max_nbytes=32, budget_s=9.0))
+
+
+def test_a_repetition_beside_another_program_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = _busy(monkeypatch, lambda call: call % 3 == 0)
+    samples = [message for message in messages if message["tune"] == "sample"]
+    assert {message["nbytes"] for message in samples} == {8, 32}
+    for message in samples:
+        right = {"shm/direct": 300.0, "shm/ring": 400.0}[message["candidate"]]
+        assert message["us"] == pytest.approx([right] * len(message["us"]))
+        assert len(message["us"]) >= 3
+        assert message["disturbed"] > 0
+
+
+def test_a_size_that_was_never_undisturbed_leaves_no_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = _busy(monkeypatch, lambda call: True)
+    assert _of(messages, "sample") == set()
+    (told,) = [message for message in messages if message["tune"] == "unfinished"]
+    assert told["why"] == "busy"
+    assert told["cells"] == [["allreduce", 8], ["allreduce", 32]]
+    begun = [message["nbytes"] for message in messages if message["tune"] == "begin"]
+    assert sorted(begun) == [8] * 4 + [32] * 4  # each size twice, two candidates
+
+
+def test_a_size_is_repeated_where_others_took_the_cores_time() -> None:
+    session: Any = FakeSession(direct=_copy)
+    session.taken = [0.5]
+    messages = _measured_by(session, replace(JOB, max_nbytes=32))
+    begun = [message["nbytes"] for message in messages if message["tune"] == "begin"]
+    assert len(begun) == 3
+    sampled = [message["nbytes"] for message in messages if message["tune"] == "sample"]
+    assert sorted(sampled) == [8, 32]
+
+
+def test_a_size_is_repeated_where_the_machine_was_slow() -> None:
+    session: Any = FakeSession(direct=_copy)
+    session.speeds = [1.0, 1.0, 1.0, 2.0]  # before and after each size
+    messages = _measured_by(session, replace(JOB, max_nbytes=32))
+    begun = [message["nbytes"] for message in messages if message["tune"] == "begin"]
+    assert len(begun) == 3
+    sampled = [message["nbytes"] for message in messages if message["tune"] == "sample"]
+    assert sorted(sampled) == [8, 32]
+
+
+def test_what_runs_without_a_table_is_said_for_every_size() -> None:
+    messages = _measured(direct=_copy, ring=_copy)
+    said = {m["nbytes"]: m["candidate"] for m in messages if m["tune"] == "unasked"}
+    assert set(said.values()) == {"shm/direct"}
+    assert set(said) == {m["nbytes"] for m in messages if m["tune"] == "begin"}

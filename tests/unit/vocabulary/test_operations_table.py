@@ -32,6 +32,7 @@ from commrt.vocabulary.operations import (
     OpSpec,
     names_of,
     operation,
+    other_call,
     rule_nbytes,
 )
 from commrt.vocabulary.signatures import Operations, docstring, signature
@@ -138,7 +139,7 @@ def test_the_engine_gets_every_bit_of_an_integer_factor(
         (128, "int8", r"factor=128 does not fit into int8: expected -128\.\.127"),
         (-1, "uint16", r"factor=-1 does not fit into uint16: expected 0\.\.65535"),
         (2.0, "int32", "factor=2.0 must be an integer for int32.*cast the array"),
-        (10**400, "float64", "factor is an integer of 401 digits, too large"),
+        (10**400, "float64", "factor is an integer of 1329 bits, too large"),
     ],
 )
 def test_factors_that_the_type_cannot_hold(
@@ -225,6 +226,28 @@ def test_every_other_row_is_a_method_that_traces_and_ranges_know(row: Any) -> No
     assert row.name in nvtx._NAMES
     assert methods._METHODS[row.name][0] == row.reads
     assert row.doc.endswith(".")
+
+
+def test_names_in_the_engine_are_those_of_the_table() -> None:
+    native = Path(commrt.__file__).parent / "native"
+    text = (native / "engine" / "call_mark.cpp").read_text()
+    rows = re.findall(r'\{(\d+), "(\w+)", (\w+), (\w+)\}', text)
+    named = {int(code): name for code, name, _, _ in rows}
+    plans = {each.code: each.name for each in OTHERS if each.code >= 80}
+    del plans[other_call("multi_sendrecv").code]
+    assert named == {each.code: each.name for each in OPERATIONS} | plans
+    for code, _, reduces, has_root in rows[: len(OPERATIONS)]:
+        spec = OPERATIONS[int(code)]
+        assert (reduces, has_root) == (
+            str(spec.reduces).lower(),
+            str(spec.has_root).lower(),
+        )
+    quoted = re.search(r"kNumDTypes> names = \{(.*?)\};", text, re.S)
+    assert quoted is not None
+    assert re.findall(r'"(\w+)"', quoted[1]) == [each.name for each in DTYPES]
+    quoted = re.search(r"kNumRedOps> reductions = \{(.*?)\};", text, re.S)
+    assert quoted is not None
+    assert re.findall(r'"(\w+)"', quoted[1]) == [each.name.lower() for each in ReduceOp]
 
 
 def test_codes_in_the_engine_are_those_of_the_table() -> None:

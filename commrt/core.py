@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The insides of communicators: a channel of the program, with all services over it.
+
+Programs hold a ``Communicator`` (``commrt/comm.py``), which has a core and shows none
+of its parts. Parts of commrt that need more than a program does work on the core.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from commrt import _native
+from commrt.boxes.compared import ComparedBoxes
+from commrt.boxes.redistribution import Redistributions
+from commrt.calls import arguments
+from commrt.calls.bound_call import Binders
+from commrt.calls.channel import Channel
+from commrt.calls.check_mode import Checker
+from commrt.calls.collectives import Collectives
+from commrt.calls.forwarding import forwarded
+from commrt.calls.selection import Selection
+from commrt.calls.settings import Settings
+from commrt.compression.compressed import Compression
+from commrt.device_calls.collectives import DeviceCollectives
+from commrt.errors import UsageError
+from commrt.fusion.fused import Fusion
+from commrt.grids.geometry import Grid
+from commrt.grids.halo_arguments import HALO_CALLS
+from commrt.grids.halos import Halos
+from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
+from commrt.group.symmetric import SymmetricMemory
+from commrt.job.world import World
+from commrt.messages.bound import message_binders
+from commrt.messages.point_to_point import Messages
+from commrt.mpi import library
+from commrt.sparse.allreduce import SparseReport
+from commrt.sparse.bound import sparse_binders
+from commrt.sparse.sums import SparseSums
+from commrt.subgroups import Kinds, Subgroups
+from commrt.trace.nvtx import wanted_ranges
+from commrt.vocabulary.operations import names_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CartCore", "CommStats", "Core", "GraphCore"]
+
+
+@dataclass(frozen=True)
+class CommStats:
+    """Counters of one communicator."""
+
+    name: str
+    """Its name in messages."""
+    operations: int
+    """Collectives started."""
+    plans: int
+    """Plans in the dispatcher's cache."""
+    in_flight: bool
+    """True if operations are in flight."""
+
+
+_Subgroups = Subgroups["Core", "CartCore", "GraphCore"]
+
+
+class Core(Channel):
+    """A channel of the program: collectives on devices, too, and every service."""
+
+    devices: DeviceCollectives
+    fusion: Fusion
+    checker: Checker | None = None
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        name: str,
+        identity: int,
+        *,
+        deterministic: bool = False,
+        native_comm: MPI.Intracomm | None = None,
+        timeout_s: float | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Connect ``ranks`` (ranks of the world); collective over them.
+
+        ``native_comm``: an mpi4py communicator of these ranks where nobody else runs
+        collectives. ``timeout_s``: limit of every wait in here, not of later ones.
+        ``settings``: what this communicator has of its own, equal on all ranks.
+        """
+        super().__init__(
+            world,
+            ranks,
+            name,
+            identity,
+            deterministic=deterministic,
+            native_comm=native_comm,
+            timeout_s=timeout_s,
+            settings=settings,
+            # These two are made below, and need the channel themselves.
+            stager=lambda device: self.devices.stager(device),
+            sendrecv=lambda *args, **kwargs: self.sendrecv(*args, **kwargs),
+        )
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        self.compression = Compression(self, self.selection, self.private)
+        self.selection.remarks.append(self.compression.explained)
+        self.devices = DeviceCollectives(
+            self, self._host_channel, self.compression.bind
+        )
+        self.fusion = Fusion(
+            self,
+            self.devices,
+            choose=self.selection.choose,
+            plan=self.host.plan,
+            may_compress=lambda: self.compression.is_open,
+        )
+        self.symmetric = SymmetricMemory(self, self._forget_reach)
+        self._resources.callback(self.symmetric.close)
+        self._resources.callback(self.devices.close)
+        self.messages = Messages(self, self.devices, self.comparison)
+        self.collectives = Collectives(
+            self,
+            self.comparison,
+            on_host=(self.fusion, self.compression, self.host),
+            on_device=(self.fusion, self.devices),
+        )
+        self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
+        self.parts += [self.sparse, self.compression]
+        self.subgroups = _Subgroups(self, self.comparison, _KINDS)
+        self.box_plans = ComparedBoxes(self)
+        self.redistributions = Redistributions(
+            self, self.devices, self.comparison, self.box_plans
+        )
+        self.binders: Binders = {
+            **self.collectives.binders,
+            **message_binders(self.messages),
+            **sparse_binders(self, self.sparse),
+            **self.redistributions.binders,
+        }
+        for attached in self.attached.values():
+            attached.join(limit)
+        checks = None if settings is None else settings.checks
+        checks = Checker.is_wanted() if checks is None else checks
+        self.settle()
+        if self.size > 1 and checks:
+            self.checker = Checker(
+                self, self.private("check", limit), self.table_digest
+            )
+            self.parts.append(self.checker)
+            self._slow = True
+        self.ranges = wanted_ranges()
+        """Shows calls to a profiler; None where nobody asks for it."""
+
+    # -- making ------------------------------------------------------------------
+
+    def _host_channel(self, timeout_s: float) -> HostCalls:
+        """Return what runs the host's parts of calls on device arrays; collective."""
+        return HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
+
+    # -- ending ------------------------------------------------------------------
+
+    def free(self) -> None:
+        """Release the communicator; local, idempotent. Wait for its requests first.
+
+        In a forked process it does nothing: memory and messages are the parent's.
+        Where it failed and operations hang in it, its memory stays for them.
+        """
+        if self.is_over:
+            return
+        if self.fusion.context is not None:
+            raise UsageError(
+                f"{self.name} cannot be freed: a fused() of it is open; leave it first"
+            )
+        super().free()
+
+    def _end(self, *, at_rest: bool) -> None:
+        super()._end(at_rest=at_rest)
+        if not at_rest:
+            self.devices.close()  # nobody looks at its devices any more
+
+    def give_up(self, why: str) -> None:
+        """Make the communicator unusable, here and for ranks of this node that wait."""
+        super().give_up(why)
+        self.devices.give_up(why)
+
+    # -- what it is --------------------------------------------------------------
+
+    @property
+    def mpi(self) -> Any:
+        """mpi4py's communicator over these ranks, or None without MPI.
+
+        On the communicator of all ranks it is the one commrt was started on (MPI's
+        world, or what ``init`` was given). A sub-communicator makes one when first
+        asked: that first access is collective over its ranks. It is the caller's, who
+        may ``Free()`` it; ``free()`` leaves it alone.
+        """
+        return self.native_mpi.for_caller()
+
+    @property
+    def mpi_library(self) -> str | None:
+        """Name and version of the MPI library in use, None without MPI."""
+        if self.world.mpi is None:
+            return None
+        return library.library_name(library.load())
+
+    @property
+    def table_digest(self) -> str | None:
+        """Digest of the selection table in force, None without one."""
+        return None if self.table is None else self.table.digest
+
+    @property
+    def carriers_agreed(self) -> bool:
+        """True if the ranks have agreed on what carries device arrays."""
+        return self.devices.is_agreed
+
+    def stats(self) -> CommStats:
+        """Return counters of this communicator."""
+        self.check_process()
+        return CommStats(self.name, self.next_seq, self.num_plans, not self.idle)
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """End the whole job with exit status ``code``."""
+        from commrt.job.abort import end_job
+
+        end_job(self.world, code)
+
+    def __repr__(self) -> str:
+        state = f", {self.closed}" if self.closed else ""
+        return f"<Core {self.name}: rank {self.rank} of {self.size}{state}>"
+
+    # -- symmetric memory --------------------------------------------------------
+
+    empty = forwarded(SymmetricMemory.empty, "symmetric")
+
+    @property
+    def has_heap(self) -> bool:
+        """True if there is symmetric memory; the same on all ranks of a node."""
+        return self.symmetric.heap is not None
+
+    def _forget_reach(self) -> None:
+        """Forget plans, which do not know what peers may reach from now on."""
+        self.host.forget()
+        self.devices.forget_plans()
+
+    # -- selection ---------------------------------------------------------------
+
+    candidates = forwarded(Selection.candidates, "selection")
+    explain = forwarded(Selection.explain, "selection")
+
+    # -- messages ----------------------------------------------------------------
+
+    send = forwarded(Messages.send, "messages")
+    recv = forwarded(Messages.recv, "messages")
+    sendrecv = forwarded(Messages.sendrecv, "messages")
+    multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
+
+    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
+    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+
+    @property
+    def sparse_report(self) -> SparseReport | None:
+        """Report of this rank's latest sparse operation; None before the first."""
+        return self.sparse.report
+
+    redistribute = forwarded(Redistributions.redistribute, "redistributions")
+
+    fused = forwarded(Fusion.fused, "fusion")
+
+    # -- running -----------------------------------------------------------------
+
+    def plan_alone(self, call: arguments.Call, bound: arguments.Bound) -> Any:
+        """Return the plan of a call by a schedule, which this rank makes alone."""
+        return self.host.plan_alone(call, bound)
+
+
+class HostCalls(Channel):
+    """Runs the host's parts of one communicator's calls on device arrays.
+
+    It has what such parts use beside collectives: compression and sparse sums.
+    """
+
+    def __init__(self, comm: Core, name: str, identity: int, timeout_s: float) -> None:
+        """Connect the ranks of ``comm``; collective over them."""
+        super().__init__(
+            comm.world,
+            comm.world_ranks,
+            name,
+            identity,
+            deterministic=comm.deterministic,
+            timeout_s=timeout_s,
+        )
+        self.compression = Compression(self, self.selection, self.private)
+        self.collectives = Collectives(
+            self, self.comparison, (self.compression, self.host)
+        )
+        self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
+        self.sparse.made_for = weakref.ref(comm.sparse)
+        self.parts += [self.sparse, self.compression]
+        self.settle()
+
+    sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
+    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+
+    def open(self, service: str, timeout_s: float) -> None:
+        """Let the ranks make what calls of a service use, once; collective."""
+        opened = {"sparse": self.sparse.open, "compression": self.compression.open}
+        opened[service](timeout_s)
+
+
+class CartCore(Core):
+    """A core whose ranks lie in a grid."""
+
+    def __init__(self, *args: Any, grid: Grid, **kwargs: Any) -> None:
+        """Connect the ranks; collective over them."""
+        super().__init__(*args, **kwargs)
+        self.grid = grid
+        """Its geometry, without ranks."""
+        around = grid_neighborhood(self.neighbors)
+        self.around = NeighborCalls(self, around, self.devices, self.comparison)
+        self.halos = Halos(self, grid, self.devices, self.comparison, self.box_plans)
+        self.binders = {
+            **self.binders,
+            **self.around.binders,
+            **self.halos.binders,
+        }
+
+    halo_exchange = forwarded(Halos.halo_exchange, "halos")
+    halo_reduce = forwarded(Halos.halo_reduce, "halos")
+    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
+    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
+    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
+    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
+
+    def sent_to_neighbors(
+        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        if what in HALO_CALLS:
+            return self.halos.sent_nbytes(what, *args, **more)
+        return self.around.sent_nbytes(what, args, more)
+
+    @cached_property
+    def neighbors(self) -> tuple[int | None, ...]:
+        """The ranks beside this one: -x, +x, -y, +y, …; None beyond an open end."""
+        return self.grid.neighbors(self.rank)
+
+
+class GraphCore(Core):
+    """A core whose ranks know their neighbours."""
+
+    def __init__(self, *args: Any, around: Neighborhood, **kwargs: Any) -> None:
+        """Connect the ranks; collective over them."""
+        super().__init__(*args, **kwargs)
+        self.neighborhood = around
+        """The ranks beside this one."""
+        self.around = NeighborCalls(self, around, self.devices, self.comparison)
+        self.binders = {**self.binders, **self.around.binders}
+
+    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
+    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
+    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
+    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
+
+    def sent_to_neighbors(
+        self, what: str, args: tuple[Any, ...], more: dict[str, Any]
+    ) -> int:
+        """Return the bytes that a call with these arguments sends to other ranks."""
+        return self.around.sent_nbytes(what, args, more)
+
+
+_KINDS = Kinds(Core, CartCore, GraphCore)
+
+for _kind, _name in enumerate(names_of("message")):
+    _method = _native.make_message_method(_name, _kind, getattr(Core, _name))
+    setattr(Core, _name, _method)

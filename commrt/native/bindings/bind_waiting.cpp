@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds what waits in Python sleep by: Bells and Backoff.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "bindings/bindings.hpp"
+#include "engine/backoff.hpp"
+#include "engine/bell.hpp"
+
+namespace commrt {
+
+void bind_waiting(nb::module_& m) {
+  nb::class_<Bells>(m, "Bells", "Words by which ranks of a node wake each other.")
+      .def("__init__",
+           [](Bells* self, const std::string& name, uint64_t address, uint64_t region_nbytes,
+              int members, int own) {
+             new (self) Bells(name, reinterpret_cast<void*>(address), region_nbytes, members, own);
+           }, nb::arg("name"), nb::arg("address"), nb::arg("region_nbytes"), nb::arg("members"),
+           nb::arg("own"), "Take over zeroed memory that the ranks share.")
+      .def_ro("name", &Bells::name)
+      .def_ro("own", &Bells::own, "Number of this rank among the members.")
+      .def("is_asleep", &Bells::is_asleep, nb::arg("member"),
+           "Whether a member sleeps, or is about to.")
+      .def("ring", &Bells::ring, nb::arg("member"), "Wake a member, if it sleeps.");
+
+  m.def("bells_of_threads", &Bells::of_threads, nb::arg("name"), nb::arg("members"),
+        nb::arg("own"), "Return bells for ranks that are threads of this process.");
+
+  nb::class_<Backoff>(m, "Backoff",
+                      "How a thread waits that looks again and again. The engine's bell wakes it; "
+                      "None is the engine of this process, if it has one.")
+      .def("__init__",
+           [](Backoff* self, Engine* engine, int spins) {
+             new (self) Backoff(engine != nullptr ? engine : Engine::only_one(), spins);
+           }, nb::arg("engine").none() = nb::none(), nb::arg("spins") = 0, nb::keep_alive<1, 2>())
+      .def("pause",
+           [](Backoff& self, double limit_s) {
+             const double until_s = now_s() + limit_s;
+             {
+               nb::gil_scoped_release release;
+               self.pause(until_s);
+             }
+             if (PyErr_CheckSignals() != 0) throw nb::python_error();
+           }, nb::arg("limit_s"),
+           "To be called after a look that found nothing: return for the next look, after a "
+           "yield or a sleep of at most so long.")
+      .def("rest",
+           [](Backoff& self, double limit_s) {
+             const double until_s = now_s() + limit_s;
+             {
+               nb::gil_scoped_release release;
+               self.rest(until_s);
+             }
+             if (PyErr_CheckSignals() != 0) throw nb::python_error();
+           }, nb::arg("limit_s"), "The same without yields before the sleep.");
+}
+
+}  // namespace commrt

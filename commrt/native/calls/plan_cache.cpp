@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans by their calls, the last used first, and families of calls.
+#include "calls/plan_cache.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/comm.hpp"
+
+namespace commrt {
+
+namespace {
+
+// What a map and a list need for an entry, roughly.
+constexpr size_t kEntryBytes = 128;
+// The same for a family, with the key that Python has of it.
+constexpr size_t kFamilyBytes = 1024;
+constexpr uint32_t kNumbered = 0x80000000;
+constexpr int64_t kNoCount = -1;
+
+PlanKey without_count(PlanKey key) {
+  key.count = kNoCount;
+  return key;
+}
+
+}  // namespace
+
+void PlanFamily::add(int64_t lo, int64_t hi, std::shared_ptr<PlanTemplate> made) {
+  const auto next = std::find_if(ranges_.begin(), ranges_.end(),
+                                 [lo](const Range& one) { return one.hi > lo; });
+  if (lo >= hi || (next != ranges_.end() && next->lo < hi)) return;  // it is there already
+  const bool goes_on = next != ranges_.begin() && std::prev(next)->hi == lo &&
+                       std::prev(next)->by == made;
+  const bool leads_on = next != ranges_.end() && next->lo == hi && next->by == made;
+  if (goes_on && leads_on) {
+    std::prev(next)->hi = next->hi;
+    ranges_.erase(next);
+  } else if (goes_on) {
+    std::prev(next)->hi = hi;
+  } else if (leads_on) {
+    next->lo = lo;
+  } else {
+    ranges_.insert(next, {lo, hi, std::move(made)});
+  }
+}
+
+std::shared_ptr<PlanTemplate> PlanFamily::named(const std::string& label) const {
+  for (const Range& one : ranges_) {
+    if (one.by->prototype.label == label) return one.by;
+  }
+  return nullptr;
+}
+
+const PlanTemplate* PlanFamily::at(int64_t num_elements) const {
+  for (const Range& one : ranges_) {
+    if (num_elements < one.hi) return num_elements >= one.lo ? one.by.get() : nullptr;
+  }
+  return nullptr;
+}
+
+void PlanFamily::count_bytes() {
+  nbytes_ = kFamilyBytes + ranges_.capacity() * sizeof(Range);
+  for (size_t i = 0; i < ranges_.size(); ++i) {
+    const auto same = [&](const Range& one) { return one.by == ranges_[i].by; };
+    const auto here = ranges_.begin() + static_cast<std::ptrdiff_t>(i);
+    if (std::none_of(ranges_.begin(), here, same)) nbytes_ += ranges_[i].by->nbytes();
+  }
+}
+
+// Where nothing is about to be dropped, nobody needs the order.
+void PlanCache::note_use(Order::iterator at) {
+  if (plans_nbytes_ > limit_nbytes / 4) order_.splice(order_.begin(), order_, at);
+}
+
+const PlanPtr* PlanCache::find_other(const PlanKey& key) {
+  const auto it = plans_.find(key);
+  if (it == plans_.end()) return nullptr;
+  note_use(it->second);
+  last_key_ = key;
+  last_plan_ = it->second->plan;
+  return &last_plan_;
+}
+
+const PlanPtr* PlanCache::find(const VectorKey& key, PyObject* const* given, int num) {
+  if (last_vector_plan_ == nullptr || !(key == last_vector_key_)) {
+    const auto it = vector_plans_.find(key);
+    if (it == vector_plans_.end()) return nullptr;
+    note_use(it->second);
+    last_vector_key_ = key;
+    last_vector_plan_ = it->second->plan;
+    for (nb::object& argument : last_arguments_) argument.reset();
+  }
+  for (int i = 0; i < num; ++i) {
+    // Kept, so that no other object gets its address.
+    last_arguments_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
+  }
+  return &last_vector_plan_;
+}
+
+void PlanCache::put(Order::iterator at, PlanPtr plan, size_t key_nbytes) {
+  plans_nbytes_ -= at->nbytes;
+  at->nbytes = plan->nbytes() + key_nbytes + kEntryBytes;
+  at->plan = std::move(plan);
+  plans_nbytes_ += at->nbytes;
+  order_.splice(order_.begin(), order_, at);
+  bound();
+}
+
+void PlanCache::keep(const PlanKey& key, PlanPtr plan) {
+  last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
+  last_plan_.reset();
+  const auto [it, is_new] = plans_.try_emplace(key);
+  if (is_new) it->second = order_.insert(order_.begin(), {&it->first, nullptr, nullptr, 0});
+  put(it->second, std::move(plan), sizeof key);
+}
+
+void PlanCache::keep(const VectorKey& key, PlanPtr plan) {
+  last_vector_plan_.reset();
+  const auto [it, is_new] = vector_plans_.try_emplace(key);
+  if (is_new) it->second = order_.insert(order_.begin(), {nullptr, &it->first, nullptr, 0});
+  put(it->second, std::move(plan), sizeof key + key.counts.size() * sizeof(int64_t));
+}
+
+void PlanCache::drop(Order::iterator at) {
+  plans_nbytes_ -= at->nbytes;
+  if (at->plain != nullptr) {
+    plans_.erase(*at->plain);
+  } else {
+    vector_plans_.erase(*at->counted);
+  }
+  order_.erase(at);
+}
+
+// The plan that was used last stays, however much it takes.
+void PlanCache::bound() {
+  const size_t others = std::min(families_nbytes_, limit_nbytes / 2);
+  while (plans_nbytes_ > limit_nbytes - others && order_.size() > 1) drop(std::prev(order_.end()));
+}
+
+const PlanPtr* PlanCache::make(const PlanKey& key, Comm& comm) {
+  const auto it = families_.find(without_count(key));
+  if (it == families_.end() || key.count < 0) return nullptr;
+  PlanFamily& family = *it->second;
+  family.last_used_ = ++uses_;
+  int64_t num_elements;
+  if (__builtin_mul_overflow(key.count, family.unit(), &num_elements)) return nullptr;
+  const PlanTemplate* const by = family.at(num_elements);
+  if (by == nullptr || by->counts != Counts::None || by->lacks_reach(num_elements)) return nullptr;
+  PlanPtr plan = by->make(num_elements, {}, comm);
+  if (plan == nullptr) return nullptr;
+  keep(key, std::move(plan));
+  return find_other(key);
+}
+
+const PlanPtr* PlanCache::make(const VectorKey& key, int64_t given_elems, Comm& comm) {
+  const auto it = families_.find(without_count(key.plain));
+  if (it == families_.end()) return nullptr;
+  PlanFamily& family = *it->second;
+  family.last_used_ = ++uses_;
+  const auto size = static_cast<size_t>(comm.size);
+  if (key.counts.size() % size != 0 || key.counts.empty()) return nullptr;
+  int64_t num_elements = 0;
+  for (size_t i = 0; i < key.counts.size(); i += size) {
+    int64_t sum = 0;
+    for (size_t k = i; k < i + size; ++k) {
+      if (__builtin_add_overflow(sum, key.counts[k], &sum)) return nullptr;
+    }
+    if (i == 0) num_elements = sum;
+  }
+  const PlanTemplate* const by = family.at(num_elements);
+  if (by == nullptr || by->lacks_reach(num_elements)) return nullptr;
+  const size_t lists = by->counts == Counts::Pairs ? 2 : 1;
+  if (by->counts == Counts::None || key.counts.size() != lists * size) return nullptr;
+  const auto own = static_cast<size_t>(comm.rank);
+  if (lists == 2 && key.counts[own] != key.counts[size + own]) return nullptr;
+  if (given_elems >= 0 && by->given_elems(num_elements, key.counts) != given_elems) return nullptr;
+  PlanPtr plan = by->make(num_elements, key.counts, comm);
+  if (plan == nullptr) return nullptr;
+  keep(key, std::move(plan));
+  return &vector_plans_.find(key)->second->plan;
+}
+
+FamilyPtr PlanCache::add_family(const PlanKey& key, int64_t unit, bool is_plain) {
+  PlanKey found = without_count(key);
+  // Numbers come again after two thousand million families; the old one is dropped then.
+  if (!is_plain) found = {kNoCount, kNumbered | next_number_++, -1};
+  const auto old = families_.find(found);
+  if (old != families_.end()) drop_family(FamilyPtr(old->second));
+  const auto made = std::make_shared<PlanFamily>(found, unit);
+  made->count_bytes();
+  made->last_used_ = ++uses_;
+  families_nbytes_ += made->nbytes();
+  families_[found] = made;
+  return made;
+}
+
+void PlanCache::add_range(PlanFamily& family, int64_t lo, int64_t hi,
+                          std::shared_ptr<PlanTemplate> made) {
+  const auto it = families_.find(family.key());
+  if (it == families_.end() || it->second.get() != &family) return;
+  families_nbytes_ -= family.nbytes();
+  family.add(lo, hi, std::move(made));
+  family.count_bytes();
+  family.last_used_ = ++uses_;
+  families_nbytes_ += family.nbytes();
+}
+
+void PlanCache::drop_family(const FamilyPtr& family) {
+  const auto it = families_.find(family->key());
+  if (it == families_.end() || it->second != family) return;
+  for (auto at = order_.begin(); at != order_.end();) {
+    const auto here = at++;
+    const PlanKey& key = here->plain != nullptr ? *here->plain : here->counted->plain;
+    if (without_count(key) == family->key()) drop(here);
+  }
+  families_nbytes_ -= family->nbytes();
+  families_.erase(it);
+  last_key_ = PlanKey{-1, 0, 0};
+  last_plan_.reset();
+  last_vector_plan_.reset();
+}
+
+FamilyPtr PlanCache::too_much() const {
+  if (families_.size() < 2 || families_nbytes_ <= limit_nbytes / 2) return nullptr;
+  const auto least = std::min_element(
+      families_.begin(), families_.end(), [](const auto& one, const auto& other) {
+        return one.second->last_used_ < other.second->last_used_;
+      });
+  return least->second;
+}
+
+void PlanCache::forget_all() {
+  order_.clear();
+  plans_.clear();
+  vector_plans_.clear();
+  plans_nbytes_ = families_nbytes_ = 0;
+  // Python has them, too, and will ask them again.
+  for (auto& [key, family] : families_) {
+    family->ranges_.clear();
+    family->count_bytes();
+    families_nbytes_ += family->nbytes();
+  }
+  last_vector_plan_.reset();
+  last_key_ = PlanKey{-1, 0, 0};
+  last_plan_.reset();
+}
+
+std::vector<PlanPtr> PlanCache::all() const {
+  std::vector<PlanPtr> found;
+  for (const Kept& one : order_) found.push_back(one.plan);
+  return found;
+}
+
+}  // namespace commrt

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plans of one communicator, and what new ones are made of.
+//
+// A call is found by its key in about 20 ns. If its length is new, its family may have a template
+// for such lengths, and the plan is made of it here. Only where there is none does Python choose
+// and plan. All of it is bounded by bytes; the plans that were not used for longest go first.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/plan_template.hpp"
+
+namespace commrt {
+
+namespace nb = nanobind;
+
+struct PlanKey {
+  int64_t count;
+  uint32_t what;  // operation, dtype, reduction, kind of device; or the number of a family
+  int32_t root;
+  bool operator==(const PlanKey& other) const {
+    return count == other.count && what == other.what && root == other.root;
+  }
+  static uint32_t pack(int coll, DType dtype, int redop, int device) {
+    return static_cast<uint32_t>(coll) | static_cast<uint32_t>(dtype) << 8 |
+           static_cast<uint32_t>(redop) << 16 | static_cast<uint32_t>(device != kHost) << 24;
+  }
+};
+
+struct PlanKeyHash {
+  size_t operator()(const PlanKey& key) const {
+    uint64_t h = static_cast<uint64_t>(key.count) * 0x9E3779B97F4A7C15ull;
+    h ^= (static_cast<uint64_t>(key.what) << 32 | static_cast<uint32_t>(key.root)) *
+         0xC2B2AE3D27D4EB4Full;
+    return h ^ (h >> 29);
+  }
+};
+
+using PlanPtr = std::shared_ptr<const Plan>;
+
+// The key of an operation whose lengths differ by rank. Two calls are the same only if their
+// counts are equal; an equal hash alone is not enough.
+struct VectorKey {
+  PlanKey plain;
+  std::vector<int64_t> counts;
+  bool operator==(const VectorKey& other) const {
+    return plain == other.plain && counts == other.counts;
+  }
+};
+
+struct VectorKeyHash {
+  size_t operator()(const VectorKey& key) const {
+    uint64_t h = PlanKeyHash()(key.plain);
+    for (const int64_t count : key.counts) {
+      h = (h ^ static_cast<uint64_t>(count)) * 0x9E3779B97F4A7C15ull;
+      h ^= h >> 32;
+    }
+    return h;
+  }
+};
+
+// Calls that differ only in their lengths: what runs them, by the length of the full vector.
+class PlanFamily {
+ public:
+  // `key`: of its calls, without their counts. `unit`: the full vector's elements per count.
+  PlanFamily(const PlanKey& key, int64_t unit) : key_(key), unit_(unit) {}
+
+  // The template of that name, to be added for more lengths; null: there is none.
+  std::shared_ptr<PlanTemplate> named(const std::string& label) const;
+  const PlanTemplate* at(int64_t num_elements) const;
+  size_t nbytes() const { return nbytes_; }
+  const PlanKey& key() const { return key_; }
+  int64_t unit() const { return unit_; }
+
+ private:
+  friend class PlanCache;
+  struct Range {
+    int64_t lo, hi;
+    std::shared_ptr<PlanTemplate> by;
+  };
+  // Adds the template for full vectors of `lo` to below `hi` elements.
+  void add(int64_t lo, int64_t hi, std::shared_ptr<PlanTemplate> made);
+  void count_bytes();
+
+  PlanKey key_;
+  int64_t unit_;
+  std::vector<Range> ranges_;  // in order, none overlaps another
+  size_t nbytes_ = 0;
+  uint64_t last_used_ = 0;  // a number of the cache's
+};
+
+using FamilyPtr = std::shared_ptr<PlanFamily>;
+
+class PlanCache {
+ public:
+  // Most bytes of it all; templates have at most half of them.
+  size_t limit_nbytes = 1 << 20;
+
+  // The plan of a call; null if there is none.
+  const PlanPtr* find(const PlanKey& key) {
+    return key == last_key_ ? &last_plan_ : find_other(key);
+  }
+  // `given`: the objects that hold the counts.
+  const PlanPtr* find(const VectorKey& key, PyObject* const* given, int num);
+  bool is_asked_again(const PlanKey& key, PyObject* const* given, int num) const {
+    for (int i = 0; i < num; ++i) {
+      if (given[i] == nullptr || given[i] != last_arguments_[i].ptr()) return false;
+    }
+    return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
+  }
+  const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
+  // True if the last plan's first counts are also its second ones.
+  bool swaps() const {
+    const auto& counts = last_vector_key_.counts;
+    const auto half = static_cast<std::ptrdiff_t>(counts.size() / 2);
+    return std::equal(counts.begin(), counts.begin() + half, counts.begin() + half);
+  }
+  void keep(const PlanKey& key, PlanPtr plan);
+  void keep(const VectorKey& key, PlanPtr plan);
+
+  // Makes and keeps the plan of a call; null if its family has no template, or that has no plan.
+  const PlanPtr* make(const PlanKey& key, Comm& comm);
+  // The same with counts; `given_elems`: of the call's x, or below 0 where it has none.
+  const PlanPtr* make(const VectorKey& key, int64_t given_elems, Comm& comm);
+
+  // A family that the dispatcher finds by itself, or else, with `is_plain` false, by its number.
+  FamilyPtr add_family(const PlanKey& key, int64_t unit, bool is_plain);
+  // Lets a family make the plans of full vectors of `lo` to below `hi` elements.
+  void add_range(PlanFamily& family, int64_t lo, int64_t hi, std::shared_ptr<PlanTemplate> made);
+  // Drops a family with its plans.
+  void drop_family(const FamilyPtr& family);
+  // The family that was not used for longest, where they take too much; null where they do not.
+  FamilyPtr too_much() const;
+
+  void forget_all();
+  size_t num_plans() const { return plans_.size() + vector_plans_.size(); }
+  size_t nbytes() const { return plans_nbytes_ + families_nbytes_; }
+  std::vector<PlanPtr> all() const;
+
+ private:
+  struct Kept {
+    const PlanKey* plain;      // the key in its map
+    const VectorKey* counted;  // or this
+    PlanPtr plan;
+    size_t nbytes;
+  };
+  using Order = std::list<Kept>;  // the last used first, once they take a quarter of the limit
+
+  const PlanPtr* find_other(const PlanKey& key);
+  void note_use(Order::iterator at);
+  void put(Order::iterator at, PlanPtr plan, size_t key_nbytes);
+  void drop(Order::iterator at);
+  void bound();
+
+  Order order_;
+  size_t plans_nbytes_ = 0, families_nbytes_ = 0;
+  std::unordered_map<PlanKey, Order::iterator, PlanKeyHash> plans_;
+  PlanKey last_key_{-1, 0, 0};
+  PlanPtr last_plan_;
+  std::unordered_map<VectorKey, Order::iterator, VectorKeyHash> vector_plans_;
+  VectorKey last_vector_key_;
+  PlanPtr last_vector_plan_;  // null: the key means nothing
+  nb::object last_arguments_[2];  // where these are tuples, which nobody can change
+
+  std::unordered_map<PlanKey, FamilyPtr, PlanKeyHash> families_;  // by a key without a count
+  uint32_t next_number_ = 0;
+  uint64_t uses_ = 0;
+};
+
+}  // namespace commrt

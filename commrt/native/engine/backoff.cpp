@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Spinning, yielding and sleeping.
+#include "engine/backoff.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+
+#include "engine/relay.hpp"
+
+namespace commrt {
+
+namespace {
+
+// The last wait of this thread, if it has ended without anything that advanced.
+struct LastWait {
+  double since_s = 0, end_s = 0;
+};
+thread_local LastWait last_wait;
+
+double idle_since(double now) {
+  constexpr double kBetween_s = 5e-3;
+  return last_wait.since_s != 0 && now - last_wait.end_s < kBetween_s ? last_wait.since_s : now;
+}
+
+}  // namespace
+
+Backoff::~Backoff() {
+  if (since_s_ != 0) last_wait = {since_s_, now_s()};
+  if (bell_ != nullptr) Engine::rise();
+}
+
+void Backoff::reset() {
+  if (since_s_ != 0) last_wait.since_s = 0;
+  count_ = 0;
+  since_s_ = 0;
+}
+
+bool Backoff::pause(double until_s, bool looked) {
+  ++count_;
+  if (count_ <= spins_) {
+    relax();
+    return false;
+  }
+  constexpr int kYields = 20000, kYieldsForNeighbors = 20, kYieldsBetweenClocks = 32;
+  int yields = kYields;
+  // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
+  if (sleeps_soon_) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
+  const bool looks_at_clock = count_ % kYieldsBetweenClocks == 0 || count_ > spins_ + yields;
+  const double now = looks_at_clock || since_s_ == 0 ? now_s() : 0;
+  if (since_s_ == 0) since_s_ = idle_since(now);
+  const bool is_patient = !looks_at_clock || now - since_s_ < patience_s_;
+  if (is_patient && count_ <= spins_ + yields) {
+    sched_yield();
+    return false;
+  }
+  if (is_patient && sleeps_soon_) {
+    Relay::wait_for_change(seen_);
+    return true;
+  }
+  count_ = spins_ + kYields;  // from here on, it looks at the clock each time
+  return rest(until_s, looked);
+}
+
+bool Backoff::rest(double until_s, bool looked) {
+  const double left = std::min(until_s - now_s(), Bells::kLongest_s);
+  if (left <= 0) return true;
+  if (engine_ == nullptr) {
+    nap(std::min(left, 20 * Bells::kNap_s));
+    return true;
+  }
+  if (bell_ != nullptr && !bell_->is_rung(lay_down_)) {
+    if (!looked) {
+      nap(std::min(left, Bells::kNap_s));
+      return true;
+    }
+    switch (bell_->sleep(lay_down_, std::min(left, engine_->longest_sleep_s()))) {
+      case Bells::Woken::ByBell:
+        reset();
+        patience_s_ = kPatienceAfterSleep_s;
+        was_rung_ = true;
+        break;
+      case Bells::Woken::BySignal: was_interrupted_ = true; break;
+      case Bells::Woken::ByTime: break;
+    }
+    return true;
+  }
+  if (bell_ == nullptr) {
+    bell_ = engine_->bell();
+    Engine::lie_down();
+  }
+  lay_down_ = bell_->lie_down();
+  engine_->look_closely();
+  nap(std::min(left, Bells::kNap_s));
+  return true;
+}
+
+}  // namespace commrt

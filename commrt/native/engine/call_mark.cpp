@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Marks of calls in words.
+#include "engine/call_mark.hpp"
+
+#include <array>
+
+namespace commrt {
+
+namespace {
+
+struct CallName {
+  int code;
+  const char* name;
+  bool reduces, has_root;
+};
+
+// By the numbers of commrt/vocabulary/operations.py (a unit test compares).
+constexpr CallName kCallNames[] = {
+    {0, "allreduce", true, false},
+    {1, "reduce", true, true},
+    {2, "bcast", false, true},
+    {3, "allgather", false, false},
+    {4, "reduce_scatter", true, false},
+    {5, "alltoall", false, false},
+    {6, "gather", false, true},
+    {7, "scatter", false, true},
+    {8, "barrier", false, false},
+    {9, "scan", true, false},
+    {10, "exscan", true, false},
+    {11, "allgatherv", false, false},
+    {12, "alltoallv", false, false},
+    {13, "gatherv", false, true},
+    {14, "scatterv", false, true},
+    {15, "reduce_scatterv", true, false},
+    {80, "halo_exchange", false, false},
+    {81, "halo_reduce", true, false},
+    {82, "redistribute", false, false},
+    {83, "neighbor_allgather", false, false},
+    {84, "neighbor_allgatherv", false, false},
+    {85, "neighbor_alltoall", false, false},
+    {86, "neighbor_alltoallv", false, false},
+};
+
+}  // namespace
+
+const char* name_of_type(DType dtype) {
+  constexpr std::array<const char*, kNumDTypes> names = {
+      "bool",    "int8",    "int16",    "int32",   "int64",     "uint8",
+      "uint16",  "uint32",  "uint64",   "float16", "bfloat16",  "float32",
+      "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"};
+  const auto code = static_cast<size_t>(dtype);
+  return code < names.size() ? names[code] : "an unknown type";
+}
+
+std::string describe_mark(uint64_t mark) {
+  constexpr std::array<const char*, kNumRedOps> reductions = {
+      "sum", "prod", "min", "max", "avg", "land", "lor", "lxor", "band", "bor", "bxor",
+      "premul_sum"};
+  const int code = static_cast<int>(low_bits(mark >> kMarkShift, kMarkCollBits));
+  const uint64_t type = low_bits(mark >> kMarkTypeShift, kMarkTypeBits);
+  const uint64_t reduction = low_bits(mark >> kMarkReductionShift, kMarkReductionBits);
+  const uint64_t root = low_bits(mark >> kMarkRootShift, kMarkRootBits);
+  for (const CallName& call : kCallNames) {
+    if (call.code != code) continue;
+    std::string said = std::string(call.name) + " of " + name_of_type(static_cast<DType>(type));
+    if (call.reduces) {
+      said += reduction < reductions.size() ? std::string(", op='") + reductions[reduction] + "'"
+                                            : ", a reduction of the program";
+    }
+    if (call.has_root) said += ", root=" + std::to_string(root);
+    return said;
+  }
+  return "an operation of number " + std::to_string(code);
+}
+
+std::string describe_marks(int peer, uint64_t theirs, uint64_t mine, uint64_t seq) {
+  const auto ahead = static_cast<int16_t>(low_bits((theirs - mine) >> kMarkOrderShift, 16));
+  const std::string number = std::to_string(seq + static_cast<uint64_t>(int64_t{ahead}));
+  const std::string rank = "rank " + std::to_string(peer);
+  return rank + " made another call: " + describe_mark(theirs) + ", its operation #" + number +
+         "; expected is what this rank called: " + describe_mark(mine) + ", operation #" +
+         std::to_string(seq) +
+         "; let all ranks make the same calls in the same order (COMMRT_DEBUG=check compares "
+         "them before anything is sent)";
+}
+
+}  // namespace commrt

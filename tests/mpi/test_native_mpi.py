@@ -212,7 +212,7 @@ def test_threads_with_communicators_of_their_own_do_not_meet(
 
 def free_and_dropped_groups() -> list[Any]:
     world = commrt.init()
-    lender = world.world.native_comms
+    lender = core_of(world).world.native_comms
     before, maps = lender._made, mapped()
     for step in range(100):
         group = world.dup()
@@ -249,7 +249,7 @@ def dropped_in_flight() -> list[float]:
         request.wait()
     world.barrier()
     world.dup().barrier()  # what was dropped is gone by now
-    return [float(x[0]), len(world.world.lingering)]
+    return [float(x[0]), len(core_of(world).world.lingering)]
 
 
 @pytest.mark.parametrize("nodes", ["", "1,1"])
@@ -260,7 +260,7 @@ def test_a_group_dropped_in_flight_goes_on(mpirun: Any, nodes: str) -> None:
 
 def limited() -> list[str]:
     world = commrt.init()
-    lender = world.world.native_comms
+    lender = core_of(world).world.native_comms
     lender._limit = lender._made + 1
     groups = [world.dup() for _ in range(2)]
     said = [

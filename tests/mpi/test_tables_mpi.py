@@ -83,7 +83,7 @@ def test_a_bad_table_is_the_same_error_everywhere(
 def test_a_table_that_is_not_there_is_an_error_not_the_model(mpirun: Any) -> None:
     env = {"COMMRT_TABLE": "/nonexistent/t.yaml"}
     for text, total in mpirun(2, fails_then_works, env=env):
-        assert "cannot open selection table /nonexistent/t.yaml" in text
+        assert "cannot open the selection table /nonexistent/t.yaml" in text
         assert total == 2.0
 
 

@@ -269,7 +269,7 @@ WRONG = (
     "check=1 must be True or False",
     "timeout=-1 must be above 0",
     "unknown algorithm 'rung' of sparse_allreduce; did you mean 'ring'",
-    "cannot open selection table /nowhere/t.yaml",
+    "cannot open the selection table /nowhere/t.yaml",
     "rank 1 of the job: pg_options=Options(algorithm='ring'",
     "the ranks of a new communicator disagree",
     "did you mean 'all_reduce'",

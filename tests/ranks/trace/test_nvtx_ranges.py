@@ -171,11 +171,12 @@ import numpy as np
 from pathlib import Path
 from fake_nvtx import lines_of
 import commrt
+from commrt.comm import core_of
 lines = lines_of(Path(sys.argv[2]))
 comm = commrt.init()
 comm.allreduce(np.ones(2))
 comm.allreduce(np.ones(2), nonblocking=True).wait()
-print(comm.ranges._library._name)
+print(core_of(comm).ranges._library._name)
 print(*lines(), sep="\\n")
 """
 

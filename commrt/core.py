@@ -37,7 +37,6 @@ from commrt.job.world import World
 from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
-from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.bound import sparse_binders
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
@@ -259,14 +258,6 @@ class Core(Channel):
     multi_sendrecv = forwarded(Messages.multi_sendrecv, "messages")
 
     sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
-    topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
-
-    @property
-    def sparse_report(self) -> SparseReport | None:
-        """Report of this rank's latest sparse operation; None before the first."""
-        return self.sparse.report
-
-    redistribute = forwarded(Redistributions.redistribute, "redistributions")
 
     fused = forwarded(Fusion.fused, "fusion")
 
@@ -328,13 +319,6 @@ class CartCore(Core):
             **self.halos.binders,
         }
 
-    halo_exchange = forwarded(Halos.halo_exchange, "halos")
-    halo_reduce = forwarded(Halos.halo_reduce, "halos")
-    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
-    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
-    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
-    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
-
     def sent_to_neighbors(
         self, what: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> int:
@@ -359,11 +343,6 @@ class GraphCore(Core):
         """The ranks beside this one."""
         self.around = NeighborCalls(self, around, self.devices, self.comparison)
         self.binders = {**self.binders, **self.around.binders}
-
-    neighbor_allgather = forwarded(NeighborCalls.neighbor_allgather, "around")
-    neighbor_allgatherv = forwarded(NeighborCalls.neighbor_allgatherv, "around")
-    neighbor_alltoall = forwarded(NeighborCalls.neighbor_alltoall, "around")
-    neighbor_alltoallv = forwarded(NeighborCalls.neighbor_alltoallv, "around")
 
     def sent_to_neighbors(
         self, what: str, args: tuple[Any, ...], more: dict[str, Any]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +53,13 @@ _SIGNATURES = {
 # Callbacks must outlive every engine that may still call them.
 _KEPT: list[Any] = []
 
+_Route = tuple[int, int, int]
+"""Source, destination and tag: what goes one route arrives in order."""
+
 
 @dataclass
 class _Message:
-    source: int
-    dest: int
-    tag: int
+    route: _Route
     data: bytes
     address: int
     """Where a long message lies until it is received."""
@@ -67,9 +69,7 @@ class _Message:
 
 @dataclass
 class _Receive:
-    dest: int
-    source: int
-    tag: int
+    route: _Route
     address: int
     room: int
     message: _Message | None = None
@@ -90,8 +90,8 @@ class FakeMpi:
         self._lock = threading.Lock()
         self.held = False
         self._failures: dict[str, tuple[int, int]] = {}
-        self._messages: list[_Message] = []
-        self._receives: list[_Receive] = []
+        self._messages: dict[_Route, deque[_Message]] = defaultdict(deque)
+        self._receives: dict[_Route, deque[_Receive]] = defaultdict(deque)
         self._requests: dict[int, _Message | _Receive | None] = {}
         self._next_request = 1
         table = dict.fromkeys(library.FUNCTIONS, 0)
@@ -113,7 +113,7 @@ class FakeMpi:
 
     def on_the_way(self) -> int:
         """Return how many messages nobody has received."""
-        return sum(not message.taken for message in self._messages)
+        return sum(map(len, self._messages.values()))
 
     def _entry(self, name: str) -> Callable[..., int]:
         function = getattr(self, "_" + name.removeprefix("MPI_").lower(), None)
@@ -144,9 +144,9 @@ class FakeMpi:
     ) -> int:
         short = count <= _EAGER_NBYTES
         data = ctypes.string_at(address, count) if short and count else b""
-        source = comm - _FIRST_HANDLE
-        message = _Message(source, dest, tag, data, address or 0, count)
-        self._messages.append(message)
+        route = comm - _FIRST_HANDLE, dest, tag
+        message = _Message(route, data, address or 0, count)
+        self._messages[route].append(message)
         self._start(request, None if short else message)
         return 0
 
@@ -160,16 +160,18 @@ class FakeMpi:
         comm: int,
         request: int,
     ) -> int:
-        receive = _Receive(comm - _FIRST_HANDLE, source, tag, address or 0, count)
-        self._receives.append(receive)
+        route = source, comm - _FIRST_HANDLE, tag
+        receive = _Receive(route, address or 0, count)
+        self._receives[route].append(receive)
         self._start(request, receive)
-        self._deliver()
+        self._deliver(route)
         return 0
 
     def _test(self, request: int, flag: int, status: int) -> int:
         number = ctypes.c_uint64.from_address(request).value
         pending = self._requests.get(number)
-        self._deliver()
+        if pending is not None:
+            self._deliver(pending.route)
         done, code = True, 0
         if isinstance(pending, _Message):
             done = pending.taken
@@ -189,12 +191,12 @@ class FakeMpi:
         pending = self._requests[ctypes.c_uint64.from_address(request).value]
         if isinstance(pending, _Receive) and pending.message is None:
             pending.cancelled = True
-            self._receives.remove(pending)
+            self._receives[pending.route].remove(pending)
         return 0
 
     def _iprobe(self, source: int, tag: int, comm: int, flag: int, status: int) -> int:
-        wanted = (source, comm - _FIRST_HANDLE, tag)
-        found = [] if self.held else self._untaken(wanted)
+        route = source, comm - _FIRST_HANDLE, tag
+        found = () if self.held else self._messages[route]
         ctypes.c_int.from_address(flag).value = bool(found)
         if found:
             ctypes.c_int64.from_address(status + _COUNT_AT).value = found[0].nbytes
@@ -216,7 +218,7 @@ class FakeMpi:
         return 0
 
     def _iallreduce(self, *arguments: int) -> int:
-        self._start(arguments[-1], _Message(0, 0, 0, b"", 0, 0))  # never complete
+        self._start(arguments[-1], _Message((0, 0, 0), b"", 0, 0))  # never complete
         return 0
 
     # -- matching ------------------------------------------------------------------
@@ -226,28 +228,15 @@ class FakeMpi:
         ctypes.c_uint64.from_address(request).value = self._next_request
         self._next_request += 1
 
-    def _untaken(self, wanted: tuple[int, int, int]) -> list[_Message]:
-        return [
-            m
-            for m in self._messages
-            if not m.taken and (m.source, m.dest, m.tag) == wanted
-        ]
-
-    def _deliver(self) -> None:
-        if self.held:
-            return
-        for receive in list(self._receives):
-            found = self._untaken((receive.source, receive.dest, receive.tag))
-            if not found:
-                continue
-            message = found[0]
+    def _deliver(self, route: _Route) -> None:
+        messages, receives = self._messages[route], self._receives[route]
+        while messages and receives and not self.held:
+            message, receive = messages.popleft(), receives.popleft()
             nbytes = min(message.nbytes, receive.room)
             if nbytes:
                 ctypes.memmove(receive.address, message.data or message.address, nbytes)
             message.taken = True
             receive.message = message
-            self._receives.remove(receive)
-        self._messages = [m for m in self._messages if not m.taken]
 
 
 class MpiRanks(LocalRanks):

@@ -583,6 +583,11 @@ class Group:
         (recv) for coll.
         """
 
+    def _refuse(self, reason: str) -> bool:
+        """Take a place in the order of calls for one that was refused; the other
+        ranks' operation fails. False: peers have yet to look at earlier ones.
+        """
+
     def _set_spins(self, arg: int, /) -> None: ...
     @property
     def _slow(self) -> bool: ...

@@ -82,6 +82,16 @@ class MismatchError(CommError):
     """Ranks called different operations; every rank raises the same text."""
 
 
+class RefusedError(MismatchError):
+    """Another rank's call was refused, so this operation did not happen anywhere.
+
+    The text has that rank and the reason. The communicator can be used: all ranks are
+    in step for their next call.
+    """
+
+    on_all_ranks = True
+
+
 class TimeoutError_(CommError, builtins.TimeoutError):
     """An operation did not finish within ``timeout_s``."""
 

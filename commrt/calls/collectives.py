@@ -57,10 +57,16 @@ class Collectives:
                     break
             else:
                 raise self._nowhere(name)
-        except UsageError as error:
-            self.tell(name, kwargs, error)
+        except Exception as error:
+            self._refuse(name, kwargs, error)
             raise
-        return start()
+        number = self._group.next_seq
+        try:
+            return start()
+        except Exception as error:
+            if self._group.next_seq == number:  # nothing has begun
+                self._refuse(name, kwargs, error)
+            raise
 
     @property
     def binders(self) -> Binders:
@@ -83,7 +89,7 @@ class Collectives:
                     return made
             raise self._nowhere(name)
         except UsageError as error:
-            self.tell(name, kwargs, error)
+            self._comparison.tell(name, error, _limit(name, kwargs))
             raise
 
     def _bind(
@@ -109,14 +115,18 @@ class Collectives:
             f"calls on devices on a communicator of the program"
         )
 
-    def tell(self, name: str, kwargs: dict[str, Any], error: UsageError) -> None:
-        """In check mode, raise what is wrong with this rank's call on all ranks."""
-        timeout_s = kwargs.get("timeout_s")
-        try:
-            limit = None if timeout_s is None else check_timeout(name, timeout_s)
-        except UsageError:
-            limit = None
-        self._comparison.tell(name, error, limit)
+    def _refuse(self, name: str, kwargs: dict[str, Any], error: Exception) -> None:
+        """Let the other ranks know that this rank's call was refused."""
+        self._comparison.refuse(name, error, _limit(name, kwargs))
+
+
+def _limit(name: str, kwargs: dict[str, Any]) -> float | None:
+    """Return the limit that a call was given, if it is one."""
+    timeout_s = kwargs.get("timeout_s")
+    try:
+        return None if timeout_s is None else check_timeout(name, timeout_s)
+    except UsageError:
+        return None
 
 
 def _asks_for(call: Call, route: Route) -> bool:

@@ -45,6 +45,10 @@ class Exchanging(Exchange, Protocol):
         """Compares calls across ranks in check mode."""
 
     @property
+    def next_seq(self) -> int:
+        """Number of the next operation."""
+
+    @property
     def rank(self) -> int:
         """This rank."""
 

@@ -14,12 +14,32 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from commrt.errors import ClosedError, MismatchError, UsageError
+from commrt.errors import (
+    ClosedError,
+    MismatchError,
+    PeerFailedError,
+    ReductionError,
+    RevokedError,
+    TimeoutError_,
+    TruncationError,
+    UsageError,
+)
 from commrt.group.group import Group
 
 __all__ = ["Comparison"]
 
 T = TypeVar("T")
+
+_OF_OPERATIONS = (
+    ClosedError,
+    MismatchError,
+    PeerFailedError,
+    ReductionError,
+    RevokedError,
+    TimeoutError_,
+    TruncationError,
+)
+"""What a call raises whose operation has begun, or whose group has ended."""
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -57,6 +77,21 @@ class Comparison:
             raise
         checker.compare({"operation": what, **describe(found)}, timeout_s)
         return found
+
+    def refuse(self, what: str, error: Exception, timeout_s: float | None) -> None:
+        """Let the other ranks learn that this rank's call was refused for ``error``.
+
+        In check mode every rank raises it. An error of an operation is known to them.
+        """
+        if isinstance(error, _OF_OPERATIONS) or getattr(error, "on_all_ranks", False):
+            return
+        if self._group.checker is None:
+            self._group.refuse(error)
+        elif isinstance(error, UsageError):
+            self.tell(what, error, timeout_s)
+        else:
+            told = UsageError(f"{what}: {type(error).__name__}: {error}")
+            self.tell(what, told, timeout_s)
 
     def tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
         """In check mode, raise this rank's error on all ranks.

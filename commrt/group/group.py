@@ -16,6 +16,7 @@ from commrt.errors import (
     ClosedError,
     MismatchError,
     ReductionError,
+    RefusedError,
     RevokedError,
     TimeoutError_,
     TruncationError,
@@ -40,6 +41,7 @@ _KINDS: dict[str, type[Exception]] = {
     "backend": BackendError,
     "mismatch": MismatchError,
     "reduction": ReductionError,
+    "refused": RefusedError,
     "revoked": RevokedError,
     "truncation": TruncationError,
 }
@@ -328,6 +330,26 @@ class Group(_native.Group):
 
     def _check_timeout(self, what: str, timeout_s: Any) -> float:
         return check_timeout(what, timeout_s)
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused here, in the order of calls.
+
+        The other ranks' operation fails with RefusedError, and all ranks go on with
+        their next one. A rank that is many such calls ahead of others waits for them.
+        """
+        if self.closed is not None or self.failure or os.getpid() != self.pid:
+            return
+        deadline = time.monotonic() + self.timeout_s
+        backoff = _native.Backoff(self.world.engine)
+        while not self._refuse(str(error)):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self.set_failure(
+                    "other ranks have yet to make calls that this rank has refused"
+                )
+                return
+            if not self.world.engine.step():
+                backoff.pause(left_s)
 
     def operation_error(self, what: str, error: str, kind: str) -> Exception:
         """Return the error of a failed operation; ``kind`` is the engine's word."""

@@ -228,6 +228,14 @@ void bind_group(nb::module_& m) {
         g.comm->break_down(why);
         g.comm->tell_failure(g.comm->next_seq);
       })
+      .def("_refuse",
+           [](Group& g, const std::string& reason) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->refusals.refuse(reason);
+           }, nb::arg("reason"),
+           "Take a place in the order of calls for one that was refused; the other ranks' operation "
+           "fails. False: peers have yet to look at earlier ones.")
       .def("_set_spins", [](Group& g, int spins) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
         g.comm->spin_before_yield = spins;

@@ -52,6 +52,9 @@ constexpr bool has_id(uint64_t word, uint64_t id) {
   return low_bits(word - id, kMarkShift) == 1;
 }
 
+// The low bits of the call's number that a mark has.
+constexpr uint64_t order_of(uint64_t mark) { return low_bits(mark >> kMarkOrderShift, 16); }
+
 // A mark in words, such as "reduce of float32, op='max', root=2", and a type's name.
 std::string describe_mark(uint64_t mark);
 const char* name_of_type(DType dtype);

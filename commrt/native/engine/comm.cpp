@@ -29,6 +29,7 @@ const char* Op::failure_kind() const {
   return by_user    ? "reduction"
          : by_mpi   ? "backend"
          : given_up ? "revoked"
+         : was_refused ? "refused"
          : p2p != nullptr && !p2p->mistyped ? "truncation"
                                             : "mismatch";
 }
@@ -91,6 +92,7 @@ void Comm::attach_arena(void* base, size_t region, size_t lane_nbytes,
     link.ack = reinterpret_cast<Ack*>(mine + layout.acks) + other;
     link.acked = reinterpret_cast<const Ack*>(theirs + layout.acks) + me;
   }
+  refusals.attach();
 }
 
 const std::atomic<uint32_t> Comm::kNobodySleeps{0};
@@ -124,6 +126,7 @@ bool Comm::tells_nobody() const {
 void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
+  refusals.detach();
   for (auto& link : links_) link = Link{};
   p2p = std::make_unique<P2P>(*this);
   arena = nullptr;
@@ -165,6 +168,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->agreement.reset();
   op->gate = {};
   op->stream = 0;
+  op->was_refused = false;
   return op;
 }
 
@@ -183,11 +187,17 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   record.device = plan.device;
 }
 
-uint64_t Comm::count_elsewhere(const Record& what) {
+uint64_t Comm::take_number() {
   const uint64_t seq = next_seq++;
+  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }
+  return seq;
+}
+
+uint64_t Comm::count_elsewhere(const Record& what) {
+  const uint64_t seq = take_number();
   Record& record = records[seq % kRecords];
   record = what;
   record.seq = seq;
@@ -197,6 +207,7 @@ uint64_t Comm::count_elsewhere(const Record& what) {
 
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, void* const* keep, bool timed, uint64_t limit) {
+  if (refusals.is_due() || refusals.disturb()) refusals.look();
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
   op->seq = next_seq++;
@@ -210,6 +221,7 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
 
 std::shared_ptr<Op> Comm::start_gated(const std::shared_ptr<const Plan>& plan, const void* in,
                                       void* out, const Gate& gate, uint64_t stream) {
+  if (refusals.is_due() || refusals.disturb()) refusals.look();
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);
   op->seq = next_seq++;
@@ -227,6 +239,7 @@ std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
                                        uint64_t limit) {
   const bool in_pieces = !plan->native && std::none_of(
       plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) { return ins.has_mpi; });
+  if (refusals.is_due() || refusals.disturb()) refusals.look();
   std::shared_ptr<Op> op = fresh_op();
   // First, as in start(): without memory nothing has happened.
   unsigned char* const packed = in_pieces ? nullptr : parts->pack(plan->itemsize);
@@ -252,15 +265,28 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   // others are in flight, the refusals of the last pass still hold.
   if (active_.empty()) lane_refused_ = native_refused_ = false;
   const MpiTurn turn(engine.mpi_device());
-  if (op->plan->gloo != nullptr) begin_agreement(*op);
-  if (!fail_after_own(*op)) op->advance(limit);
-  ring(*op->plan);
-  if (op->finished()) {
-    if (op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
-    return op;
-  }
-  active_.push_back(op);
+  if (advance_first(op, limit) && op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
   return op;
+}
+
+// The first pass of an operation; true if it has ended. It is in flight meanwhile, so that a refusal
+// of it that comes now finds it.
+bool Comm::advance_first(const std::shared_ptr<Op>& op, uint64_t limit) {
+  if (refusals.disturb() && refusals.are_for(op->seq)) {
+    refusals.end_new(*op);
+    return true;
+  }
+  if (op->plan->gloo != nullptr) begin_agreement(*op);
+  active_.push_back(op);
+  try {
+    if (!fail_after_own(*op)) op->advance(limit);
+  } catch (...) {
+    active_.pop_back();
+    throw;
+  }
+  ring(*op->plan);
+  if (op->finished()) active_.pop_back();
+  return op->finished();
 }
 
 Store Comm::store_for_run(const Plan& plan, bool timed, bool in_heap) {
@@ -291,7 +317,7 @@ void Comm::report_run(const Plan& plan, uint64_t took_ticks, bool in_heap) {
 }
 
 void Comm::recycle(std::shared_ptr<Op> op) {
-  if (op->p2p == nullptr) spare_ = std::move(op);
+  if (op->p2p == nullptr && !op->was_refused) spare_ = std::move(op);
 }
 
 int Comm::least_spins(int otherwise) const {
@@ -316,8 +342,15 @@ bool Comm::only_gloo() const {
 
 bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
+bool Comm::can_take_back(const Op& op) const {
+  return op.plan->gloo == nullptr && !op.native_started_ &&
+         std::none_of(links_.begin(), links_.end(),
+                      [](const Link& link) { return link.kind == LinkKind::Mpi; });
+}
+
 bool Comm::progress(uint64_t limit) {
   bool any = p2p->progress();
+  if (refusals.is_due() || refusals.disturb()) refusals.look();
   lane_refused_ = native_refused_ = false;
   bool ended = false;
   try {
@@ -441,8 +474,10 @@ std::string Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
     if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;
-    return "rank " + std::to_string(members[i]) + " gave up at operation #" +
-           std::to_string(Failure::seq_of(failed)) + ": look for the error of that rank";
+    const uint64_t at = Failure::seq_of(failed);
+    const std::string reason = refusals.reason_of(static_cast<int>(i), at);
+    return "rank " + std::to_string(members[i]) + " gave up at operation #" + std::to_string(at) +
+           ": " + (reason.empty() ? "look for the error of that rank" : reason);
   }
   return {};
 }

@@ -17,6 +17,7 @@
 #include "engine/mpi_api.hpp"
 #include "engine/parts.hpp"
 #include "engine/plan.hpp"
+#include "engine/refusals.hpp"
 
 namespace commrt {
 
@@ -128,6 +129,7 @@ class Op {
   bool given_up = false;  // failed because a peer did, or this rank earlier
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
+  bool was_refused = false;  // failed because another rank's call was refused
   std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   // Before a collective of gloo's: the ranks compare what they have called. It has the same number,
@@ -165,9 +167,12 @@ class Op {
   // Runs what can run now, and stops after `limit` bytes of it; true if anything did.
   bool advance(uint64_t limit);
   void fail_by_user(const std::string& why);
+  // Fails because another rank's call was refused: the communicator goes on.
+  void refuse(const std::string& why);
 
  private:
   friend class Comm;
+  friend class Refusals;
   uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
   uint64_t head_fragment_ = 0;
   uint64_t worked_ = 0;   // bytes in this call of advance()
@@ -277,6 +282,7 @@ class Op {
   bool prepare_for_gloo(uint64_t limit, const void*& from, void*& into);
   bool advance_gloo(uint64_t limit);
   void fail(std::string message);
+  void end_record(OpState how);
   void fail_by_length(int peer, size_t expected);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
@@ -391,7 +397,9 @@ class Comm {
   // `in_heap`: the buffers lie in the symmetric heap, where another kind may be best.
   Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
   void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
-  bool quiet() const { return active_.empty() && messages_in_flight == 0; }
+  bool quiet() const {
+    return active_.empty() && messages_in_flight == 0 && !refusals.disturb();
+  }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   // One pass, with at most `limit` bytes of every operation.
   bool progress(uint64_t limit);
@@ -417,6 +425,10 @@ class Comm {
   bool gave_up(int peer, uint64_t seq) const;
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why);
+  // True if an operation can fail on all ranks without harm to the next one.
+  bool can_take_back(const Op& op) const;
+  // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
+  uint64_t take_number();
   // An operation in flight whose value wants Python, marked as Running, or null.
   std::shared_ptr<Op> take_wanted();
 
@@ -467,6 +479,7 @@ class Comm {
  private:
   friend class Op;
   friend class P2P;
+  friend class Refusals;
   bool any_asleep() const {
     // The compiler, at least, keeps the order (bell.hpp).
     std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -476,6 +489,7 @@ class Comm {
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
+  bool advance_first(const std::shared_ptr<Op>& op, uint64_t limit);
   void begin_agreement(Op& op);
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
@@ -517,6 +531,7 @@ class Comm {
   bool lane_refused_ = false;  // an older operation waits for a lane in this pass
   bool native_refused_ = false;  // an older vendor collective has not started in this pass
  public:
+  Refusals refusals{*this};
   std::unique_ptr<class P2P> p2p;
 };
 

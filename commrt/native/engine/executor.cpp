@@ -83,10 +83,8 @@ void Op::bind(const std::shared_ptr<const Plan>& plan_, const void* in_, void* o
     Link& link = comm->link(p.peers[i].rank);
     out_base_[i] = link.next_out;
     in_base_[i] = link.next_in;
-    link.next_out += static_cast<uint64_t>(p.peers[i].send_fragments) *
-                     static_cast<uint64_t>(p.peers[i].sends_per_fragment);
-    link.next_in += static_cast<uint64_t>(p.peers[i].recv_fragments) *
-                    static_cast<uint64_t>(p.peers[i].recvs_per_fragment);
+    link.next_out += p.peers[i].num_sends();
+    link.next_in += p.peers[i].num_recvs();
   }
 }
 
@@ -108,7 +106,9 @@ bool Op::deps_done(const Instr& ins, uint64_t first) const {
 bool Op::advance(uint64_t limit) {
   const Plan& p = *plan;
   if (p.native) {
-    if (gate.is_open()) return advance_native(limit);
+    const Refusals& refusals = comm->refusals;
+    const bool in_step = !refusals.is_due() && !refusals.hold_back(seq);
+    if (gate.is_open() && (native_started_ || in_step)) return advance_native(limit);
     comm->native_refused_ = true;  // the library matches its collectives by their order
     return false;
   }
@@ -172,17 +172,25 @@ bool Op::advance(uint64_t limit) {
 }
 
 bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
+  const Refusals& refusals = comm->refusals;
+  const bool unsettled = refusals.disturb();
+  bool any = false;
   for (const Ref& ref : ins.inputs) {
     if (!ref.is_message) continue;
     const Link& link = comm->link(plan->peers[ref.peer].rank);
     if (link.kind != LinkKind::Shared) continue;
+    if (unsettled && refusals.hold_back(rank_of(ref), seq)) return false;
+    any = true;
     const uint64_t id = in_id(ref, fragment);
     const uint64_t word = link.in_lines[id & (kLines - 1)].seq.load(std::memory_order_acquire);
     if (word == id + mark()) continue;
-    if (has_id(word, id)) fail(describe_marks(rank_of(ref), word - id, mark(), seq));
+    // After a refusal that is not looked at, ids say nothing yet.
+    if (has_id(word, id) && !refusals.is_due()) {
+      fail(describe_marks(rank_of(ref), word - id, mark(), seq));
+    }
     return false;
   }
-  return true;
+  return !any || !refusals.is_due();
 }
 
 bool Op::outputs_free(const Instr& ins, int64_t fragment) {
@@ -190,6 +198,7 @@ bool Op::outputs_free(const Instr& ins, int64_t fragment) {
     Link& link = comm->link(plan->peers[ref.peer].rank);
     if (link.kind == LinkKind::Shared && !link.line_free(out_id(ref, fragment))) return false;
   }
+  if (!ins.sends.empty() && comm->refusals.is_due()) return false;
   if (ins.publish < 0 || !plan->needs_lane) return true;
   if (in_heap) {
     if (!choose_routes(ins)) return false;
@@ -418,6 +427,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   }
   if (gathers) return;
   if (by_python != nullptr) user_value.reset();
+  if (reads_peer && comm->refusals.is_due()) {
+    comm->refusals.look();  // a rank that has left may have written to its array again
+    if (finished()) return;
+  }
   for (int i = 0; i < nin; ++i) {
     if (!exposed[i] || !comm->gave_up(p.peers[ins.inputs[i].peer].rank, seq)) continue;
     given_up = true;
@@ -474,13 +487,28 @@ void Op::fail(std::string message) {
   stop_showing();
   comm->break_down(error);
   comm->tell_failure(seq, had_agreed());
+  end_record(OpState::Failed);
+}
+
+// The last step: from here on it belongs to whoever waits for it.
+void Op::end_record(OpState how) {
   Record& record = comm->records[seq % Comm::kRecords];
   if (record.seq == seq && !is_agreement) {
     record.end_ticks = ticks();
-    record.state = static_cast<uint8_t>(OpState::Failed);
+    record.state = static_cast<uint8_t>(how);
   }
-  state.store(static_cast<int>(OpState::Failed), std::memory_order_release);
+  state.store(static_cast<int>(how), std::memory_order_release);
   comm->engine.ring();
+}
+
+// Fails, and leaves the communicator as it is.
+void Op::refuse(const std::string& why) {
+  error = why;
+  was_refused = true;
+  abandon_mpi();
+  stop_showing();
+  comm->release_lane(*this);
+  end_record(OpState::Failed);
 }
 
 // Does what is left to do with the result; true once all of it is complete.
@@ -506,13 +534,7 @@ void Op::finish() {
   if (timed_from != 0) comm->report_run(p, ticks() - timed_from, uses_heap());
   comm->release_lane(*this);
   stop_showing();
-  Record& record = comm->records[seq % Comm::kRecords];
-  if (record.seq == seq && !is_agreement) {
-    record.end_ticks = ticks();
-    record.state = 1;
-  }
-  state.store(static_cast<int>(OpState::Done), std::memory_order_release);
-  comm->engine.ring();
+  end_record(OpState::Done);
 }
 
 }  // namespace commrt

@@ -18,6 +18,7 @@ constexpr int kLanes = 8;          // operations with payload in flight per rank
 constexpr int kCallLines = 64;     // long operations in flight that show where their result goes
 constexpr int kPacketLines = 16;   // point-to-point packets in flight per ordered pair
 constexpr size_t kPacketBytes = 16384;
+constexpr int kRefusals = 16;      // refused calls per rank that some peer has not looked at
 
 // One message. `seq` is written last (release) and polled by the receiver (acquire): on the
 // reader's side the payload is then in the cache line it already holds.
@@ -120,6 +121,24 @@ struct alignas(kLineBytes) RankHeader {
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
+  alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
+  // The same of all ranks of the node; in the first member's header only.
+  alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;
+};
+
+// A call that a rank has refused (refusals.hpp).
+struct alignas(kLineBytes) Refusal {
+  static constexpr size_t kMostBytes = 4 * kLineBytes - 16;
+  uint64_t seq;
+  uint64_t nbytes;
+  char reason[kMostBytes];
+};
+
+// A peer's answer to it: the ids of messages that the rank skips; or that its marks tell them,
+// since the peer had done its part.
+struct Answer {
+  static constexpr uint64_t kByMarks = ~uint64_t{0};
+  uint64_t begin, end;
 };
 
 // The first operation that failed on a rank, in one word that only gets smaller; 0: none. Peers
@@ -140,6 +159,7 @@ struct RegionLayout {
   size_t lane_nbytes = 0;
   size_t calls = 0, probes = 0, acks = 0, lines = 0, more = 0;
   size_t packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
+  size_t refusals = 0, answers = 0, heard = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -153,6 +173,9 @@ struct RegionLayout {
       return here;
     };
     calls = take(kCallLines * sizeof(CallLine), kLineBytes);
+    refusals = take(kRefusals * sizeof(Refusal), kLineBytes);
+    answers = take(g * kRefusals * sizeof(Answer), kLineBytes);
+    heard = take(g * sizeof(Ack), kLineBytes);
     probes = take(g * sizeof(Ack), kLineBytes);
     acks = take(g * sizeof(Ack), kLineBytes);
     lines = take(g * kLines * sizeof(Line), kLineBytes);

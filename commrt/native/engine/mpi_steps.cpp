@@ -10,6 +10,7 @@
 #include "engine/collective_codes.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
+#include "engine/p2p.hpp"
 
 namespace commrt {
 
@@ -74,6 +75,10 @@ void Op::hold(MpiInput& one) {
 bool Op::is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, size_t nbytes) {
   const uint64_t id = in_id(ref, fragment);
   if (stamp.word != id + mark()) {
+    // A rank whose call was refused has said so before it sent anything else.
+    comm->p2p->look_closely();
+    comm->p2p->progress();
+    if (finished()) return false;
     fail(describe_marks(rank_of(ref), stamp.word - id, mark(), seq));
   } else if (stamp.nbytes != nbytes) {
     fail_by_length(rank_of(ref), nbytes);

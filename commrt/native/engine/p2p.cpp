@@ -131,6 +131,18 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     }
     return;
   }
+  if (header.kind == PacketKind::Refused) {
+    const std::string reason(reinterpret_cast<const char*>(payload), header.nbytes);
+    comm_.refusals.hear_from_afar(source, header.send_id, reason);
+    return;
+  }
+  if (header.kind == PacketKind::Ended) {
+    comm_.break_down("this rank's operation #" + std::to_string(header.send_id) +
+                     " was refused, and rank " + std::to_string(source) +
+                     " of another node had begun it");
+    comm_.tell_failure(header.send_id + 1);
+    return;
+  }
   if (header.kind == PacketKind::Data) {
     const auto it = receiving_.find(header.recv_id);
     if (it == receiving_.end()) return;
@@ -434,6 +446,15 @@ bool P2P::flush(int peer) {
   const bool relayed = comm_.link(peer).kind == LinkKind::Mpi && comm_.off_node->is_relay;
   const size_t most_eager = relayed ? kRelayEagerBytes : kPacketBytes;
   size_t pushed = 0;
+  while (!c.notices.empty()) {
+    const auto& [seq, reason] = c.notices.front();
+    const PacketHeader header{PacketKind::Refused, kAnyType, 0, reason.size(), seq, 0, 0};
+    if (!push(peer, header, reinterpret_cast<const unsigned char*>(reason.data()), reason.size())) {
+      break;
+    }
+    c.notices.pop_front();
+    any = true;
+  }
   while (!c.control.empty() && push(peer, c.control.front(), nullptr, 0)) {
     c.control.pop_front();
     any = true;
@@ -477,6 +498,20 @@ bool P2P::flush(int peer) {
     }
   }
   return any;
+}
+
+void P2P::tell_refused(uint64_t seq, const std::string& reason) {
+  if (!attached_) attach();
+  for (int peer = 0; peer < comm_.size; ++peer) {
+    if (comm_.link(peer).kind != LinkKind::Mpi) continue;
+    channels_[peer].notices.emplace_back(seq, reason);
+    serve(peer);
+  }
+}
+
+void P2P::tell_ended(int rank, uint64_t seq) {
+  if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
+  answer(rank, {PacketKind::Ended, kAnyType, 0, 0, seq, 0, 0});
 }
 
 bool P2P::on_the_way() const {

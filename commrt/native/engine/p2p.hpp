@@ -18,6 +18,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "engine/comm.hpp"
@@ -32,8 +33,9 @@ constexpr uint64_t kEagerOverhead = 192;
 // Codes of messages in a record, in place of a collective's code.
 constexpr int16_t kSendCode = 64, kRecvCode = 65;
 
-// Gone answers a CTS for a message that its sender has given up meanwhile.
-enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone };
+// Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
+// other nodes of a call that was refused, and Ended answers that the communicator ends by it.
+enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone, Refused, Ended };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
 using TypeCode = uint8_t;
@@ -47,7 +49,7 @@ struct PacketHeader {
   TypeCode type;  // of a message (Eager, Rts)
   int32_t tag;
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
-  uint64_t send_id;  // the sender's name for the message
+  uint64_t send_id;  // the sender's name for the message; the operation's number, for Refused
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
   uint64_t offset;   // Data: where the payload belongs; Cts: what a relay calls that, or 0
 };
@@ -163,6 +165,10 @@ class P2P {
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
   bool fail_after_peer(const std::shared_ptr<Op>& op);
+  // Tells the ranks of other nodes that this rank's operation `seq` was refused.
+  void tell_refused(uint64_t seq, const std::string& reason);
+  // Tells such a rank that the communicator has ended by its refusal.
+  void tell_ended(int rank, uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
   void take_back(const std::shared_ptr<Op>& op, const std::string& why);
   // "from rank 3, tag 7", and what an operation waits for.
@@ -206,6 +212,7 @@ class P2P {
     uint64_t eager_in = 0;   // received from there, not yet told
     std::string failure;     // why MPI reaches this peer no more
     std::deque<PacketHeader> control;             // answers that wait for room
+    std::deque<std::pair<uint64_t, std::string>> notices;  // operations, and why they were refused
     std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order
     std::deque<std::shared_ptr<Op>> streaming;
     std::list<MpiPacket> mpi_sending;
@@ -221,7 +228,8 @@ class P2P {
     void took_packet() { ack->consumed.store(++in, std::memory_order_release); }
 
     bool on_the_way() const {
-      return !control.empty() || !mpi_sending.empty() || !mpi_arriving.empty();
+      return !control.empty() || !notices.empty() || !mpi_sending.empty() ||
+             !mpi_arriving.empty();
     }
   };
 

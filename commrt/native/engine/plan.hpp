@@ -76,6 +76,10 @@ struct PeerUse {
   // The numbers of the plan's fragments that have messages with this peer; 0: all of them have.
   int64_t send_fragments = 0;
   int64_t recv_fragments = 0;
+
+  // Messages of one run.
+  uint64_t num_sends() const { return static_cast<uint64_t>(send_fragments * sends_per_fragment); }
+  uint64_t num_recvs() const { return static_cast<uint64_t>(recv_fragments * recvs_per_fragment); }
 };
 
 // The one opaque step of a vendor collective.

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Refused calls: a rank whose call was refused tells its peers, and all of them go on in step.
+//
+// A call with a mistake sends nothing. It takes its place in the order of calls all the same: the
+// rank writes a record of it for the ranks of its node, and its next call has the next number.
+// Every other rank fails its operation of that number, names the rank and the reason, and goes on.
+//
+// Afterwards the ids of messages must agree again (Link). The rank that refused does not know how
+// many messages its peers would have exchanged with it. So
+// - a peer takes back what it expected from that rank: later messages move up;
+// - it answers with the ids of what it has sent, or would have sent, to that rank, which skips them;
+// - ranks that failed skip what they expected from each other, once the other has begun or refused
+//   that operation, too: only then it is known that these ids will not be used by a later one.
+//
+// A right call pays nothing: one word of the node counts refusals, and only an operation that has
+// become an Op looks at it. Two rules make that enough. A message counts as here only if the word
+// shows nothing new after the message was seen: whoever refused wrote the word before it sent
+// anything of later calls. And a line that a peer has given back is used only under the same
+// condition: a rank that left an operation gives lines back after it has seen the word.
+//
+// Between nodes nothing is taken back: the communicator ends, and says why (P2P::tell_refused).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/layout.hpp"
+
+namespace commrt {
+
+class Comm;
+class Op;
+
+class Refusals {
+ public:
+  explicit Refusals(Comm& comm) : comm_(comm) {}
+
+  // To be called once the communicator has its arena, and after it has lost it.
+  void attach();
+  void detach();
+
+  // True if a rank of this node has refused a call, and this rank has not looked at it.
+  bool is_due() const { return told_->load(std::memory_order_acquire) != seen_; }
+  // True while something is not settled. Then no operation runs from the caller's stack.
+  bool disturb() const { return disturb_; }
+  // True if operation `seq` may not take messages from a peer yet: their ids are not known.
+  bool hold_back(int peer, uint64_t seq) const;
+  // The same for a library's collective, which takes messages from all.
+  bool hold_back(uint64_t seq) const;
+  // Fails what others have refused, and settles what can be settled.
+  void look();
+  // Takes a place in the order of calls for one that was refused here. False: peers have not
+  // looked at so many earlier ones that there is no room; nothing has happened.
+  bool refuse(const std::string& reason);
+  // A rank of another node has refused its operation `seq`.
+  void hear_from_afar(int rank, uint64_t seq, const std::string& reason);
+  // The next operation was refused by others. Its ids are those of a call that has begun.
+  bool are_for(uint64_t seq) const;
+  void end_new(Op& op);
+  // Why a rank of this node has refused operation `seq`; empty: it has not, as far as is known.
+  std::string reason_of(int member, uint64_t seq) const;
+
+ private:
+  struct Coming {  // a refusal of an operation that this rank has not begun
+    uint64_t seq;
+    int rank;
+    std::string why;
+  };
+  struct Range {
+    uint64_t begin = 0, end = 0;
+    uint64_t length() const { return end - begin; }
+  };
+  struct Use {  // the messages of an operation with one peer
+    int rank;
+    Range out, in;
+  };
+  struct Ended {  // an operation that has failed here by a refusal
+    uint64_t seq;
+    std::vector<Use> uses;
+  };
+  struct Skip {  // messages from a peer that nobody will read
+    int peer;
+    uint64_t seq;
+    Range ids;
+  };
+  struct Unsettled {  // a refusal of this rank that a peer has not answered
+    int peer;
+    uint64_t seq;
+    uint64_t index;
+    uint64_t at;  // the id of the first message from the peer that follows
+  };
+
+  void hear(int member);
+  void end_all(Op& op, int rank, const std::string& why);
+  Range hear(int rank, uint64_t seq, const std::string& why);
+  Op* find(uint64_t seq) const;
+  Ended& end(Op& op, const std::string& why);
+  Range leave(Ended& ended, int rank);
+  void move(int peer, uint64_t after, uint64_t by);
+  void settle();
+  uint64_t count_by_marks(const Unsettled& one, bool& is_all) const;
+  void skip();
+  void prune();
+  void see();
+  unsigned char* region(int member) const;
+  RankHeader& header(int member) const;
+  Refusal& record(int member, uint64_t index) const;
+  Answer& answer(int of, int to, uint64_t index) const;
+  std::atomic<uint64_t>& heard(int of, int from) const;
+
+  static const std::atomic<uint64_t> kNone;
+  Comm& comm_;
+  const std::atomic<uint64_t>* told_ = &kNone;
+  uint64_t seen_ = 0;
+  uint64_t num_own_ = 0;
+  bool disturb_ = false;
+  std::vector<Coming> coming_;
+  std::vector<Ended> ended_;
+  std::vector<Skip> skips_;
+  std::vector<Unsettled> unsettled_;
+};
+
+}  // namespace commrt

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that is refused on some ranks: every rank learns of it, and all stay in step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from refused_programs import Outcomes, check, draw
+
+from commrt.comm import Communicator, core_of
+from commrt.errors import RefusedError, UsageError
+from commrt.local import LocalRanks, run
+
+_HEAP_ELEMENTS = 1 << 16
+
+
+@pytest.mark.full(sample=8)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("turn", range(40))
+@pytest.mark.timeout(240)
+def test_calls_in_flight_stay_in_step(size: int, turn: int, seed: int) -> None:
+    """All ranks in one thread, stepped in a drawn order, with many calls in flight."""
+    rng = random.Random(f"{seed} {size} {turn}")
+    steps = draw(rng, size, 30, heap=True)
+    with LocalRanks(size) as ranks:
+        heaps = ranks.each(
+            lambda comm: [comm.empty(_HEAP_ELEMENTS, "float64") for _ in range(2)]
+        )
+        outcomes = [Outcomes(rank, size) for rank in range(size)]
+        open_calls: list[list[tuple[Any, Any, Any]]] = [[] for _ in range(size)]
+        next_step = [0] * size
+        most = rng.choice((1, 2, 4))
+
+        def start(rank: int) -> None:
+            step = steps[next_step[rank]]
+            used = [id(memory) for _, _, memory in open_calls[rank]]
+            free = [memory for memory in heaps[rank] if id(memory) not in used]
+            heap = free[0] if free else None
+            next_step[rank] += 1
+            comm = ranks.comms[rank]
+            try:
+                request = step.call(comm, heap, nonblocking=True)
+            except (UsageError, RefusedError) as error:
+
+                def fail(error: Exception = error) -> None:
+                    raise error
+
+                outcomes[rank].note(step, fail)
+            else:
+                open_calls[rank].append((step, request, heap))
+
+        turns = 0
+        while any(next_step[r] < len(steps) or open_calls[r] for r in range(size)):
+            turns += 1
+            assert turns < 300_000, (next_step, open_calls)
+            rank = rng.randrange(size)
+            if (
+                next_step[rank] < len(steps)
+                and len(open_calls[rank]) < most
+                and rng.random() < 0.3
+            ):
+                start(rank)
+            ranks.step(rank)
+            for entry in [e for e in open_calls[rank] if e[1].done]:
+                open_calls[rank].remove(entry)
+                outcomes[rank].note(entry[0], entry[1].wait)
+        check(steps, outcomes)
+
+
+@pytest.mark.full(sample=8)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("turn", range(20))
+@pytest.mark.timeout(240)
+def test_blocking_calls_stay_in_step(size: int, turn: int, seed: int) -> None:
+    rng = random.Random(f"{seed} {size} {turn} blocking")
+    steps = draw(rng, size, 60, heap=turn % 2 == 0)
+
+    def main(comm: Communicator) -> Outcomes:
+        mine = Outcomes(comm.rank, comm.size)
+        heap = comm.empty(_HEAP_ELEMENTS, "float64")
+        for step in steps:
+            mine.note(step, lambda step=step: step.call(comm, heap))
+        return mine
+
+    check(steps, run(size, main, timeout_s=30))
+
+
+def test_a_rank_may_be_many_refused_calls_ahead() -> None:
+    def main(comm: Communicator) -> tuple[int, float]:
+        refused = 0
+        for _ in range(100):
+            try:
+                comm.allreduce(np.ones(2), out=np.ones(3 if comm.rank == 0 else 2))
+            except (RefusedError, UsageError):
+                refused += 1
+        return refused, float(comm.allreduce(np.ones(1))[0])
+
+    assert run(3, main) == [(100, 3.0)] * 3
+
+
+def test_the_error_names_rank_and_reason() -> None:
+    def main(comm: Communicator) -> str:
+        try:
+            comm.allreduce(np.ones(4), out=np.empty(5 if comm.rank == 2 else 4))
+        except RefusedError as error:
+            return f"{comm.rank}: {error}"
+        except UsageError as error:
+            return f"own: {error}"
+        raise AssertionError
+
+    reason = "allreduce: out has 5 elements (shape (5,)), expected 4 for x of 4 elements"
+    said = "rank 2 has refused its call, and nothing was delivered"
+    assert run(3, main) == [
+        f"0: allreduce #0 on local, rank 0: {said}: {reason}",
+        f"1: allreduce #0 on local, rank 1: {said}: {reason}",
+        f"own: {reason}",
+    ]
+
+
+def test_a_root_that_had_returned_stays_in_step() -> None:
+    def main(comm: Communicator) -> list[float]:
+        seen = []
+        for turn in range(40):
+            x = np.full(3, float(turn))
+            try:
+                if comm.rank == 1 and turn % 3 == 0:
+                    comm.bcast(x, root="zero")
+                else:
+                    seen.append(float(comm.bcast(x, root=0)[0]))
+            except (RefusedError, UsageError):
+                pass
+        seen.append(float(comm.allreduce(np.ones(1))[0]))
+        return seen
+
+    for own in run(3, main):
+        assert own[-1] == 3.0
+        assert own[:-1] == sorted(set(own[:-1])) and own[-2] >= 38
+
+
+def test_what_is_not_an_error_of_commrt_is_told_too() -> None:
+    class Broken:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("no array today")
+
+        @property
+        def __array_interface__(self) -> Any:
+            raise RuntimeError("no interface today")
+
+    def main(comm: Communicator) -> tuple[str, float]:
+        try:
+            comm.allreduce(Broken() if comm.rank == 1 else np.ones(2))
+        except Exception as error:  # noqa: BLE001  whatever it is
+            kind = type(error).__name__
+        return kind, float(comm.allreduce(np.ones(1))[0])
+
+    (first, total), (second, _), (third, _) = run(3, main)
+    assert first == third == "RefusedError" != second
+    assert total == 3.0
+
+
+def test_a_group_of_one_goes_on() -> None:
+    def main(comm: Communicator) -> int:
+        for _ in range(40):
+            with pytest.raises(UsageError):
+                comm.allreduce(np.ones(2), out=np.ones(3))
+        comm.allreduce(np.ones(2))
+        return int(core_of(comm).next_seq)
+
+    assert run(1, main) == [41]

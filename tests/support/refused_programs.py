@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs drawn by a seed in which some ranks' calls are refused, and their results."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from commrt.errors import RefusedError, UsageError
+
+Array = np.ndarray[Any, Any]
+COUNTS = (0, 1, 3, 17, 700, 5000, 70_000)
+
+
+def value(rank: int, index: int, count: int) -> Array:
+    """Return what a rank contributes to call ``index``: whole numbers, exact in sums."""
+    return np.arange(count, dtype=np.float64) % 7 + 10 * rank + index
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a program, the same on all ranks but for who is refused."""
+
+    index: int
+    name: str
+    count: int
+    root: int
+    in_heap: bool
+    refused_by: frozenset[int]
+
+    @property
+    def is_awaited_by_all(self) -> bool:
+        """True if no rank's part is done without every other rank."""
+        return self.name in ("allreduce", "allgather", "alltoall", "barrier")
+
+    def call(self, comm: Any, heap: Array | None, **options: Any) -> Any:
+        """Make the call; UsageError where this rank is refused."""
+        rank = comm.rank
+        if rank in self.refused_by:
+            options["timeout_s"] = -1
+        if self.name == "barrier":
+            return comm.barrier(**options)
+        blocks = comm.size if self.name in ("alltoall", "reduce_scatter") else 1
+        x = value(rank, self.index, self.count * blocks)
+        if self.name == "scatter" and rank == self.root:
+            x = value(rank, self.index, self.count * comm.size)
+        if self.in_heap and heap is not None and len(x) <= len(heap):
+            heap[: len(x)] = x
+            x = heap[: len(x)]
+        if self.name in ("bcast", "reduce", "gather", "scatter"):
+            options["root"] = self.root
+        if self.name == "scatter":
+            out = np.empty(self.count)
+            return comm.scatter(x if rank == self.root else None, out=out, **options)
+        return getattr(comm, self.name)(x, **options)
+
+    def expected(self, rank: int, size: int) -> Array | None:
+        """Return the result where nobody is refused; None where there is none."""
+        index, n = self.index, self.count
+        each = [value(r, index, n) for r in range(size)]
+        wide = [value(r, index, n * size) for r in range(size)]
+        match self.name:
+            case "barrier":
+                return None
+            case "allreduce":
+                return np.sum(each, axis=0)
+            case "reduce":
+                return np.sum(each, axis=0) if rank == self.root else None
+            case "bcast":
+                return each[self.root]
+            case "allgather":
+                return np.concatenate(each)
+            case "gather":
+                return np.concatenate(each) if rank == self.root else None
+            case "scatter":
+                return wide[self.root][rank * n : (rank + 1) * n]
+            case "alltoall":
+                return np.concatenate([w[rank * n : (rank + 1) * n] for w in wide])
+            case "reduce_scatter":
+                return np.sum([w[rank * n : (rank + 1) * n] for w in wide], axis=0)
+            case "scan":
+                return np.sum(each[: rank + 1], axis=0)
+        raise AssertionError(self.name)
+
+
+NAMES = (
+    "allreduce allgather alltoall reduce_scatter bcast reduce gather scatter scan barrier"
+).split()
+
+
+def draw(rng: random.Random, size: int, length: int, heap: bool) -> list[Step]:
+    """Return a program of ``length`` calls, of which about a quarter is refused."""
+    steps = []
+    for index in range(length):
+        number = rng.choice((0, 0, 0, 0, 0, 1, 1, 2, size))
+        steps.append(
+            Step(
+                index,
+                rng.choice(NAMES),
+                rng.choice(COUNTS),
+                rng.randrange(size),
+                heap and rng.random() < 0.5,
+                frozenset(rng.sample(range(size), min(number, size))),
+            )
+        )
+    return steps
+
+
+@dataclass
+class Outcomes:
+    """What became of a program's calls on one rank: "right", "refused" or "own"."""
+
+    rank: int
+    size: int
+    of: dict[int, str] = field(default_factory=dict)
+
+    def note(self, step: Step, finish: Callable[[], Any]) -> None:
+        """Note how a call ends that ``finish`` waits for."""
+        try:
+            result = finish()
+        except RefusedError as error:
+            culprits = [f"rank {r} has refused" for r in step.refused_by]
+            assert any(said in str(error) for said in culprits), error
+            assert "timeout_s=-1" in str(error)
+            self.of[step.index] = "refused"
+        except UsageError as error:
+            assert self.rank in step.refused_by, error
+            self.of[step.index] = "own"
+        else:
+            wanted = step.expected(self.rank, self.size)
+            if wanted is not None:
+                np.testing.assert_array_equal(np.ravel(result), wanted, err_msg=f"{step}")
+            self.of[step.index] = "right"
+
+
+def check(steps: Sequence[Step], ranks: Sequence[Outcomes]) -> None:
+    """Check that each rank's calls ended as they must."""
+    for step in steps:
+        found = [one.of[step.index] for one in ranks]
+        for rank, outcome in enumerate(found):
+            if rank in step.refused_by:
+                assert outcome == "own", (step, found)
+            elif not step.refused_by:
+                assert outcome == "right", (step, found)
+            elif step.is_awaited_by_all and step.count or step.name == "barrier":
+                assert outcome == "refused", (step, found)

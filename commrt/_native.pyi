@@ -576,6 +576,11 @@ class Group:
     ) -> None: ...
     def _detach(self) -> None: ...
     def _forget_plans(self) -> None: ...
+    def _pass_over(self) -> None:
+        """Count the next operation, which runs nowhere, since some rank has refused
+        it.
+        """
+
     def _records(self) -> list[Any]:
         """The last operations, oldest first: (seq, coll, dtype, redop, count, root,
         state, start_ticks, end_ticks, stream, device, peer, tag). Collectives and
@@ -597,6 +602,11 @@ class Group:
     def _timeout_s(self) -> float: ...
     @_timeout_s.setter
     def _timeout_s(self, arg: float, /) -> None: ...
+    def _why_next_is_refused(self) -> str:
+        """Return why other ranks have refused their next operation; empty: they have
+        not.
+        """
+
     def add_mirror(self, address: int, nbytes: int, original: int) -> bool:
         """Tell that memory of the symmetric heap is mapped at another address, too."""
 

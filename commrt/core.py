@@ -126,6 +126,7 @@ class Core(Channel):
             self.comparison,
             on_host=(self.fusion, self.compression, self.host),
             on_device=(self.fusion, self.devices),
+            carrier=self.compression.carrier,
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
         self.parts += [self.sparse, self.compression]

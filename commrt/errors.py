@@ -64,6 +64,8 @@ class CommError(Exception):
 
     on_all_ranks: bool = False
     """True if commrt knows that every rank raises it, so none has to be told."""
+    is_told: bool = False
+    """True if this rank has told the others of it."""
 
 
 class UsageError(CommError, ValueError):

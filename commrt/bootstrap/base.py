@@ -14,7 +14,7 @@ from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
 from commrt.vocabulary.limits import deadline_after
 
-__all__ = ["Bootstrap", "ByExchange", "Keys", "poll_until", "timed_out"]
+__all__ = ["Bootstrap", "ByExchange", "Keys", "poll_until", "timed_out", "with_heed"]
 
 T = TypeVar("T")
 
@@ -37,13 +37,21 @@ class Bootstrap(Protocol):
     a rank that waits here still serves what it has in flight."""
 
     def exchange(
-        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+        self,
+        members: Sequence[int],
+        key: str,
+        blob: bytes,
+        timeout_s: float,
+        heed: Callable[[], object] | None = None,
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order.
 
         Collective over ``members`` (ranks of the job, this one among them, in the
         same order everywhere) and nobody else. Exchanges under different keys may
         run at the same time. Ctrl-C is noticed at once: nothing blocks in C.
+
+        ``heed`` is called beside ``idle``, for this exchange. What it raises makes this
+        rank give up.
 
         Raises TimeoutError_ naming exactly the members that did not arrive. A rank
         that gives up, by that or by Ctrl-C, takes back what it said, and nobody uses it
@@ -170,6 +178,20 @@ def poll_until(
             backoff.rest(min(sleep_s, deadline - now))
             sleep_s = min(2 * sleep_s, max(_SOON_S, (now - begun) * _PART))
     return True
+
+
+def with_heed(
+    idle: Callable[[], object] | None, heed: Callable[[], object] | None
+) -> Callable[[], object] | None:
+    """Return what calls both while an exchange waits; None where there is neither."""
+    if idle is None or heed is None:
+        return idle or heed
+
+    def call_both() -> None:
+        idle()
+        heed()
+
+    return call_both
 
 
 def timed_out(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out
+from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out, with_heed
 from commrt.errors import TimeoutError_
 
 if TYPE_CHECKING:
@@ -98,14 +98,19 @@ class MpiBootstrap:
         self._receiving: list[tuple[Any, int, bytearray]] = []
 
     def exchange(
-        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+        self,
+        members: Sequence[int],
+        key: str,
+        blob: bytes,
+        timeout_s: float,
+        heed: Callable[[], object] | None = None,
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
         with self._keys.turn(members, key, timeout_s) as (name, left_s):
             others = [member for member in members if member != self.rank]
             rendezvous = _Rendezvous(self, name, others, bytes(blob))
             try:
-                met = poll_until(rendezvous.step, left_s, self.idle)
+                met = poll_until(rendezvous.step, left_s, with_heed(self.idle, heed))
                 blobs = rendezvous.result() if met else {}
             finally:
                 rendezvous.end()

@@ -20,7 +20,12 @@ class SingleBootstrap:
         self._keys = Keys(0, 1)
 
     def exchange(
-        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+        self,
+        members: Sequence[int],
+        key: str,
+        blob: bytes,
+        timeout_s: float,
+        heed: Callable[[], object] | None = None,
     ) -> list[bytes]:
         """Return ``[blob]``."""
         with self._keys.turn(members, key, timeout_s):

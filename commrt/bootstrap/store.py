@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out
+from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out, with_heed
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.errors import BackendError
 from commrt.launch import slurm
@@ -49,7 +49,12 @@ class StoreBootstrap:
         self._prefix = f"commrt/{generation}"
 
     def exchange(
-        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+        self,
+        members: Sequence[int],
+        key: str,
+        blob: bytes,
+        timeout_s: float,
+        heed: Callable[[], object] | None = None,
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
         deadline = deadline_after(timeout_s)
@@ -60,7 +65,7 @@ class StoreBootstrap:
                 base = f"{self._prefix}/{name}#{attempts.ended}"
                 attempt = _Attempt(self._store, base, members, self.rank)
                 try:
-                    said = attempt.run(blob, deadline, self.idle)
+                    said = attempt.run(blob, deadline, with_heed(self.idle, heed))
                 finally:
                     attempts.ended += attempt.is_over
                 came |= attempt.came

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from commrt.bootstrap.base import Bootstrap, Keys, timed_out
+from commrt.bootstrap.base import Bootstrap, Keys, timed_out, with_heed
 from commrt.errors import PeerFailedError
 from commrt.vocabulary.limits import deadline_after
 
@@ -110,11 +110,17 @@ class _ThreadBootstrap:
         self._keys = Keys(rank, world.size)
 
     def exchange(
-        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+        self,
+        members: Sequence[int],
+        key: str,
+        blob: bytes,
+        timeout_s: float,
+        heed: Callable[[], object] | None = None,
     ) -> list[bytes]:
+        idle = with_heed(self.idle, heed)
         with self._keys.turn(members, key, timeout_s) as (name, left_s):
             blobs, missing = self._world.meet(
-                name, self.rank, members, bytes(blob), left_s, self.idle
+                name, self.rank, members, bytes(blob), left_s, idle
             )
         if missing:
             raise timed_out(self.rank, members, key, missing, timeout_s)

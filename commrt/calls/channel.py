@@ -120,8 +120,11 @@ class Channel(Group, Operations):
 
     def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
         """Return name and identity of a channel of the same ranks; collective."""
-        label = f"comm{self.identity}/{purpose}"
-        identity = self.world.agree_id(self.world_ranks, label, timeout_s=timeout_s)
+        # With the number of the next call: a rank whose call was refused is ahead.
+        label = f"comm{self.identity}/{purpose}/{self.next_seq}"
+        identity = self.world.agree_id(
+            self.world_ranks, label, timeout_s=timeout_s, heed=self.heed_refusals
+        )
         return f"{self.name}.{purpose}", identity
 
     def private(self, purpose: str, timeout_s: float) -> Channel:
@@ -145,6 +148,11 @@ class Channel(Group, Operations):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the engine did not recognise at a glance."""
         return self.collectives.run(name, args, kwargs)
+
+    def refuse_call(self, name: str, error: BaseException) -> None:
+        """Let the other ranks know of an error in a call that the engine knew."""
+        if isinstance(error, Exception):
+            self.comparison.refuse(name, error, None)
 
     # -- ending ------------------------------------------------------------------
 

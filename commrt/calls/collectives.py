@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from commrt.calls.bound_call import Binders
 from commrt.calls.counts import Exchanging, bind_call
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
-from commrt.group.compare import Comparison
+from commrt.group.compare import Comparison, Refusing
 from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
@@ -28,6 +28,7 @@ class Collectives:
         comparison: tells all ranks of an error in check mode.
         on_host: routes of calls on host arrays, asked in this order.
         on_device: routes of calls on device arrays, or ordered by a stream.
+        carrier: returns what carries calls of such arguments; None for ``group``.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class Collectives:
         comparison: Comparison,
         on_host: Sequence[Route],
         on_device: Sequence[Route] = (),
+        carrier: Callable[[dict[str, Any]], Refusing | None] | None = None,
     ) -> None:
         self._group, self._comparison = group, comparison
         self._on_host, self._on_device = on_host, on_device
+        self._carrier = carrier
         self._with_again = [each for each in on_host if each.again is not None]
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +120,8 @@ class Collectives:
 
     def _refuse(self, name: str, kwargs: dict[str, Any], error: Exception) -> None:
         """Let the other ranks know that this rank's call was refused."""
-        self._comparison.refuse(name, error, _limit(name, kwargs))
+        carrier = None if self._carrier is None else self._carrier(kwargs)
+        self._comparison.refuse(name, error, _limit(name, kwargs), carrier)
 
 
 def _limit(name: str, kwargs: dict[str, Any]) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -16,6 +16,7 @@ from commrt.calls.channel import Channel
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
 from commrt.errors import BufferError_, MismatchError, UsageError, shown
+from commrt.group.compare import Refusing
 from commrt.group.stepped import SteppedRequest
 from commrt.select.facts import Query
 from commrt.select.policy import Explanation, Policy, Span
@@ -74,6 +75,11 @@ class _Channels:
     place: Place = field(default_factory=lambda: Place(passed=True))
     """Place of the latest allreduce in the order."""
     latest: Callable[[], SteppedRequest | None] = field(default=lambda: None)
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused, here and on its first channel."""
+        self.seq += 1
+        self.shares.refuse(error)
 
     def fail(self, why: str) -> None:
         """Let nobody wait for what will not come."""
@@ -255,6 +261,13 @@ class Compression:
             pair = [one if alone else make(name, timeout_s) for name in names]
             channels = self._channels = _Channels(pair[0], pair[1], alone)
         return channels
+
+    def carrier(self, arguments: Mapping[str, Any]) -> Refusing | None:
+        """Return what a call of such arguments begins on; None: on the channel itself.
+
+        There the ranks meet, too, before they open the others.
+        """
+        return None if arguments.get(COMPRESS) in (None, EXACT) else self._channels
 
     def start(self, call: Call, bound: Bound, wire: WireFormat) -> SteppedRequest:
         """Start a compressed call; return its request."""

@@ -11,8 +11,10 @@ again. In check mode an error in one rank's arguments is told to all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from commrt.errors import (
     ClosedError,
@@ -24,9 +26,9 @@ from commrt.errors import (
     TruncationError,
     UsageError,
 )
-from commrt.group.group import Group
+from commrt.group.group import Group, said_refused
 
-__all__ = ["Comparison"]
+__all__ = ["Comparison", "Refusing"]
 
 T = TypeVar("T")
 
@@ -40,6 +42,42 @@ _OF_OPERATIONS = (
     TruncationError,
 )
 """What a call raises whose operation has begun, or whose group has ended."""
+
+
+class Refusing(Protocol):
+    """What runs calls in an order of its own."""
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused here."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank says to the others that make its call."""
+
+    what: str
+    said: Any
+    derived: int
+    number: int
+    """Of the next operation on its group."""
+    refused: Mapping[int, str]
+    """Its last calls that were refused, by their numbers, and why."""
+
+    def blob(self) -> bytes:
+        refused = [*self.refused.items()]
+        said = self.what, self.said, self.derived, self.number, refused
+        return json.dumps(said).encode()
+
+    @classmethod
+    def of(cls, blob: bytes) -> _Said:
+        what, said, derived, number, refused = json.loads(blob)
+        return cls(what, said, derived, number, {seq: why for seq, why in refused})
+
+
+def _is_known(error: Exception) -> bool:
+    told = getattr(error, "is_told", False) or getattr(error, "on_all_ranks", False)
+    return bool(told)
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -61,37 +99,48 @@ class Comparison:
         *,
         timeout_s: float | None = None,
         describe: Callable[[T], dict[str, Any]] = _nothing,
+        carrier: Refusing | None = None,
     ) -> T:
-        """Return ``check()``; in check mode every rank raises its UsageError.
+        """Return ``check()``; where it raises, the other ranks' call fails, too.
 
         In check mode every rank raises MismatchError, too, where ``describe`` of the
-        result differs.
+        result differs. ``carrier``: as in ``refuse``.
         """
-        checker = self._group.checker
-        if checker is None:
-            return check()
         try:
             found = check()
-        except UsageError as error:
-            self.tell(what, error, timeout_s)
+        except Exception as error:
+            self.refuse(what, error, timeout_s, carrier)
             raise
+        checker = self._group.checker
+        if checker is None:
+            return found
         checker.compare({"operation": what, **describe(found)}, timeout_s)
         return found
 
-    def refuse(self, what: str, error: Exception, timeout_s: float | None) -> None:
+    def refuse(
+        self,
+        what: str,
+        error: Exception,
+        timeout_s: float | None,
+        carrier: Refusing | None = None,
+    ) -> None:
         """Let the other ranks learn that this rank's call was refused for ``error``.
 
         In check mode every rank raises it. An error of an operation is known to them.
+        ``carrier`` runs such calls; None: the group does.
         """
-        if isinstance(error, _OF_OPERATIONS) or getattr(error, "on_all_ranks", False):
+        if isinstance(error, _OF_OPERATIONS) or _is_known(error):
             return
         if self._group.checker is None:
-            self._group.refuse(error)
+            with suppress(AttributeError):  # some exceptions take no attributes
+                error.is_told = True  # type: ignore[attr-defined]
+            (carrier or self._group).refuse(error)
         elif isinstance(error, UsageError):
             self.tell(what, error, timeout_s)
         else:
             told = UsageError(f"{what}: {type(error).__name__}: {error}")
-            self.tell(what, told, timeout_s)
+            with suppress(UsageError):  # this rank raises its own
+                self.tell(what, told, timeout_s)
 
     def tell(self, what: str, error: UsageError, timeout_s: float | None) -> None:
         """In check mode, raise this rank's error on all ranks.
@@ -106,23 +155,57 @@ class Comparison:
     def meet(self, what: str, said: Any, timeout_s: float | None = None) -> list[Any]:
         """Return what each rank says (JSON) that makes this call; collective.
 
-        Raises MismatchError on all of them if some make another call.
+        Raises MismatchError on all of them if some make another call, and RefusedError
+        where a rank's call was refused.
         """
         group = self._group
-        blob = json.dumps([what, said, self._derived]).encode()
         limit = group.timeout_s if timeout_s is None else timeout_s
         key = f"comm{group.identity}/calls"
-        texts = group.world.bootstrap.exchange(group.world_ranks, key, blob, limit)
-        rows = [json.loads(text) for text in texts]
+        while True:
+            number = group.next_seq
+            mine = _Said(what, said, self._derived, number, {**group.own_refusals})
+            rows = [
+                _Said.of(text)
+                for text in group.world.bootstrap.exchange(
+                    group.world_ranks, key, mine.blob(), limit, group.heed_refusals
+                )
+            ]
+            if all(row.number == number for row in rows):
+                break
+            self._settle(what, rows, number)
         # One of them may have given up an earlier call that others completed.
-        self._derived = max(row[2] for row in rows)
-        if any(row[0] != what for row in rows):
-            lines = [f"  rank {rank}: {row[0]}" for rank, row in enumerate(rows)]
+        self._derived = max(row.derived for row in rows)
+        if any(row.what != what for row in rows):
+            lines = [f"  rank {rank}: {row.what}" for rank, row in enumerate(rows)]
             raise MismatchError(
                 f"collective on {group.name}: the ranks disagree on operation; nothing "
                 f"was sent; let all of them make the same call:\n" + "\n".join(lines)
             )
-        return [row[1] for row in rows]
+        return [row.said for row in rows]
+
+    def _settle(self, what: str, rows: Sequence[_Said], number: int) -> None:
+        """Raise an error where ranks have met at calls of different numbers.
+
+        A rank whose call was refused is at its next one, where it met ranks that do not
+        know of that yet. They raise RefusedError; the others meet again.
+        """
+        first = min(row.number for row in rows)
+        refused = {
+            r: row.refused[first] for r, row in enumerate(rows) if first in row.refused
+        }
+        if not refused:
+            lines = [
+                f"  rank {r}: {row.what}, its operation #{row.number}"
+                for r, row in enumerate(rows)
+            ]
+            raise MismatchError(
+                f"collective on {self._group.name}: the ranks are not at the same "
+                f"call; nothing was sent; let all of them make the same calls in the "
+                f"same order:\n" + "\n".join(lines)
+            )
+        if number == first:
+            rank, why = next(iter(refused.items()))
+            raise self._group.refused_next(said_refused(rank, why))
 
     def meet_equal(self, what: str, mine: str, timeout_s: float | None = None) -> None:
         """Raise the same MismatchError on all ranks unless all of them say the same."""

@@ -48,6 +48,16 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 _REST_S = 1.0
+_MOST_REFUSALS = 64
+
+
+class Latest(dict[int, str]):
+    """What was put here last, as far back as another rank may be behind."""
+
+    def __setitem__(self, key: int, value: str) -> None:
+        super().__setitem__(key, value)
+        while len(self) > _MOST_REFUSALS:
+            del self[next(iter(self))]
 
 
 class Exchange(Protocol):
@@ -145,6 +155,8 @@ class Group(_native.Group):
         super().__init__(world.engine, rank, len(ranks), name)
         self.timeout_s = world.timeout_s
         self.arena: Arena | None = None
+        self.own_refusals: Latest = Latest()
+        """Why this rank's last refused calls were, by their numbers."""
         self._resources = ExitStack()
         """Gives back what the group holds, the latest first."""
         # Keys of exchanges of this group, and of groups made from it, begin with it.
@@ -341,6 +353,7 @@ class Group(_native.Group):
             return
         deadline = time.monotonic() + self.timeout_s
         backoff = _native.Backoff(self.world.engine)
+        self.own_refusals[self.next_seq] = str(error)
         while not self._refuse(str(error)):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -350,6 +363,18 @@ class Group(_native.Group):
                 return
             if not self.world.engine.step():
                 backoff.pause(left_s)
+
+    def heed_refusals(self) -> None:
+        """Raise RefusedError where the next operation was refused by another rank."""
+        why = self._why_next_is_refused()
+        if why:
+            raise self.refused_next(why)
+
+    def refused_next(self, why: str) -> RefusedError:
+        """Count the next operation, which does not happen; return what to raise."""
+        error = RefusedError(f"operation #{self.next_seq} on {self.name}: {why}")
+        self._pass_over()
+        return error
 
     def operation_error(self, what: str, error: str, kind: str) -> Exception:
         """Return the error of a failed operation; ``kind`` is the engine's word."""
@@ -373,6 +398,11 @@ class Group(_native.Group):
         )
         error.request = request
         raise error
+
+
+def said_refused(rank: int, why: str) -> str:
+    """Return what an error says of a call that ``rank`` has refused (as the engine)."""
+    return f"rank {rank} has refused its call, and nothing was delivered: {why}"
 
 
 def _have(ranks: Sequence[int], where: str, what: str) -> str:

@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -214,16 +214,18 @@ class World:
         timeout_s: float | None = None,
         *,
         once: bool = False,
+        heed: Callable[[], object] | None = None,
     ) -> int:
         """Return an identity that no communicator of any member uses.
 
-        ``once``: these members have never used the key, and never will again. Raises
+        ``once``: these members have never used the key, and never will again.
+        ``heed``: what it raises ends the wait, as in ``Bootstrap.exchange``. Raises
         MismatchError on all of them unless they say the ``same``.
         """
         key = f"{key}/id"
         blob = f"{self.next_id} {same}".encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
-        said = self.bootstrap.exchange(members, key, blob, limit)
+        said = self.bootstrap.exchange(members, key, blob, limit, heed)
         if once:
             self.bootstrap.forget(key)
         parts = [text.decode().partition(" ") for text in said]

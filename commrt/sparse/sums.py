@@ -60,7 +60,13 @@ class _Sparse:
     pending: set[int] = field(default_factory=set)
     """Numbers of the operations that have not ended."""
     seq: int = 0
+    """Number of the next one."""
     rules: dict[Any, tuple[Rule, ...]] = field(default_factory=dict)
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused, here and on the channel."""
+        self.seq += 1
+        self.channel.refuse(error)
 
 
 class SparseSums:
@@ -257,7 +263,11 @@ class SparseSums:
             return self._header(what, output.argument, output.format, algorithm), output
 
         return self._comparison.together(
-            what, check, timeout_s=limit, describe=_described
+            what,
+            check,
+            timeout_s=limit,
+            describe=_described,
+            carrier=self._state,
         )
 
     def check_topk(
@@ -275,7 +285,11 @@ class SparseSums:
             return replace(header, k=mine.k), mine
 
         return self._comparison.together(
-            what, check, timeout_s=limit, describe=_described
+            what,
+            check,
+            timeout_s=limit,
+            describe=_described,
+            carrier=self._state,
         )
 
     def _largest_on_host(
@@ -294,7 +308,11 @@ class SparseSums:
             return _facts(array.dtype.name, "sparse", None, number)
 
         array, owed, number = self._comparison.together(
-            what, check, timeout_s=limit, describe=say
+            what,
+            check,
+            timeout_s=limit,
+            describe=say,
+            carrier=self._state,
         )
 
         def start(

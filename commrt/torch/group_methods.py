@@ -31,6 +31,7 @@ from commrt.torch.operands import (
 from commrt.torch.options import one, options, tensor_list
 from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import PLAIN, reduction_of
+from commrt.torch.refused_calls import refuse, tells_of_errors
 from commrt.torch.sparse_sums import sparse_allreduce
 from commrt.torch.work import CommrtWork
 
@@ -53,12 +54,21 @@ class Collectives:
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Reduce a tensor over all ranks, in place; dense or sparse COO."""
-        if type(opts) is not _Allreduce:
-            opts = options(_Allreduce, opts, reduceOp=None, timeout=timeout)
-        calls, is_list = self.calls, type(tensors) is list and len(tensors) == 1
-        x = tensors[0] if is_list else one("allreduce", tensors)
-        if calls.is_allreduced(x, opts):
-            return None
+        calls = self.calls
+        try:  # by hand: it is the one that is called most
+            if type(opts) is not _Allreduce:
+                opts = options(_Allreduce, opts, reduceOp=None, timeout=timeout)
+            is_list = type(tensors) is list and len(tensors) == 1
+            x = tensors[0] if is_list else one("allreduce", tensors)
+            if calls.is_allreduced(x, opts):
+                return None
+            return self._allreduced(x, opts)
+        except Exception as error:
+            refuse(calls, "allreduce", error)
+            raise
+
+    def _allreduced(self, x: torch.Tensor, opts: Any) -> Answer:
+        calls = self.calls
         if (x := given(x, "all_reduce: tensor")).layout is not torch.strided:
             return sparse_allreduce(calls, x, opts)
         buffer, back = target(x, moved=False)
@@ -71,6 +81,7 @@ class Collectives:
             reduction=reduction_of(opts.reduceOp),
         )
 
+    @tells_of_errors
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Answer:
         """Reduce several tensors over all ranks, in place; short ones go together."""
         opts = options(_AllreduceCoalesced, opts, reduceOp=None)
@@ -101,6 +112,7 @@ class Collectives:
         ]
         return calls.join(works, opts)
 
+    @tells_of_errors
     def reduce(
         self, tensors: Any, root: Any = None, op: Any = None, timeout: Any = None
     ) -> Answer:
@@ -124,6 +136,7 @@ class Collectives:
             root=opts.rootRank,
         )
 
+    @tells_of_errors
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
@@ -146,6 +159,7 @@ class Collectives:
             **op.arguments,
         )
 
+    @tells_of_errors
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Answer:
@@ -174,6 +188,7 @@ class Collectives:
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @tells_of_errors
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Answer:
@@ -189,6 +204,7 @@ class Collectives:
 
     # -- moving ------------------------------------------------------------------
 
+    @tells_of_errors
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Answer:
         """Copy the root's tensor to every rank."""
         opts = options(c10d.BroadcastOptions, opts, rootRank=None, timeout=timeout)
@@ -206,6 +222,7 @@ class Collectives:
             root=opts.rootRank,
         )
 
+    @tells_of_errors
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
@@ -224,6 +241,7 @@ class Collectives:
             )
         return self._gather_all(out, x, opts, into, back)
 
+    @tells_of_errors
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> Answer:
@@ -238,6 +256,7 @@ class Collectives:
             opts,
         )
 
+    @tells_of_errors
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Answer:
@@ -254,6 +273,7 @@ class Collectives:
 
     _allgather_base = all_gather_single
 
+    @tells_of_errors
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Answer:
@@ -267,6 +287,7 @@ class Collectives:
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @tells_of_errors
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
@@ -283,6 +304,7 @@ class Collectives:
             *("gather", [x], opts, into, back), root=opts.rootRank, out=out
         )
 
+    @tells_of_errors
     def gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Answer:
@@ -299,6 +321,7 @@ class Collectives:
 
     gather_into_tensor = gather_single
 
+    @tells_of_errors
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> Answer:
@@ -316,6 +339,7 @@ class Collectives:
             *("scatter", [x], opts, [output], back), root=opts.rootRank, out=out
         )
 
+    @tells_of_errors
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -359,6 +383,7 @@ class Collectives:
 
     alltoall_base = all_to_all_single
 
+    @tells_of_errors
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
     ) -> Answer:
@@ -377,6 +402,7 @@ class Collectives:
             out=out,
         )
 
+    @tells_of_errors
     def barrier(self, opts: Any = None, timeout: Any = None) -> Answer:
         """Return once every rank is here, and its device has done what it was given."""
         opts = options(c10d.BarrierOptions, opts, timeout=timeout)

@@ -236,6 +236,18 @@ void bind_group(nb::module_& m) {
            }, nb::arg("reason"),
            "Take a place in the order of calls for one that was refused; the other ranks' operation "
            "fails. False: peers have yet to look at earlier ones.")
+      .def("_why_next_is_refused",
+           [](Group& g) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->refusals.why_next();
+           }, "Return why other ranks have refused their next operation; empty: they have not.")
+      .def("_pass_over",
+           [](Group& g) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->refusals.pass_over();
+           }, "Count the next operation, which runs nowhere, since some rank has refused it.")
       .def("_set_spins", [](Group& g, int spins) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
         g.comm->spin_before_yield = spins;

@@ -16,6 +16,8 @@ inline constexpr char kCheckTimeout[] = "_check_timeout";
 inline constexpr char kStreamOnHost[] = "_stream_on_host";
 // Calls that the engine does not know.
 inline constexpr char kCall[] = "_call";
+// Errors of a call that has not begun.
+inline constexpr char kRefuseCall[] = "refuse_call";
 // Errors in words.
 inline constexpr char kOperationError[] = "operation_error";
 inline constexpr char kTimedOut[] = "timed_out";
@@ -26,7 +28,7 @@ inline constexpr char kDevices[] = "devices";
 inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
-  return {kCheckUsable, kCheckProcess, kCheckTimeout, kStreamOnHost, kCall,
+  return {kCheckUsable, kCheckProcess, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall,
           kOperationError, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 

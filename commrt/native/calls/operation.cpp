@@ -20,6 +20,18 @@ namespace commrt {
 
 namespace {
 
+// The other ranks learn of the error that is set: the call has not begun.
+void refuse_call(PyObject* group, PyObject* name) {
+  nb::python_error error;
+  nb::object told = nb::borrow(error.value());
+  try {
+    nb::handle(group).attr(group_methods::kRefuseCall)(nb::handle(name), told);
+  } catch (nb::python_error& another) {
+    another.discard_as_unraisable("refuse_call");
+  }
+  error.restore();
+}
+
 struct Operation {
   MethodDescriptor head;
   int coll;
@@ -205,8 +217,12 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (group.fusion != nullptr && nonblocking && self->fuses) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};
+    const uint64_t number = group.comm->next_seq;
     PyObject* const found = run_cached(held, asked);
-    return found != nullptr || PyErr_Occurred() ? found : slow();
+    if (found != nullptr) return found;
+    if (!PyErr_Occurred()) return slow();
+    if (group.comm->next_seq == number) refuse_call(held, self->head.name);
+    return nullptr;
   };
   if (stream != nullptr || is_limited) return elsewhere();
   View x, out;

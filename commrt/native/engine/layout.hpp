@@ -18,7 +18,7 @@ constexpr int kLanes = 8;          // operations with payload in flight per rank
 constexpr int kCallLines = 64;     // long operations in flight that show where their result goes
 constexpr int kPacketLines = 16;   // point-to-point packets in flight per ordered pair
 constexpr size_t kPacketBytes = 16384;
-constexpr int kRefusals = 16;      // refused calls per rank that some peer has not looked at
+constexpr int kRefusals = 64;      // refused calls per rank that some peer has not looked at
 
 // One message. `seq` is written last (release) and polled by the receiver (acquire): on the
 // reader's side the payload is then in the cache line it already holds.

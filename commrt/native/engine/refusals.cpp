@@ -234,7 +234,7 @@ void Refusals::settle() {
     const bool answered = heard(member, me).load(std::memory_order_acquire) > one.index;
     bool is_all = false;
     uint64_t number = count_by_marks(one, is_all);
-    if (!answered && !is_all) {
+    if (hold_back(one.peer, one.seq) || (!answered && !is_all)) {
       ++i;
       continue;
     }
@@ -266,7 +266,8 @@ void Refusals::skip() {
     const uint64_t begun =
         header(comm_.member_of(one.peer)).started.load(std::memory_order_acquire);
     Link& link = comm_.link(one.peer);
-    if (begun <= one.seq || is_due() || link.consumed < one.ids.begin) return false;
+    if (begun <= one.seq || is_due() || hold_back(one.peer, one.seq)) return false;
+    if (link.consumed < one.ids.begin) return false;
     while (link.consumed < one.ids.end) link.consume(link.consumed);
     return true;
   });
@@ -285,6 +286,22 @@ void Refusals::prune() {
 bool Refusals::are_for(uint64_t seq) const {
   return std::any_of(coming_.begin(), coming_.end(),
                      [seq](const Coming& one) { return one.seq == seq; });
+}
+
+std::string Refusals::why_next() {
+  comm_.p2p->look_closely();
+  comm_.p2p->progress();
+  look();
+  for (const Coming& one : coming_) {
+    if (one.seq == comm_.next_seq) return one.why;
+  }
+  return {};
+}
+
+void Refusals::pass_over() {
+  const uint64_t seq = comm_.take_number();
+  remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
+  see();
 }
 
 // All who have refused it are left, since none of them will answer.

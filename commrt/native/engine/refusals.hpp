@@ -59,6 +59,10 @@ class Refusals {
   // The next operation was refused by others. Its ids are those of a call that has begun.
   bool are_for(uint64_t seq) const;
   void end_new(Op& op);
+  // Why others have refused the next operation; empty: they have not.
+  std::string why_next();
+  // Counts the next operation, which runs nowhere, as some rank has refused it.
+  void pass_over();
   // Why a rank of this node has refused operation `seq`; empty: it has not, as far as is known.
   std::string reason_of(int member, uint64_t seq) const;
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from started_operations import num_started, past_refusals
 
-from commrt.comm import core_of
 from commrt.errors import BufferError_, CommError, MismatchError, UsageError
 from commrt.local import run
 
@@ -155,7 +155,7 @@ def _right_calls(comm: Any) -> int:
     comm.alltoallv(x(5), send_counts=[3, 2], recv_counts=(3, 2), out=x(5)) if (
         comm.rank == 0
     ) else comm.alltoallv(x(4), send_counts=[2, 2], recv_counts=(2, 2), out=x(4))
-    return int(core_of(comm).next_seq)
+    return int(num_started(comm))
 
 
 def _small_call(comm: Any) -> None:
@@ -174,8 +174,8 @@ def test_refused_before_anything_is_sent(
             for _ in range(2):
                 with pytest.raises(error, match=message):
                     call(comm)
-        assert core_of(comm).next_seq == before
-        return float(comm.allreduce(np.ones(4, F)).sum())
+        assert num_started(comm) == before
+        return float(past_refusals(lambda: comm.allreduce(np.ones(4, F))).sum())
 
     assert run(2, rank_main, timeout_s=300) == [8.0] * 2
 
@@ -196,7 +196,7 @@ def test_in_check_mode_every_rank_raises_it(
         own = call if comm.rank == 1 else _small_call
         with pytest.raises(error, match=message) as raised:
             own(comm)
-        assert core_of(comm).next_seq == before
+        assert num_started(comm) == before
         assert comm.allreduce(np.ones(4, F)).sum() == 8
         return str(raised.value)
 
@@ -239,7 +239,7 @@ def test_check_mode_names_counts_that_differ(
     def rank_main(comm: Any) -> str:
         with pytest.raises(MismatchError, match=message) as raised:
             call(comm)
-        assert core_of(comm).next_seq == 0
+        assert num_started(comm) == 0
         assert comm.allreduce(np.ones(4, F)).sum() == 12
         return str(raised.value)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from device_call_cache import calls_of_python, num_cached, said, without_python
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
+from started_operations import num_started
 
 from commrt.comm import core_of
 from commrt.devices import DeviceArray
@@ -81,10 +82,10 @@ def test_a_communicator_that_failed_or_was_freed_starts_nothing() -> None:
             with without_python(comm):
                 comm.allreduce(x, nonblocking=True).synchronize()
         core_of(comms[0]).give_up("it was told to")
-        seq = core_of(comms[0]).next_seq
+        seq = num_started(comms[0])
         with pytest.raises(RevokedError, match="it was told to"):
             comms[0].allreduce(x)
-        assert core_of(comms[0]).next_seq == seq
+        assert num_started(comms[0]) == seq
         comms[1].free()
         assert num_cached(comms[1]) == 0
         with pytest.raises(ClosedError, match="was freed"):

@@ -17,6 +17,7 @@ from device_call_cache import calls_of_python, num_cached, said, without_python
 from ipc_ranks import ipc_here, on_ipc_threads
 from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, SimRanks, forget_ranks, on_threads
+from started_operations import num_started
 
 from commrt.backends.ipc.sharing import ENDING
 from commrt.comm import core_of
@@ -412,12 +413,12 @@ def test_later_calls_say_what_the_first_ones_say_of_what_is_wrong() -> None:
         comm.allreduce(x)
         comm.allreduce(x, out=out)
         comm.bcast(x)
-        seq, known = core_of(comm).next_seq, num_cached(comm)
+        seq, known = num_started(comm), num_cached(comm)
         assert known == 3
         for (call, text), first in zip(wrong_calls(rank), before, strict=True):
             assert text in first
             assert said(call) == first
-        assert core_of(comm).next_seq == seq
+        assert num_started(comm) == seq
         with without_python(comm):
             comm.allreduce(x)
         rank.finish()
@@ -454,7 +455,7 @@ def test_a_captured_stream_is_refused_in_known_calls_too() -> None:
         rank.finish()
         rank.stream.synchronize()
         rank.device.begin_capture(rank.stream.handle)
-        seq = core_of(comm).next_seq
+        seq = num_started(comm)
         text = rf"^allreduce on {comm.name}, rank {rank.rank}: stream \d+ is being capt"
         with without_python(comm):
             for arguments in ({}, {"nonblocking": True}):
@@ -465,7 +466,7 @@ def test_a_captured_stream_is_refused_in_known_calls_too() -> None:
             ordered = rf"^allreduce on {comm.name}, .*: an array is ordered by stream"
             with pytest.raises(CaptureError, match=ordered):
                 comm.allreduce(x, stream=other)  # which x is not ordered by
-        assert core_of(comm).next_seq == seq
+        assert num_started(comm) == seq
         graph = rank.device.end_capture(rank.stream.handle)
         assert rank.device.num_graph_commands(graph) == 0
         with without_python(comm):

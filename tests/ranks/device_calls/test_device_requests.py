@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dlpack_producer import OnlyDlpack
 from staged_ranks import Rank, SimRanks, forget_ranks, kept_ranks, on_threads
+from started_operations import num_started
 
 from commrt.comm import core_of
 from commrt.devices import DeviceArray, DeviceStream, SimWorld, serve, stop_serving
@@ -173,7 +174,7 @@ def test_hundreds_of_calls_on_several_communicators_with_little_memory() -> None
 def test_what_cannot_be_communicated_is_refused_before_anything_is_given() -> None:
     def main(rank: Rank) -> None:
         comm, x = rank.comm, ones(rank)
-        seq = core_of(comm).next_seq
+        seq = num_started(comm)
         readonly = DeviceArray(rank.device, 8, readonly=True)
         rank.arrays.append(readonly)
         wrong: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
@@ -188,7 +189,7 @@ def test_what_cannot_be_communicated_is_refused_before_anything_is_given() -> No
         for kind, text, given, arguments in wrong:
             with pytest.raises(kind, match=text):
                 comm.allreduce(given, **arguments)
-        assert core_of(comm).next_seq == seq
+        assert num_started(comm) == seq
         comm.allreduce(x)
         rank.finish()
 
@@ -215,12 +216,12 @@ def test_a_stream_of_another_device_is_refused() -> None:
 def test_arrays_of_two_devices_are_refused() -> None:
     def main(rank: Rank) -> None:
         x, there = ones(rank), elsewhere[1 - rank.rank]
-        seq = core_of(rank.comm).next_seq
+        seq = num_started(rank.comm)
         with pytest.raises(UsageError, match="x and out are not on the same device"):
             rank.comm.allreduce(x, out=there)
         with pytest.raises(UsageError, match="x and out are not on the same device"):
             rank.comm.allreduce(x, out=there, nonblocking=True)
-        assert core_of(rank.comm).next_seq == seq
+        assert num_started(rank.comm) == seq
         rank.comm.allreduce(x, nonblocking=True).synchronize()
 
     ranks = SimRanks(2, 0)
@@ -236,7 +237,7 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
         x = ones(rank)
         rank.stream.synchronize()
         rank.device.begin_capture(rank.stream.handle)
-        seq = core_of(rank.comm).next_seq
+        seq = num_started(rank.comm)
         said = (
             r"allreduce on .*, rank \d: stream \d+ is being captured.*Call it outside"
         )
@@ -244,7 +245,7 @@ def test_a_captured_stream_is_refused_and_its_capture_goes_on() -> None:
             rank.comm.allreduce(x)
         with pytest.raises(CaptureError, match=r"bcast on .* is being captured"):
             rank.comm.bcast(x, root=0)
-        assert core_of(rank.comm).next_seq == seq
+        assert num_started(rank.comm) == seq
         graph = rank.device.end_capture(rank.stream.handle)
         assert rank.device.num_graph_commands(graph) == 0
         request = rank.comm.allreduce(x, nonblocking=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is refused on some ranks: every rank learns of it, and all stay in step."""
+"""A call that some ranks refuse: every rank learns of it, and all stay in step."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def test_the_error_names_rank_and_reason() -> None:
             return f"own: {error}"
         raise AssertionError
 
-    reason = "allreduce: out has 5 elements (shape (5,)), expected 4 for x of 4 elements"
+    reason = (
+        "allreduce: out has 5 elements (shape (5,)), expected 4 for x of 4 elements"
+    )
     said = "rank 2 has refused its call, and nothing was delivered"
     assert run(3, main) == [
         f"0: allreduce #0 on local, rank 0: {said}: {reason}",
@@ -137,7 +139,8 @@ def test_a_root_that_had_returned_stays_in_step() -> None:
 
     for own in run(3, main):
         assert own[-1] == 3.0
-        assert own[:-1] == sorted(set(own[:-1])) and own[-2] >= 38
+        assert own[:-1] == sorted(set(own[:-1]))
+        assert own[-2] >= 38
 
 
 def test_what_is_not_an_error_of_commrt_is_told_too() -> None:

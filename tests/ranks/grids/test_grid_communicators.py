@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from started_operations import past_refusals
 
 import commrt
 from commrt.errors import ClosedError, MismatchError, UsageError
@@ -174,14 +175,14 @@ def test_a_wrong_grid_is_refused_before_anything_is_said() -> None:
                 comm.cart((3,))
             with pytest.raises(UsageError, match="have 3 places, expected 2"):
                 comm.mesh({"data": 3})
-        cart = comm.cart((2,))
+        cart = past_refusals(lambda: comm.cart((2,)))
         if comm.rank == 1:
             for wrong in ((), (0, 0), 1, "x"):
                 with pytest.raises(UsageError, match="sub: dim"):
                     cart.sub(wrong)
             with pytest.raises(UsageError, match="must be an integer"):
                 cart.shift(0, 0.5)
-        return cart.sub(0).size
+        return past_refusals(lambda: cart.sub(0)).size
 
     assert run(2, rank_main, timeout_s=300) == [2, 2]
 

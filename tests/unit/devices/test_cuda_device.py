@@ -21,8 +21,8 @@ import fake_nvrtc
 import numpy as np
 import pytest
 from device_probes import NBYTES, PROBES, Rig, data
+from started_operations import num_started
 
-from commrt.comm import core_of
 from commrt.devices import CudaDevice, DeviceArray, DeviceStream, cuda
 from commrt.devices.cuda import open_device, why_missing
 from commrt.errors import (
@@ -247,13 +247,13 @@ def test_a_call_in_a_stream_of_another_gpu_costs_nothing_but_itself(
         with DeviceStream(device):
             x = DeviceArray(device, 4).put(np.arange(4))
             comm.allreduce(x, nonblocking=True).synchronize()
-            seq = core_of(comm).next_seq
+            seq = num_started(comm)
             for wrong in ({}, {"nonblocking": True}, {"compress": "float16"}):
                 with pytest.raises(UsageError, match=f"stream {FOREIGN} is on CUDA"):
                     comm.allreduce(x, stream=FOREIGN, **wrong)
             with pytest.raises(UsageError, match=f"stream {FOREIGN} is on CUDA"):
                 comm.send(x, dest=0, stream=FOREIGN)
-            assert core_of(comm).next_seq == seq
+            assert num_started(comm) == seq
             request = comm.allreduce(x, nonblocking=True)
             with pytest.raises(UsageError, match=f"stream {FOREIGN} is on CUDA"):
                 request.wait(stream=FOREIGN)
@@ -279,7 +279,7 @@ def test_managed_memory_is_refused_and_costs_nothing(
             told = dict(managed.__cuda_array_interface__)
             foreign = SimpleNamespace(__cuda_array_interface__=told)
             comm.allreduce(x)  # like calls are started without Python from here on
-            seq = core_of(comm).next_seq
+            seq = num_started(comm)
             calls: list[Callable[[], Any]] = [
                 lambda: comm.allreduce(foreign),
                 lambda: comm.allreduce(foreign, nonblocking=True),
@@ -290,7 +290,7 @@ def test_managed_memory_is_refused_and_costs_nothing(
             for call in calls:
                 with pytest.raises(BufferError_, match="is in managed memory, which"):
                     call()
-            assert core_of(comm).next_seq == seq
+            assert num_started(comm) == seq
             comm.allreduce(x, nonblocking=True).synchronize()
             assert x.get().tolist() == [0, 1, 2, 3]
 

@@ -92,6 +92,14 @@ ENTRIES = (
         debug="check",
     ),
     Entry(
+        "RefusedError",
+        "Another rank's call was refused for its arguments, so this operation did not "
+        "happen. All ranks are in step.",
+        "Correct the call of the rank that the text names, and make the next call.",
+        "comm.allreduce(np.ones(4), out=np.ones(5 if comm.rank == 0 else 4))",
+        ranks=2,
+    ),
+    Entry(
         "TimeoutError_",
         "An operation did not end within `timeout_s`. It stays in flight.",
         "Wait for `error.request` again, or end the job with `comm.abort()`.",

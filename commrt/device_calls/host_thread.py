@@ -147,7 +147,8 @@ class HostJob:
     def _fail(self, error: BaseException) -> None:
         self.error = error
         # A device that is gone may refuse; what came first is told, and the jobs go on.
-        if not isinstance(error, MismatchError):
+        is_known = isinstance(error, MismatchError) or getattr(error, "is_told", False)
+        if not is_known:
             with suppress(Exception):  # the others must not wait for what does not come
                 self._channel.give_up(f"{self.what}: {error}")
         kind = "timeout" if isinstance(error, TimeoutError_) else "host work"

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 import commrt
-from commrt.errors import CommError, MismatchError, RevokedError, TimeoutError_
+from commrt.errors import (
+    CommError,
+    MismatchError,
+    RefusedError,
+    RevokedError,
+)
 
 LIMIT_S = 300.0
 
@@ -19,7 +24,7 @@ def nodes(text: str) -> dict[str, str]:
 
 
 def call_again() -> list[Any]:
-    """Rank 1 calls wrongly at first, and the others wait in vain."""
+    """Rank 1 calls wrongly at first, and the others hear of it."""
     comm = commrt.init()
     cart = comm.cart((comm.size,), periodic=True)
     size, rank = comm.size, comm.rank
@@ -47,19 +52,55 @@ def call_again() -> list[Any]:
         found.append(total.tolist() == [0, size, 0, size, 0, 0, 0, 0, 0])
 
     for call in (halo, redistribute, dup, sparse):
-        cart.timeout_s = 0.1
-        comm.barrier()
-        with pytest.raises(ValueError if rank == 1 else TimeoutError_):
-            call(rank == 1)
-        comm.barrier()
-        cart.timeout_s = LIMIT_S
+        for _ in range(2):
+            with pytest.raises(ValueError if rank == 1 else RefusedError):
+                call(rank == 1)
         call(False)
     return found
 
 
-@pytest.mark.parametrize(("size", "where"), [(2, ""), (3, "2,1")])
-def test_all_ranks_may_call_again(mpirun: Any, size: int, where: str) -> None:
-    assert mpirun(size, call_again, env=nodes(where)) == [[True] * 4] * size
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_hear_of_it_and_call_again(mpirun: Any, size: int) -> None:
+    assert mpirun(size, call_again) == [[True] * 4] * size
+
+
+def end_together() -> list[str]:
+    """Rank 1 calls wrongly, with ranks on other nodes: the communicator ends."""
+    comm = commrt.init()
+    found = []
+    for turn in range(3):
+        other = comm.dup()
+        out = np.ones(3 if comm.rank == 1 else 2)
+        with pytest.raises(CommError, match="out has 3 elements") as raised:
+            other.allreduce(np.ones(2), out=out)
+        found.append(type(raised.value).__name__)
+        with pytest.raises(RevokedError):  # a rank that was refused hears of it here
+            other.allreduce(np.ones(2))
+        assert comm.allreduce(np.ones(1))[0] == comm.size, turn
+    return found
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, "1,1"), (3, "2,1"), (3, "1,2")])
+def test_between_nodes_all_ranks_raise_at_once(
+    mpirun: Any, size: int, where: str
+) -> None:
+    found = mpirun(size, end_together, env=nodes(where))
+    assert found[1] == ["UsageError"] * 3
+    assert found[0] == found[-1 if size == 3 else 0] == ["RevokedError"] * 3
+
+
+def call_dup_again() -> list[Any]:
+    """What only meets, and runs no operation, is taken back between nodes, too."""
+    comm = commrt.init()
+    for _ in range(3):
+        with pytest.raises(ValueError if comm.rank == 1 else RefusedError):
+            comm.dup(deterministic=9 if comm.rank == 1 else None)
+    return [float(comm.dup().allreduce(np.ones(1))[0]), comm.allreduce(np.ones(1))[0]]
+
+
+@pytest.mark.parametrize("where", ["", "2,1"])
+def test_a_wrong_dup_is_heard_of(mpirun: Any, where: str) -> None:
+    assert mpirun(3, call_dup_again, env=nodes(where)) == [[3.0, 3.0]] * 3
 
 
 def expect_nothing() -> list[str]:

@@ -16,7 +16,6 @@ from commrt.errors import (
     BufferError_,
     CommError,
     MismatchError,
-    RevokedError,
     TimeoutError_,
     UsageError,
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case, legal_pairs, run_cases
+from started_operations import num_started
 
 import commrt
 from commrt.comm import core_of
@@ -336,7 +337,7 @@ def wrong_parameters() -> list[str]:
             comm.allreduce(np.ones(3), algorithm=NATIVE, params=params)
         except commrt.errors.UsageError as error:
             said.append(str(error))
-    assert core_of(comm).next_seq == 0
+    assert num_started(comm) == 0
     comm.allreduce(np.ones(3), algorithm=NATIVE, params={"chunk": 4096})
     return said
 

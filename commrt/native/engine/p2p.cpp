@@ -136,6 +136,10 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     comm_.refusals.hear_from_afar(source, header.send_id, reason);
     return;
   }
+  if (header.kind == PacketKind::Heard) {
+    comm_.refusals.settle_afar(source, header.send_id);
+    return;
+  }
   if (header.kind == PacketKind::Ended) {
     comm_.break_down("this rank's operation #" + std::to_string(header.send_id) +
                      " was refused, and rank " + std::to_string(source) +
@@ -507,6 +511,10 @@ void P2P::tell_refused(uint64_t seq, const std::string& reason) {
     channels_[peer].notices.emplace_back(seq, reason);
     serve(peer);
   }
+}
+
+void P2P::tell_heard(int rank, uint64_t seq) {
+  answer(rank, {PacketKind::Heard, kAnyType, 0, 0, seq, 0, 0});
 }
 
 void P2P::tell_ended(int rank, uint64_t seq) {

@@ -34,8 +34,9 @@ constexpr uint64_t kEagerOverhead = 192;
 constexpr int16_t kSendCode = 64, kRecvCode = 65;
 
 // Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
-// other nodes of a call that was refused, and Ended answers that the communicator ends by it.
-enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone, Refused, Ended };
+// other nodes of a call that was refused. Heard answers that, and Ended says that the communicator
+// ends by it.
+enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone, Refused, Heard, Ended };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
 using TypeCode = uint8_t;
@@ -167,6 +168,8 @@ class P2P {
   bool fail_after_peer(const std::shared_ptr<Op>& op);
   // Tells the ranks of other nodes that this rank's operation `seq` was refused.
   void tell_refused(uint64_t seq, const std::string& reason);
+  // Tells such a rank that this one knows of it.
+  void tell_heard(int rank, uint64_t seq);
   // Tells such a rank that the communicator has ended by its refusal.
   void tell_ended(int rank, uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.

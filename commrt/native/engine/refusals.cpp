@@ -91,6 +91,9 @@ bool Refusals::refuse(const std::string& reason) {
     header(me).started.store(seq + 1, std::memory_order_release);
     for (int peer : comm_.members) comm_.ring(peer);
   }
+  for (int peer = 0; peer < comm_.size; ++peer) {
+    if (comm_.link(peer).kind == LinkKind::Mpi) afar_.push_back({peer, seq, {}});
+  }
   comm_.p2p->tell_refused(seq, shortened(reason, Refusal::kMostBytes));
   remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
   comm_.take_number();
@@ -114,7 +117,8 @@ void Refusals::look() {
 }
 
 void Refusals::see() {
-  disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty();
+  disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty() ||
+             !afar_.empty();
 }
 
 // Answers all that a member has refused meanwhile.
@@ -220,8 +224,14 @@ bool Refusals::hold_back(int peer, uint64_t seq) const {
 }
 
 bool Refusals::hold_back(uint64_t seq) const {
-  return std::any_of(unsettled_.begin(), unsettled_.end(),
-                     [=](const Unsettled& one) { return one.seq < seq; });
+  const auto is_older = [seq](const auto& one) { return one.seq < seq; };
+  return std::any_of(unsettled_.begin(), unsettled_.end(), is_older) ||
+         std::any_of(afar_.begin(), afar_.end(), is_older);
+}
+
+void Refusals::settle_afar(int rank, uint64_t seq) {
+  remove_where(afar_, [=](const Skip& one) { return one.peer == rank && one.seq == seq; });
+  see();
 }
 
 // Takes the answers of peers to what this rank has refused.
@@ -331,9 +341,11 @@ void Refusals::hear_from_afar(int rank, uint64_t seq, const std::string& reason)
   const std::string why = said_of(rank, reason);
   if (seq >= comm_.next_seq) {
     coming_.push_back({seq, rank, why});
-    return see();
+    see();
+  } else if (Op* const op = find(seq)) {
+    end_all(*op, rank, why);
   }
-  if (Op* const op = find(seq)) end_all(*op, rank, why);
+  comm_.p2p->tell_heard(rank, seq);  // behind what says that the communicator has ended
 }
 
 // An operation that cannot be taken back: the communicator ends with it, on all ranks.

@@ -54,6 +54,8 @@ class Refusals {
   // Takes a place in the order of calls for one that was refused here. False: peers have not
   // looked at so many earlier ones that there is no room; nothing has happened.
   bool refuse(const std::string& reason);
+  // A rank of another node knows of this rank's refusal of `seq`.
+  void settle_afar(int rank, uint64_t seq);
   // A rank of another node has refused its operation `seq`.
   void hear_from_afar(int rank, uint64_t seq, const std::string& reason);
   // The next operation was refused by others. Its ids are those of a call that has begun.
@@ -124,6 +126,7 @@ class Refusals {
   std::vector<Ended> ended_;
   std::vector<Skip> skips_;
   std::vector<Unsettled> unsettled_;
+  std::vector<Skip> afar_;  // refusals of this rank of which ranks of other nodes may not know
 };
 
 }  // namespace commrt

@@ -255,6 +255,8 @@ def _from_run(environ: Mapping[str, str], smallest: int = 1) -> LaunchInfo | Non
     names = ("COMMRT_MEETING", "RANK", "WORLD_SIZE")
     if any(not environ.get(name) for name in names):
         return None
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return None  # commrt.run leaves it out, so a rank of it has started torchrun
     size = _number(environ, "WORLD_SIZE")
     if size < smallest:
         return None

@@ -56,7 +56,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         _DESCRIPTOR,
     ),
     "PMIx": ("PMIX_NAMESPACE", "PMIX_RANK"),
-    "commrt.run": ("COMMRT_MEETING", "RANK", "WORLD_SIZE"),
+    # Whoever starts ranks within one leaves the folder, and sets the other names anew.
+    "commrt.run": ("COMMRT_MEETING",),
     "torchrun": (
         "MASTER_ADDR",
         "MASTER_PORT",

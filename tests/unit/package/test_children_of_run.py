@@ -29,10 +29,10 @@ import json, os, subprocess, sys
 import commrt
 child = None
 if os.environ["RANK"] == "0":
-    words = [sys.executable, "-c", "import commrt; commrt.init().barrier(); input()"]
+    words = [sys.executable, "-c", "import commrt; commrt.init(); input()"]
     child = subprocess.Popen(words, stdin=subprocess.PIPE)
     folder = os.environ["COMMRT_MEETING"]
-    while not any("claims" in name and "%2F1" in name for name in os.listdir(folder)):
+    while not any(name.endswith("claims%2F0%2F1") for name in os.listdir(folder)):
         os.sched_yield()
 try:
     commrt.init()

@@ -22,12 +22,15 @@ from commrt.backends.mpi.collectives import (
     library_template,
     why_not,
 )
+from commrt.backends.mpi.measuring import measure
+from commrt.backends.mpi.prediction import predicted_us
 from commrt.backends.shm import schedule_candidates
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.group.deferred_release import defer
 from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
+from commrt.planning.host_plans import only_by_name
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
@@ -71,6 +74,18 @@ class AttachedMpi(Attached):
         if not native_mpi.is_there and self._may_be_picked():
             native_mpi.lease(timeout_s)
         self._runs_unasked = native_mpi.is_there
+
+    def measure(self) -> None:
+        """Measure what MPI costs between nodes, where no table knows; once in a job."""
+        group, world = self.group, self.group.world
+        if world.native_comms is None or world.mpi_between_nodes is not None:
+            return
+        if group.facts.nodes == 1 or self.beside.table is not None or group.in_process:
+            return
+        if group.size == world.size:
+            world.mpi_between_nodes = measure(
+                group, self.beside.sendrecv, self.beside.private_calls
+            )
 
     def _may_be_picked(self) -> bool:
         """Return whether calls that do not ask may run the library's own collectives.
@@ -141,6 +156,24 @@ class AttachedMpi(Attached):
         if candidate.name != NATIVE.name or self._runs_unasked:
             return super().only_on_request(query, candidate)
         return "has no MPI communicator here until a call asks for it by name"
+
+    def modelled_us(
+        self, query: Query, candidate: Candidate, *, only_floor: bool = False
+    ) -> float:
+        """Return the model's time of a candidate, by what was measured."""
+        group, between = self.group, self.group.world.mpi_between_nodes
+        if between is None or group.facts.nodes == 1 or query.device != "host":
+            return super().modelled_us(query, candidate, only_floor=only_floor)
+        return predicted_us(
+            *(group.facts, query, candidate, lambda: self._schedules(query), between),
+            only_floor=only_floor,
+        )
+
+    def _schedules(self, query: Query) -> list[Candidate]:
+        """Return the schedules that may run unasked."""
+        found = schedule_candidates(self.group, query, self.backend.name)
+        layout = self.group.facts.layout
+        return [one for one in found if only_by_name(layout, query.coll, one) is None]
 
     def plan(self, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""

@@ -56,7 +56,8 @@ _CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
     # A round costs a hand-over of the core to the next rank.
     ("oversubscribed", "memory"): Constants(2.0, 3e-5, 1.5 * GAMMA),
     ("oversubscribed", "messages"): Constants(3.0, 6e-5, 1.5 * GAMMA),
-    # Between nodes MPI carries messages. commrt/job/links.py measures those of gloo.
+    # Between nodes, where nobody measured: commrt/job/links.py does so for gloo, and
+    # commrt/backends/mpi/measuring.py for MPI.
     ("network", "memory"): Constants(2.0, 1.5e-4, 2 * GAMMA),
     ("network", "messages"): Constants(2.0, 1.5e-4, 2 * GAMMA),
 }
@@ -128,7 +129,7 @@ def interpolated(points: Sequence[tuple[int, float]], nbytes: int) -> float:
             if last == first:
                 return point[1]
             part = math.log(here / first) / math.log(last / first)
-            return before[1] * (point[1] / before[1]) ** part
+            return before[1] * math.pow(point[1] / before[1], part)
         before = point
     return before[1]
 

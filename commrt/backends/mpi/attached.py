@@ -77,12 +77,12 @@ class AttachedMpi(Attached):
 
     def measure(self) -> None:
         """Measure what MPI costs between nodes, where no table knows; once in a job."""
-        group, world = self.group, self.group.world
+        group, world, table = self.group, self.group.world, self.beside.table
         if world.native_comms is None or world.mpi_between_nodes is not None:
             return
-        if group.facts.nodes == 1 or self.beside.table is not None or group.in_process:
+        if group.facts.nodes == 1 or group.in_process or group.size < world.size:
             return
-        if group.size == world.size:
+        if table is None or not table.applies_to(group.facts):
             world.mpi_between_nodes = measure(
                 group, self.beside.sendrecv, self.beside.private_calls
             )

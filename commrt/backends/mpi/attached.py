@@ -30,7 +30,6 @@ from commrt.group.deferred_release import defer
 from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
-from commrt.planning.host_plans import only_by_name
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
@@ -165,15 +164,8 @@ class AttachedMpi(Attached):
         if between is None or group.facts.nodes == 1 or query.device != "host":
             return super().modelled_us(query, candidate, only_floor=only_floor)
         return predicted_us(
-            *(group.facts, query, candidate, lambda: self._schedules(query), between),
-            only_floor=only_floor,
+            group.facts, query, candidate, between, only_floor=only_floor
         )
-
-    def _schedules(self, query: Query) -> list[Candidate]:
-        """Return the schedules that may run unasked."""
-        found = schedule_candidates(self.group, query, self.backend.name)
-        layout = self.group.facts.layout
-        return [one for one in found if only_by_name(layout, query.coll, one) is None]
 
     def plan(self, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""

@@ -8,8 +8,9 @@ tells how near predictions are. Nothing is begun once the time is used up.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from commrt.select.facts import Candidate, Query
 from commrt.select.model import MpiBetweenNodes, Points
 from commrt.vocabulary.operations import operation
 
-__all__ = ["COLLS", "in_order", "lengths", "measure", "native_times"]
+__all__ = ["COLLS", "in_order", "lengths", "measure", "native_times", "steady_us"]
 
 COLLS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast")
 """Operations of the library that are measured."""
@@ -46,7 +47,7 @@ _SCHEDULES = ("recursive_doubling", "halving_doubling")
 """Schedules of it that run, for short and for long vectors."""
 _PLANNED_RANKS = 16
 """Most ranks for which schedules run: of more, Python predicts no time soon enough."""
-_TIMES, _TOGETHER = 2, 5
+_TIMES, _TOGETHER, _STEADY = 3, 5, 1.5
 
 
 def lengths(beta_us: float) -> tuple[int, ...]:
@@ -98,11 +99,23 @@ def measure(
     between = MpiBetweenNodes(cost["alpha"], cost["beta"])
     with private_calls() as calls:
         took = _measured(group, between, calls, clock)
-    slowest = worst_of(world, "mpi/took", took)
+    slowest = {
+        name: us
+        for name, us in worst_of(world, "mpi/took", took).items()
+        if us < math.inf
+    }
     yardsticks = _yardsticks(group, between, slowest)
     if len(yardsticks) == 2:
         between = calibrated(group.facts, between, *yardsticks)
-    return replace(between, native_us=native_times(slowest), facts=group.facts)
+    _, longest, _ = lengths(cost["beta"])
+    needed = {coll: _query(coll, longest, group.size).nbytes for coll in COLLS}
+    # What was seen of short vectors alone says nothing of long ones.
+    told = {
+        coll: times
+        for coll, times in native_times(slowest).items()
+        if times[-1][0] == needed[coll]
+    }
+    return replace(between, native_us=told, facts=group.facts)
 
 
 def _messages(
@@ -133,11 +146,20 @@ def _measured(
         call = _call(calls, coll, full_nbytes, group.size, algorithm)
         nbytes = _query(coll, full_nbytes, group.size).nbytes
         together = _TOGETHER if full_nbytes == short else 1
-        took_us = min(times_us(call, _TIMES, together))
+        took_us = steady_us(times_us(call, _TIMES, together))
         mine[f"{coll} {nbytes} {algorithm}"] = took_us
         if done in asks and _any_late(calls, clock):
             break
     return mine
+
+
+def steady_us(took: Sequence[float]) -> float:
+    """Return the least of some times; infinity where no other one is near it.
+
+    Something else had the cores then, or the network.
+    """
+    least, second = sorted(took)[:2]
+    return least if second <= _STEADY * least else math.inf
 
 
 def _any_late(calls: Calls, clock: _Clock) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from commrt import algorithms
@@ -29,7 +29,6 @@ def predicted_us(
     facts: CommFacts,
     query: Query,
     candidate: Candidate,
-    schedules: Callable[[], Sequence[Candidate]],
     between: MpiBetweenNodes,
     *,
     only_floor: bool = False,
@@ -43,7 +42,6 @@ def predicted_us(
         facts: the ranks.
         query: the operation.
         candidate: a schedule, or the library's own collective.
-        schedules: returns the schedules among which the best one is.
         between: what was measured.
         only_floor: whether only what it takes at least is asked for.
     """
@@ -51,7 +49,7 @@ def predicted_us(
         return 0.0
     if candidate.algorithm != "native":
         return _schedule_us(facts, query, candidate, between, only_floor)
-    among = schedules() or _by_name(facts, query)
+    among = _by_name(facts, query)
     part = between.native_part(
         query.coll,
         query.nbytes,
@@ -109,7 +107,8 @@ def _took_longer(
 
 
 def _by_name(facts: CommFacts, query: Query) -> list[Candidate]:
-    names = algorithms.names(query.coll, facts.size, facts.layout)
+    """Return the schedules that ask for no nodes, as libraries may have them."""
+    names = algorithms.names(query.coll, facts.size)
     return [Candidate("mpi", name) for name in names]
 
 

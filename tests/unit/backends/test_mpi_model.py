@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from commrt import algorithms
-from commrt.backends.mpi.measuring import COLLS, in_order, lengths, native_times
+from commrt.backends.mpi.measuring import (
+    COLLS,
+    in_order,
+    lengths,
+    native_times,
+    steady_us,
+)
 from commrt.backends.mpi.prediction import best_schedule, calibrated, predicted_us
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.model import MpiBetweenNodes, interpolated
@@ -32,7 +39,7 @@ def asked(coll: str, nbytes: int) -> Query:
 
 
 def schedules(facts: CommFacts, coll: str) -> list[Candidate]:
-    names = algorithms.names(coll, facts.size, facts.layout)
+    names = algorithms.names(coll, facts.size)
     return [Candidate("mpi", name) for name in names]
 
 
@@ -42,10 +49,7 @@ def native_us(
     between: MpiBetweenNodes,
     only_floor: bool = False,
 ) -> float:
-    among = schedules(facts, query.coll)
-    return predicted_us(
-        *(facts, query, NATIVE, lambda: among, between), only_floor=only_floor
-    )
+    return predicted_us(facts, query, NATIVE, between, only_floor=only_floor)
 
 
 @pytest.mark.parametrize("facts", NODES, ids=str)
@@ -140,6 +144,12 @@ def test_the_librarys_times_by_operation_and_bytes() -> None:
     expected = {"bcast": ((8, 5.0), (1048576, 300.0)), "allreduce": ((8, 4.0),)}
     assert native_times(took) == expected
     assert native_times({}) == {}
+
+
+def test_times_that_something_disturbed_count_for_nothing() -> None:
+    assert steady_us([9.0, 5.0, 6.0]) == 5.0
+    assert steady_us([900.0, 5.0, 800.0]) == math.inf
+    assert steady_us([700.0, 5.0, 5.1]) == 5.0
 
 
 def test_all_operations_are_measured_at_all_lengths() -> None:

@@ -115,12 +115,13 @@ def message_costs(
     long_nbytes: int,
     *,
     typical: Callable[[list[float]], float] = median,
+    times: int = _SHORT_TIMES,
     together: int = 1,
 ) -> dict[str, float]:
     """Return what messages between nodes cost this rank: ``alpha`` and ``beta``.
 
     The first ranks of the nodes send in a ring, all at once. Other ranks return
-    nothing, at once. ``typical`` picks one of the times of short messages, and
+    nothing, at once. ``typical`` picks one of the ``times`` of short messages, and
     ``together`` of them are timed at once.
     """
     first = [ranks[0] for ranks in world.nodes]
@@ -128,7 +129,7 @@ def message_costs(
         return {}
     at = first.index(world.rank)
     there = first[(at + 1) % len(first)], first[at - 1]
-    alpha_us = typical(_ring_us(sendrecv, *there, 8, _SHORT_TIMES, together))
+    alpha_us = typical(_ring_us(sendrecv, *there, 8, times, together))
     long_us = min(_ring_us(sendrecv, *there, long_nbytes, _LONG_TIMES))
     beta_us = max(long_us - alpha_us, 0.1 * long_us) / long_nbytes
     return {"alpha": alpha_us, "beta": beta_us}

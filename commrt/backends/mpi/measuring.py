@@ -122,7 +122,10 @@ def _messages(
     group: Group, sendrecv: SendRecv, long_nbytes: int, key: str
 ) -> dict[str, float]:
     mine = message_costs(
-        group.world, sendrecv, long_nbytes, typical=min, together=_TOGETHER
+        *(group.world, sendrecv, long_nbytes),
+        typical=min,
+        times=_TIMES,
+        together=_TOGETHER,
     )
     return worst_of(group.world, key, mine)
 
@@ -219,14 +222,11 @@ def _call(
     calls: Calls, coll: str, full_nbytes: int, size: int, algorithm: str
 ) -> Callable[[], Any]:
     """Return a call of an operation by an algorithm."""
-    block = _elements(full_nbytes, size)
-    whole = np.ones(block * size, np.float32)
-    x = whole[:block] if coll == "allgather" else whole
+    spec, block = operation(coll), _elements(full_nbytes, size)
+    grows = spec.out_count == "times_size"
+    x = np.ones(block if grows else block * size, np.float32)
     given: dict[str, Any] = {"algorithm": f"{NATIVE.backend}/{algorithm}"}
-    if coll == "reduce_scatter":
-        given["out"] = np.empty(block, np.float32)
-    elif coll == "allgather":
-        given["out"] = np.empty((size, block), np.float32)
-    elif coll != "bcast":
-        given["out"] = np.empty_like(whole)
+    if spec.input_on == "all":
+        shrinks = spec.out_count == "div_size"
+        given["out"] = np.empty(block if shrinks else block * size, np.float32)
     return lambda: calls.run(coll, (x,), given)

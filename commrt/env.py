@@ -161,6 +161,15 @@ VARIABLES: tuple[Variable, ...] = (
         _text,
     ),
     Variable(
+        "COMMRT_RANK_PROCESS",
+        "process and names of a rank",
+        None,
+        "Which process is the rank, so that those that it starts do not take its "
+        "place; init sets it, nobody else.",
+        False,
+        _text,
+    ),
+    Variable(
         "COMMRT_NCCL_LIB",
         "path",
         None,

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, env
@@ -20,6 +21,7 @@ from commrt.gloo.relay import GlooRelay
 from commrt.job.abort import install_excepthook
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
+from commrt.launch.rank_process import mark_rank
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.limits import deadline_after
 
@@ -60,6 +62,9 @@ def init(
     those of ``python -m commrt.run``, then torchrun's, then Slurm's; otherwise this
     process is a world of one. COMMRT_LAUNCH overrides it. The first call is collective
     over all ranks.
+
+    A process that a rank started, such as a worker of a data loader, is no rank: it is
+    a world of one, with a RuntimeWarning, unless a launcher started it there.
 
     Args:
         mpi_comm: an mpi4py communicator to use instead of MPI's world.
@@ -126,9 +131,21 @@ def _is_of_mpi(given: Any) -> bool:
 
 def _start(mpi_comm: MPI.Intracomm | None) -> World:
     launch = detect()
+    if launch.is_child and mpi_comm is None:
+        warnings.warn(_of_a_child(launch), RuntimeWarning, stacklevel=3)
     world = _join(connect(launch, mpi_comm), launch)
     install_excepthook(world)
     return world
+
+
+def _of_a_child(launch: LaunchInfo) -> str:
+    return (
+        f"commrt.init: this process is a world of one, not a rank of the job: "
+        f"{launch.source}. Let the ranks communicate for it, or start it by a "
+        f"launcher of its own (mpiexec, torchrun, python -m commrt.run). "
+        f"COMMRT_LAUNCH=single in its environment says that a world of one is meant, "
+        f"and ends this warning."
+    )
 
 
 def join_world(bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float) -> World:
@@ -150,6 +167,8 @@ def _join(
     first = _RUNTIME.engine is None
     if first:
         _RUNTIME.engine, _RUNTIME.pid = _native.Engine(), os.getpid()
+        if not launch.is_child:
+            mark_rank()
     if _RUNTIME.pid != os.getpid():
         raise ClosedError(
             f"commrt was started in process {_RUNTIME.pid}, from which this one was "

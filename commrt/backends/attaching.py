@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from commrt import _native, backends
-from commrt.backends.base import Attached, Surroundings
+from commrt.backends.base import Attached, Calls, Surroundings
 from commrt.group.group import Group
 from commrt.group.native_mpi import NativeMpi
 from commrt.planning.spec import PlanSpec
@@ -25,10 +26,13 @@ def attach_all(
     native_mpi: NativeMpi,
     stager: Callable[[Any], _native.Stager],
     sendrecv: Callable[..., Any],
+    private_calls: Callable[[], AbstractContextManager[Calls]],
 ) -> dict[str, Attached]:
     """Return all backends by name, each attached to a communicator."""
     attached: dict[str, Attached] = {}
-    beside = Surroundings(attached, table, wishes, native_mpi, stager, sendrecv)
+    beside = Surroundings(
+        *(attached, table, wishes, native_mpi, stager, sendrecv, private_calls)
+    )
     for name, backend in backends.all_backends().items():
         attach = getattr(backend, "attach", None)
         if attach is None:

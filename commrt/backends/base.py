@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -83,6 +84,16 @@ class Surroundings:
     """Returns what runs calls on a device through pinned memory."""
     sendrecv: Callable[..., Any]
     """Sends one message and receives one; as ``Communicator.sendrecv``."""
+    private_calls: Callable[[], AbstractContextManager[Calls]]
+    """Collectives of the same ranks, for measurements; collective to enter."""
+
+
+class Calls(Protocol):
+    """Collectives for private use."""
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one by its name."""
+        ...
 
 
 class Backend(Protocol):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from commrt import env
 from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.claim import claim_rank
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.mpi_of_launch import started_mpi
@@ -27,6 +28,8 @@ def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootst
     belongs to another MPI than mpi4py's, BackendError where mpi4py, libmpi or torch
     is missing. Under torchrun and commrt.run mpi4py is not imported. Ranks of srun
     whose MPI does not know of the others meet in a store of torch.
+
+    Raises UsageError where another process already is this rank, and still runs.
     """
     timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     if mpi_comm is not None:
@@ -36,9 +39,11 @@ def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootst
     if launch.kind == "run":
         folder = env.value("COMMRT_MEETING")
         rendezvous = DirectoryStore(folder or "", launch.size)
+        claim_rank(rendezvous, launch)
         return StoreBootstrap(rendezvous, launch.rank, launch.size)
     if launch.kind == "torchrun":
         store = torchrun_store(launch.rank, launch.size, timeout_s)
+        claim_rank(store, launch)
         return StoreBootstrap(store, launch.rank, launch.size)
     mpi = started_mpi(launch)
     if mpi is not None:

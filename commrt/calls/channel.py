@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from commrt import _native
@@ -106,7 +107,13 @@ class Channel(Group, Operations):
         self.native_mpi = NativeMpi(self, native_comm)
         self._resources.callback(self.native_mpi.give_back)
         self.attached = attach_all(
-            self, self.table, self.wishes, self.native_mpi, stager, sendrecv
+            self,
+            self.table,
+            self.wishes,
+            self.native_mpi,
+            stager,
+            sendrecv,
+            lambda: self._calls_apart(native_comm),
         )
         self._resources.callback(self._close_backends)
         """Its backends, by name."""
@@ -137,6 +144,20 @@ class Channel(Group, Operations):
         )
         made.settle()
         return made
+
+    @contextmanager
+    def _calls_apart(self, native_comm: MPI.Intracomm | None) -> Iterator[Collectives]:
+        """Give collectives of the same ranks that leave nothing behind here."""
+        made = Channel(
+            self.world,
+            self.world_ranks,
+            *self.agree_private("measuring", self.timeout_s),
+            native_comm=native_comm,
+        )
+        try:
+            yield made.collectives
+        finally:
+            made.free()
 
     def settle(self) -> None:
         """Let the backends measure what their choices go by; collective."""

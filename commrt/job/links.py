@@ -29,7 +29,10 @@ __all__ = [
     "link_class_now",
     "measure_between_nodes",
     "measure_links",
+    "message_costs",
     "spins_for",
+    "times_us",
+    "worst_of",
 ]
 
 NEAR_NS = 90.0
@@ -101,25 +104,61 @@ def measure_between_nodes(
     # A rank that is still on its way here would be measured, too.
     world.bootstrap.exchange(everybody, "between/start", b"", world.timeout_s)
     mine = {"native": _native_us(native, world.size)}
-    first = [ranks[0] for ranks in world.nodes]
-    if world.rank in first:
-        at = first.index(world.rank)
-        there = first[(at + 1) % len(first)], first[at - 1]
-        mine["alpha"] = alpha_us = median(_ring_us(sendrecv, *there, 8, _SHORT_TIMES))
-        long_us = min(_ring_us(sendrecv, *there, _LONG_NBYTES, _LONG_TIMES))
-        mine["beta"] = max(long_us - alpha_us, 0.1 * long_us) / _LONG_NBYTES
-    said = json.dumps(mine).encode()
-    heard = world.bootstrap.exchange(everybody, "between/us", said, world.timeout_s)
-    told = [json.loads(text) for text in heard]
-    worst = {name: max(one.get(name, 0.0) for one in told) for name in told[0]}
+    mine |= message_costs(world, sendrecv, _LONG_NBYTES)
+    worst = worst_of(world, "between/us", mine)
     return BetweenNodes(worst["alpha"], worst["beta"], worst["native"])
 
 
+def message_costs(
+    world: World,
+    sendrecv: SendRecv,
+    long_nbytes: int,
+    *,
+    typical: Callable[[list[float]], float] = median,
+    times: int = _SHORT_TIMES,
+    together: int = 1,
+) -> dict[str, float]:
+    """Return what messages between nodes cost this rank: ``alpha`` and ``beta``.
+
+    The first ranks of the nodes send in a ring, all at once. Other ranks return
+    nothing, at once. ``typical`` picks one of the ``times`` of short messages, and
+    ``together`` of them are timed at once.
+    """
+    first = [ranks[0] for ranks in world.nodes]
+    if world.rank not in first:
+        return {}
+    at = first.index(world.rank)
+    there = first[(at + 1) % len(first)], first[at - 1]
+    alpha_us = typical(_ring_us(sendrecv, *there, 8, times, together))
+    long_us = min(_ring_us(sendrecv, *there, long_nbytes, _LONG_TIMES))
+    beta_us = max(long_us - alpha_us, 0.1 * long_us) / long_nbytes
+    return {"alpha": alpha_us, "beta": beta_us}
+
+
+def worst_of(world: World, key: str, mine: dict[str, float]) -> dict[str, float]:
+    """Return the largest of what ranks have by each name; collective over the job."""
+    said = json.dumps(mine).encode()
+    everybody = range(world.size)
+    heard = world.bootstrap.exchange(everybody, key, said, world.timeout_s)
+    told = [json.loads(text) for text in heard]
+    names = {name for one in told for name in one}
+    return {name: max(one.get(name, 0.0) for one in told) for name in names}
+
+
 def _ring_us(
-    sendrecv: SendRecv, dest: int, source: int, nbytes: int, times: int
+    sendrecv: SendRecv,
+    dest: int,
+    source: int,
+    nbytes: int,
+    times: int,
+    together: int = 1,
 ) -> list[float]:
     x, out = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return _times_us(lambda: sendrecv(x, dest=dest, out=out, source=source), times)
+
+    def call() -> None:
+        sendrecv(x, dest=dest, out=out, source=source)
+
+    return times_us(call, times, together)
 
 
 def _native_us(native: Any, size: int) -> float:
@@ -132,17 +171,23 @@ def _native_us(native: Any, size: int) -> float:
     import torch
 
     x = torch.zeros(2)
-    took_us = _times_us(lambda: native.allreduce([x]).wait(), _SHORT_TIMES)
+    took_us = times_us(lambda: native.allreduce([x]).wait(), _SHORT_TIMES)
     return median(took_us) / (2 * (size - 1) + 1)
 
 
-def _times_us(call: Callable[[], Any], times: int) -> list[float]:
+def times_us(call: Callable[[], Any], times: int, together: int = 1) -> list[float]:
+    """Return the times of a call, after one that is not timed.
+
+    A call alone may take no time, where what it waits for was there before it. So
+    ``together`` calls may count as one, by their mean.
+    """
     call()  # wakes threads that have never run
     took = []
     for _ in range(times):
         start = time.perf_counter()
-        call()
-        took.append((time.perf_counter() - start) * 1e6)
+        for _ in range(together):
+            call()
+        took.append((time.perf_counter() - start) * 1e6 / together)
     return took
 
 

@@ -31,7 +31,7 @@ from commrt.mpi import library
 from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
-from commrt.select.model import BetweenNodes
+from commrt.select.model import BetweenNodes, MpiBetweenNodes
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
@@ -86,6 +86,8 @@ class World:
     """Link class of each on-node pair, by ascending rank."""
     between_nodes: BetweenNodes | None = None
     """Cost of messages by gloo; None if it carries none."""
+    mpi_between_nodes: MpiBetweenNodes | None = None
+    """Cost of messages and collectives by MPI; None unless it was measured."""
     slot_window_nbytes: int = 0
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     bells: NodeBells | None = None

@@ -4,18 +4,20 @@
 Nothing here imports or starts MPI. The order is: MPI's variables where their size is
 above 1, then those of ``commrt.run``, then torchrun's, then Slurm's, then a world of
 one. Slurm's come last because inside an allocation every process inherits them,
-whoever started it.
+whoever started it. Variables that a process has only inherited from a rank count for
+nothing (``rank_process``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from commrt import env
 from commrt.errors import UsageError
+from commrt.launch.rank_process import Inherited, Process, inherited
 
 __all__ = [
     "Kind",
@@ -44,6 +46,8 @@ class LaunchInfo:
     """Processes in the job; 0: only MPI itself can tell (PMIx gives no size)."""
     source: str
     """The variables that said so, for messages."""
+    is_child: bool = False
+    """True if a rank started this process, which is none; ``source`` says which."""
 
 
 # Each MPI flavour's names for rank and size. Intel MPI and MPICH share PMI_*.
@@ -72,22 +76,61 @@ _WITHOUT_MPI = (
 )
 
 
-def detect(environ: Mapping[str, str] | None = None) -> LaunchInfo:
+def detect(
+    environ: Mapping[str, str] | None = None, process: Process | None = None
+) -> LaunchInfo:
     """Return the launcher of this process; ``COMMRT_LAUNCH`` overrides the order.
 
-    Raises UsageError if COMMRT_LAUNCH names a launcher whose variables are absent,
-    or if a launcher's variables are not numbers or contradict each other.
+    A process that a rank has started, without a launcher, is a world of one.
+
+    Args:
+        environ: the variables; those of this process unless given.
+        process: the process that has them; this one unless given.
+
+    Raises UsageError if COMMRT_LAUNCH names a launcher whose variables are absent, if
+    a launcher's variables are not numbers or contradict each other, or if nobody can
+    tell whether this process or the one that started it is the rank.
     """
     environ = os.environ if environ is None else environ
     forced = env.read_str("COMMRT_LAUNCH", environ)
-    if forced is not None:
-        return _forced(forced, environ)
-    return (
-        _from_mpi(environ)
-        or _from_run(environ)
-        or _from_torchrun(environ)
-        or _from_slurm(environ)
-        or _single("no launcher's variables with a size above 1")
+    others: list[tuple[LaunchInfo, Inherited]] = []
+    found = _in_order(environ) if forced is None else _forced(forced, environ)
+    for whose, launch in found:
+        if launch.kind == "single":
+            return launch
+        why = inherited(whose, environ, process) if whose else None
+        if why is None:
+            return launch
+        others.append((launch, why))
+    if others:
+        return _child(*others[0])
+    return _single("no launcher's variables with a size above 1")
+
+
+def _in_order(environ: Mapping[str, str]) -> Iterator[tuple[str, LaunchInfo]]:
+    """Yield every launcher whose variables are set, and whose variables they are."""
+    yield from _from_mpi(environ)
+    for whose, find in (
+        ("commrt.run", _from_run),
+        ("torchrun", _from_torchrun),
+        ("Slurm", _from_slurm),
+    ):
+        launch = find(environ)
+        if launch is not None:
+            yield whose, launch
+
+
+def _child(launch: LaunchInfo, why: Inherited) -> LaunchInfo:
+    """Return the launch of a process that a rank has started."""
+    rank = f"rank {launch.rank} of {launch.source}"
+    if why.is_certain:
+        return LaunchInfo("single", 0, 1, f"{rank} started it: {why.words}", True)
+    raise UsageError(
+        f"this process has the variables of {rank}, and so has a process that started "
+        f"it: {why.words}, but has not called commrt.init() yet. Say which one is the "
+        f"rank: set COMMRT_LAUNCH=single for this process if it is none (or call "
+        f"commrt.init() in the other one first), or COMMRT_LAUNCH={launch.kind} if it "
+        f"is"
     )
 
 
@@ -111,7 +154,8 @@ def slurm_step(
 def started_alone(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether MPI's launcher or Slurm started this process as its only rank."""
     environ = os.environ if environ is None else environ
-    found = _from_mpi(environ, smallest=1) or _from_slurm(environ, smallest=1)
+    of_mpi = next(_from_mpi(environ, smallest=1), None)
+    found = _from_slurm(environ, smallest=1) if of_mpi is None else of_mpi[1]
     return found is not None and found.size == 1
 
 
@@ -151,12 +195,15 @@ def _single(source: str) -> LaunchInfo:
     return LaunchInfo("single", 0, 1, source)
 
 
-def _forced(kind: str, environ: Mapping[str, str]) -> LaunchInfo:
+def _forced(kind: str, environ: Mapping[str, str]) -> Iterator[tuple[str, LaunchInfo]]:
+    """Yield the launcher that COMMRT_LAUNCH names, and whose variables name it."""
     if kind == "single":
-        return _single("COMMRT_LAUNCH=single")
+        yield "", _single("COMMRT_LAUNCH=single")
+        return
     if kind == "mpi":
-        found = _from_mpi(environ, smallest=1)
-        return found or LaunchInfo("mpi", 0, 0, "COMMRT_LAUNCH=mpi")
+        unnamed = "", LaunchInfo("mpi", 0, 0, "COMMRT_LAUNCH=mpi")
+        yield next(_from_mpi(environ, smallest=1), unnamed)
+        return
     find, needs, program = {
         "run": (_from_run, "COMMRT_MEETING, RANK and WORLD_SIZE", "commrt.run"),
         "torchrun": (
@@ -167,32 +214,35 @@ def _forced(kind: str, environ: Mapping[str, str]) -> LaunchInfo:
         "slurm": (
             _from_slurm,
             "SLURM_PROCID, SLURM_NTASKS and SLURM_STEP_ID",
-            "srun",
+            "Slurm",
         ),
     }[kind]
     wanted = find(environ, 1)
     if wanted is None:
         raise UsageError(
             f"COMMRT_LAUNCH={kind}, but {needs} are not set: start the program with "
-            f"{program}, or unset COMMRT_LAUNCH"
+            f"{'srun' if kind == 'slurm' else program}, or unset COMMRT_LAUNCH"
         )
-    return wanted
+    yield program, wanted
 
 
-def _from_mpi(environ: Mapping[str, str], smallest: int = 2) -> LaunchInfo | None:
+def _from_mpi(
+    environ: Mapping[str, str], smallest: int = 2
+) -> Iterator[tuple[str, LaunchInfo]]:
+    """Yield what MPI's launchers say, and which one does, in the order of belief."""
     for flavour, rank_name, size_name in _MPI_VARIABLES:
         if size_name not in environ:
             continue
         size = _number(environ, size_name)
         if size >= smallest:
             rank = _number(environ, rank_name)
-            return _checked("mpi", rank, size, f"{flavour}'s launcher ({size_name})")
+            source = f"{flavour}'s launcher ({size_name})"
+            yield flavour, _checked("mpi", rank, size, source)
     # A plain PMIx launcher (prun, srun --mpi=pmix) tells the rank, never the size.
     # Slurm's own variables are better where they exist.
     if "PMIX_RANK" in environ and not _has_size(environ):
         rank = _number(environ, "PMIX_RANK")
-        return LaunchInfo("mpi", rank, 0, "a PMIx launcher (PMIX_RANK)")
-    return None
+        yield "PMIx", LaunchInfo("mpi", rank, 0, "a PMIx launcher (PMIX_RANK)")
 
 
 def _has_size(environ: Mapping[str, str]) -> bool:
@@ -205,6 +255,8 @@ def _from_run(environ: Mapping[str, str], smallest: int = 1) -> LaunchInfo | Non
     names = ("COMMRT_MEETING", "RANK", "WORLD_SIZE")
     if any(not environ.get(name) for name in names):
         return None
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return None  # commrt.run leaves it out, so a rank of it has started torchrun
     size = _number(environ, "WORLD_SIZE")
     if size < smallest:
         return None

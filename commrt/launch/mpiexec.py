@@ -54,7 +54,17 @@ _FLAVOUR_WORDS: tuple[tuple[str, Flavour], ...] = (
 )
 
 # Set by a launcher for its ranks. A job started from such a rank must not inherit them.
-_RANK_PREFIXES = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL")
+_RANK_PREFIXES = (
+    "OMPI_COMM_",
+    "OMPI_UNIVERSE_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "MPI_LOCAL",
+    "MV2_COMM_",
+    "HYDI_",
+    "TORCHELASTIC_",
+)
 _RANK_NAMES = (
     "RANK",
     "WORLD_SIZE",
@@ -62,6 +72,7 @@ _RANK_NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "COMMRT_MEETING",
+    "COMMRT_RANK_PROCESS",
 )
 
 _KILL_GRACE_S = 3.0

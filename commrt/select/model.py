@@ -8,19 +8,23 @@ virtual machine (docs/performance.md), not promises about any other machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from commrt.select.facts import LinkClass
+from commrt.select.facts import CommFacts, LinkClass
 
 __all__ = [
     "GAMMA",
     "BetweenNodes",
     "Carrier",
     "Constants",
+    "MpiBetweenNodes",
+    "Points",
     "cheapest",
     "constants",
+    "interpolated",
 ]
 
 Carrier = Literal["memory", "messages"]
@@ -52,7 +56,8 @@ _CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
     # A round costs a hand-over of the core to the next rank.
     ("oversubscribed", "memory"): Constants(2.0, 3e-5, 1.5 * GAMMA),
     ("oversubscribed", "messages"): Constants(3.0, 6e-5, 1.5 * GAMMA),
-    # Between nodes MPI carries messages. commrt/job/links.py measures those of gloo.
+    # Between nodes, where nobody measured: commrt/job/links.py does so for gloo, and
+    # commrt/backends/mpi/measuring.py for MPI.
     ("network", "memory"): Constants(2.0, 1.5e-4, 2 * GAMMA),
     ("network", "messages"): Constants(2.0, 1.5e-4, 2 * GAMMA),
 }
@@ -70,6 +75,63 @@ class BetweenNodes:
     native_us: float
     """Time of a message within gloo's own collectives; their start counts as one
     more."""
+
+
+Points = tuple[tuple[int, float], ...]
+"""Numbers of bytes in ascending order, and what is known of each."""
+
+
+@dataclass(frozen=True)
+class MpiBetweenNodes:
+    """Cost of what MPI carries between nodes, as ranks measure it when they meet."""
+
+    alpha_us: float
+    """Time of a short message."""
+    beta_us: float
+    """Time per byte of a long message, while one comes back."""
+    native_us: Mapping[str, Points] = field(default_factory=dict)
+    """Time of the library's own collectives, by operation and rule bytes."""
+    facts: CommFacts | None = None
+    """The ranks that measured."""
+
+    def native_part(
+        self, coll: str, nbytes: int, best_us: Callable[[CommFacts, int], float]
+    ) -> float:
+        """Return the time of the library's collective in times of the best schedule's.
+
+        Between two lengths that were measured it changes with the logarithm of the
+        length; beyond them it stays. 1.0 for an operation that was not measured.
+
+        Args:
+            coll: the operation.
+            nbytes: its rule bytes.
+            best_us: predicts the best schedule on some ranks, for so many rule bytes.
+        """
+        took = self.native_us.get(coll)
+        if not took or self.facts is None:
+            return 1.0
+        parts = [
+            (at, max(us, _LEAST_US) / max(best_us(self.facts, at), _LEAST_US))
+            for at, us in took
+        ]
+        return interpolated(parts, nbytes)
+
+
+_LEAST_US = 1e-3
+
+
+def interpolated(points: Sequence[tuple[int, float]], nbytes: int) -> float:
+    """Return what holds between points; before and beyond them, what holds there."""
+    before = points[0]
+    for point in points:
+        if nbytes <= point[0]:
+            first, last, here = (max(n, 1) for n in (before[0], point[0], nbytes))
+            if last == first:
+                return point[1]
+            part = math.log(here / first) / math.log(last / first)
+            return before[1] * math.pow(point[1] / before[1], part)
+        before = point
+    return before[1]
 
 
 def constants(link_class: LinkClass, carrier: Carrier) -> Constants:

@@ -108,6 +108,10 @@ class Table:
             )
         return picks
 
+    def applies_to(self, facts: CommFacts) -> bool:
+        """Return whether any call could find a rule on such ranks."""
+        return any(self._applies(index, facts) for index in range(len(self.rules)))
+
     def _applies(self, index: int, facts: CommFacts) -> bool:
         # The ranges of a cell tile all lengths: the closest cell is so at any of them.
         match = self.rules[index].match

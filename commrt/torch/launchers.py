@@ -29,7 +29,7 @@ from commrt import env
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.mpi_of_launch import started_mpi
 from commrt.bootstrap.store import slurm_store
-from commrt.errors import BackendError
+from commrt.errors import BackendError, UsageError
 from commrt.launch.detect import LaunchInfo, detect, slurm_step, started_alone
 from commrt.launch.slurm import tasks_on_node
 from commrt.vocabulary.limits import NO_LIMIT_S, as_timedelta, timedelta_seconds
@@ -108,6 +108,13 @@ class _Rendezvous:
         if said & {"rank", "world_size"}:
             return None
         launch = detect()
+        if launch.is_child:
+            raise UsageError(
+                f"init_process_group: this process is no rank of the job: "
+                f"{launch.source}. Start the processes of a group with a launcher "
+                f"(torchrun, python -m commrt.run), or pass init_method, rank and "
+                f"world_size"
+            )
         if launch.kind == "run":
             return launch
         told = any(

@@ -22,6 +22,8 @@ from commrt.backends.mpi.collectives import (
     library_template,
     why_not,
 )
+from commrt.backends.mpi.measuring import measure
+from commrt.backends.mpi.prediction import predicted_us
 from commrt.backends.shm import schedule_candidates
 from commrt.errors import CommError, DeviceError, UsageError
 from commrt.group.deferred_release import defer
@@ -71,6 +73,18 @@ class AttachedMpi(Attached):
         if not native_mpi.is_there and self._may_be_picked():
             native_mpi.lease(timeout_s)
         self._runs_unasked = native_mpi.is_there
+
+    def measure(self) -> None:
+        """Measure what MPI costs between nodes, where no table knows; once in a job."""
+        group, world, table = self.group, self.group.world, self.beside.table
+        if world.native_comms is None or world.mpi_between_nodes is not None:
+            return
+        if group.facts.nodes == 1 or group.in_process or group.size < world.size:
+            return
+        if table is None or not table.applies_to(group.facts):
+            world.mpi_between_nodes = measure(
+                group, self.beside.sendrecv, self.beside.private_calls
+            )
 
     def _may_be_picked(self) -> bool:
         """Return whether calls that do not ask may run the library's own collectives.
@@ -141,6 +155,17 @@ class AttachedMpi(Attached):
         if candidate.name != NATIVE.name or self._runs_unasked:
             return super().only_on_request(query, candidate)
         return "has no MPI communicator here until a call asks for it by name"
+
+    def modelled_us(
+        self, query: Query, candidate: Candidate, *, only_floor: bool = False
+    ) -> float:
+        """Return the model's time of a candidate, by what was measured."""
+        group, between = self.group, self.group.world.mpi_between_nodes
+        if between is None or group.facts.nodes == 1 or query.device != "host":
+            return super().modelled_us(query, candidate, only_floor=only_floor)
+        return predicted_us(
+            group.facts, query, candidate, between, only_floor=only_floor
+        )
 
     def plan(self, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""

@@ -504,6 +504,23 @@ class DeviceWork:
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
 
+class EndWatch:
+    """How a thread waits for the first of many operations that ends. With has_core
+    it yields before it sleeps; without, it sleeps at once.
+    """
+
+    def __init__(self, engine: Engine, has_core: bool) -> None: ...
+    def wait(
+        self, requests: list[Any], *, is_curious: bool, limit_s: float
+    ) -> list[int]:
+        """Make progress until some of the requests have ended, and return their
+        indices. None: time is up, wake() was called, or test() has something to do.
+        So it is after any progress, too, if the caller is_curious. By one thread.
+        """
+
+    def wake(self) -> None:
+        """End this wait, or the next one. For any thread."""
+
 class Engine:
     """Progress for every communicator of one rank."""
 
@@ -1481,6 +1498,9 @@ class Request(request.Request):
     @property
     def operation(self) -> Any:
         """Name of the operation."""
+
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
 
     @property
     def received_nbytes(self) -> int:

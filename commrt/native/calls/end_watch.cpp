@@ -36,18 +36,25 @@ void EndWatch::fail_after_peers(const std::vector<Watched>& watched) {
 
 bool EndWatch::wants_python() const { return engine_->wants_python() || engine_->is_timed_due(); }
 
-std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_curious,
-                                   double limit_s) {
-  constexpr double kPatience_s = 2e-4, kLongestNap_s = 5e-4;
-  const double deadline = now_s() + limit_s;
-  Backoff backoff(*engine_, 0);
-  if (!has_core_) backoff.be_patient_for(kPatience_s);
-  backoff.sleep_soon(std::any_of(watched.begin(), watched.end(), [](const Watched& one) {
+Backoff& EndWatch::backoff(const std::vector<Watched>& watched) {
+  constexpr double kPatience_s = 2e-4;
+  if (backoff_ == nullptr) {
+    backoff_ = std::make_unique<Backoff>(*engine_, 0);
+    if (!has_core_) backoff_->be_patient_for(kPatience_s);
+  }
+  backoff_->sleep_soon(std::any_of(watched.begin(), watched.end(), [](const Watched& one) {
     return one.comm->off_node->is_relay;
   }));
+  return *backoff_;
+}
+
+std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_curious,
+                                   double limit_s) {
+  constexpr double kLongestNap_s = 5e-4;
+  const double deadline = now_s() + limit_s;
   double nap_s = Bells::kNap_s;
   for (;;) {
-    if (is_woken_.exchange(false, std::memory_order_acquire)) return {};
+    if (is_woken_.exchange(false, std::memory_order_acquire)) break;
     bool advanced = false, looked = false;
     if (const std::unique_lock<std::mutex> lock(engine_->mutex, std::try_to_lock);
         lock.owns_lock()) {
@@ -56,27 +63,36 @@ std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_
     }
     if (engine_->has_device_work()) advanced = engine_->step_device_work(advanced);
     if (Relay::is_due()) Relay::order();
-    if (auto found = ended(watched); !found.empty()) return found;
-    if (wants_python() || (is_curious && advanced)) return {};
+    if (auto found = ended(watched); !found.empty()) {
+      backoff_.reset();
+      return found;
+    }
+    if (wants_python() || (is_curious && advanced)) break;
+    Backoff& pausing = backoff(watched);
     if (advanced) {
-      backoff.reset();
+      pausing.reset();
       nap_s = Bells::kNap_s;
       continue;
     }
     // What gloo runs ends in calls that need the GIL.
     const bool in_gloo = GlooGroup::is_running();
-    backoff.pause(std::min(deadline, engine_->timed_due_s.load()), looked);
-    if (backoff.take_ring()) {
+    const bool has_rested =
+        pausing.pause(std::min(deadline, engine_->timed_due_s.load()), looked);
+    if (pausing.take_ring()) {
       // For nothing that came: a peer may have given up.
       fail_after_peers(watched);
-      if (is_curious) return {};
       // Each ring that wakes this thread takes some microseconds of the one that rings. Where
       // another thread makes all the progress, it naps for longer and longer before it sleeps.
       if (!has_core_ && nap_s > Bells::kNap_s) nap(std::min(nap_s, std::max(0.0, deadline - now_s())));
       nap_s = std::min(2 * nap_s, kLongestNap_s);
     }
-    if (in_gloo || now_s() >= deadline) return {};
+    // What it waits for may have ended by another thread's progress: the caller is to look before
+    // this thread sleeps, and after it has. The next wait goes on where this one was.
+    if ((is_curious || in_gloo) && has_rested) return {};
+    if (now_s() >= deadline) break;
   }
+  backoff_.reset();
+  return {};
 }
 
 }  // namespace commrt

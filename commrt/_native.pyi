@@ -31,6 +31,7 @@ class FusedRequest(request.Request):
     def stream(self) -> None: ...
     @property
     def timeout_s(self) -> float: ...
+    def raise_if_late(self, limit_s: float) -> None: ...
     def synchronize(self, *, timeout_s: float | None = None) -> Any: ...
     def test(self) -> bool: ...
     def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any: ...
@@ -2288,6 +2289,12 @@ class sparse:  # noqa: N801
         """Add to 2048 counts of elements by the leading bits of their magnitudes."""
 
     @staticmethod
+    def first_unordered(keys: int, count: int) -> int:
+        """Return the first position of keys of 16 bytes that is out of order; count if
+        none is.
+        """
+
+    @staticmethod
     def first_wrong(index_nbytes: int, indices: int, count: int, length: int) -> int:
         """Return the first position that is out of order or of range; count if none
         is.
@@ -2300,6 +2307,12 @@ class sparse:  # noqa: N801
     @staticmethod
     def largest(dtype: int, values: int, count: int, k: int, positions: int) -> None:
         """Write the ascending positions of the k elements of largest magnitude."""
+
+    @staticmethod
+    def locate(
+        key_nbytes: int, shape: Sequence[int], keys: int, count: int, coordinates: int
+    ) -> None:
+        """Write the coordinates of numbers: the reverse."""
 
     @staticmethod
     def merge(
@@ -2315,6 +2328,28 @@ class sparse:  # noqa: N801
         values: int,
     ) -> int:
         """Write the sorted union of two sets of entries; return its length."""
+
+    @staticmethod
+    def merge_keys(
+        dtype: int,
+        keys_a: int,
+        values_a: int,
+        num_a: int,
+        keys_b: int,
+        values_b: int,
+        num_b: int,
+        keys: int,
+        values: int,
+    ) -> int:
+        """Do what merge does, with keys of 16 bytes."""
+
+    @staticmethod
+    def number(
+        key_nbytes: int, shape: Sequence[int], coordinates: int, count: int, keys: int
+    ) -> int:
+        """Write numbers in C order of int64 coordinates, a row for each dimension,
+        before the first that lies outside; return how many there are.
+        """
 
     @staticmethod
     def sparsify(
@@ -2333,6 +2368,14 @@ class sparse:  # noqa: N801
         index_nbytes: int, indices: int, count: int, bounds: Sequence[int]
     ) -> list[int]:
         """Return how many indices lie below each of the ascending bounds."""
+
+    @staticmethod
+    def split_keys(
+        keys: int, count: int, bounds: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Do what split does, with keys of 16 bytes and bounds of two words, the lower
+        one first.
+        """
 
     @staticmethod
     def sum(

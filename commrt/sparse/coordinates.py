@@ -24,6 +24,7 @@ __all__ = [
     "Keys",
     "coordinates_of",
     "number",
+    "raise_if_outside",
     "words_of",
 ]
 
@@ -91,7 +92,7 @@ def number(
     to = memory.ctypes.data
     at = _kernels.number(nbytes, list(shape), places.ctypes.data, count, to)
     if at < count:
-        _raise_outside(what, places, at, shape)
+        raise_if_outside(what, places, shape)
     if nbytes == WIDE_NBYTES:
         at = _kernels.first_unordered(to, count)
     else:
@@ -114,12 +115,14 @@ def coordinates_of(
     return found
 
 
-def _raise_outside(what: str, places: Any, at: int, shape: Sequence[int]) -> None:
-    for axis, length in enumerate(shape):
-        place = int(places[axis, at])
-        if not 0 <= place < length:
+def raise_if_outside(what: str, places: Any, shape: Sequence[int]) -> None:
+    """Raise UsageError for the first coordinate outside of its dimension, if any."""
+    for axis, (row, length) in enumerate(zip(places, shape, strict=True)):
+        found = np.flatnonzero((row < 0) | (row >= length))
+        if found.size:
+            at = int(found[0])
             raise UsageError(
-                f"{what}: indices[{axis}, {at}] is {place}, out of range for "
+                f"{what}: indices[{axis}, {at}] is {row[at]}, out of range for "
                 f"shape={tuple(shape)}; expected 0..{length - 1}"
             )
 

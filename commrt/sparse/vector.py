@@ -28,6 +28,7 @@ from commrt.sparse.coordinates import (
     WIDE_NBYTES,
     Keys,
     number,
+    raise_if_outside,
 )
 from commrt.vocabulary.checks import as_integer, as_items
 from commrt.vocabulary.dtypes import DType
@@ -199,9 +200,9 @@ def parse(what: str, x: Any) -> SparseArgument:
     argument = SparseArgument(of_indices, of_values, shape)
     if argument.length > LARGEST_NUMBERED:
         raise UsageError(
-            f"{what}: shape={shape} has {argument.length} elements, more than int64 can "
-            f"number; pass indices of shape ({len(shape)}, {of_values.count}), with a "
-            f"row for each dimension"
+            f"{what}: shape={shape} has {argument.length} elements, more than int64 "
+            f"can number; pass indices of shape ({len(shape)}, {of_values.count}), "
+            f"with a row for each dimension"
         )
     if of_indices.count != of_values.count:
         raise UsageError(
@@ -261,7 +262,11 @@ def check_shape(what: str, shape: Any) -> tuple[int, ...]:
     sizes = [None] if items is None else [*map(as_integer, items)]
     found = [size for size in sizes if size is not None and size >= 0]
     is_right = len(found) == len(sizes) and len(found) <= MAX_DIMS
-    if not is_right or max(found, default=0) > LARGEST_NUMBERED or prod(found) > _MOST_ELEMENTS:
+    if (
+        not is_right
+        or max(found, default=0) > LARGEST_NUMBERED
+        or prod(found) > _MOST_ELEMENTS
+    ):
         raise UsageError(
             f"{what}: shape={shown(shape)} must be a number of elements, or up to "
             f"{MAX_DIMS} of them, from 0 to 2**63 - 1 each, and 2**126 in all"
@@ -276,7 +281,7 @@ def _parts(what: str, x: Any) -> tuple[Any, Any, Any]:
         indices, values, shape = x
         return indices, values, shape
     if callable(getattr(x, "tocoo", None)):
-        return _parts_of_scipy(x)
+        return _parts_of_scipy(what, x)
     if callable(getattr(x, "is_coalesced", None)) and getattr(x, "is_sparse", False):
         return _parts_of_torch(what, x)
     parts = [getattr(x, name, None) for name in ("indices", "values", "shape")]
@@ -314,16 +319,16 @@ def _parts_on_gpu(what: str, x: Any) -> tuple[Any, Any, Any]:
     return flat.contiguous(), x.values().contiguous(), shape
 
 
-def _parts_of_scipy(x: Any) -> tuple[Any, Any, Any]:
+def _parts_of_scipy(what: str, x: Any) -> tuple[Any, Any, Any]:
     coo = x.tocoo()
     coords = getattr(coo, "coords", None) or (coo.row, coo.col)
-    return _flat(coords, x.shape), np.asarray(coo.data), tuple(x.shape)
+    return _flat(what, coords, x.shape), np.asarray(coo.data), tuple(x.shape)
 
 
 def _parts_of_torch(what: str, x: Any) -> tuple[Any, Any, Any]:
     _check_of_torch(what, x)
     coords: Sequence[Any] = list(x.indices().numpy())
-    return _flat(coords, tuple(x.shape)), x.values(), tuple(x.shape)
+    return _flat(what, coords, tuple(x.shape)), x.values(), tuple(x.shape)
 
 
 def _check_of_torch(what: str, x: Any) -> None:
@@ -339,11 +344,16 @@ def _check_of_torch(what: str, x: Any) -> None:
         )
 
 
-def _flat(coords: Sequence[Any], shape: Sequence[int]) -> Any:
+def _flat(what: str, coords: Sequence[Any], shape: Sequence[int]) -> Any:
     """Return positions in C order for a list of coordinates per axis."""
     if len(coords) == 1:
         return np.ascontiguousarray(coords[0])
     if prod(shape) > LARGEST_NUMBERED:
         return np.stack([np.asarray(c, np.int64) for c in coords])
-    flat = np.ravel_multi_index(tuple(np.asarray(c) for c in coords), tuple(shape))
+    places = tuple(np.asarray(c) for c in coords)
+    try:
+        flat = np.ravel_multi_index(places, tuple(shape))
+    except ValueError:
+        raise_if_outside(what, places, shape)
+        raise
     return flat.astype(np.int32 if prod(shape) <= 2**31 else np.int64)

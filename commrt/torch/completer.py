@@ -115,7 +115,7 @@ class Completer:
         """
         here = self._of_this_thread()
         if here is not None:
-            return here._for_callbacks().completed(work, source)
+            return here.for_callbacks().completed(work, source)
         item = _Open(work, source, holds_calls)
         public = source.then(item.outcome)
         with self._lock:
@@ -199,7 +199,7 @@ class Completer:
             found = found._inner
         return found
 
-    def _for_callbacks(self) -> Completer:
+    def for_callbacks(self) -> Completer:
         """Return what completes the futures that callbacks of this one ask for."""
         with self._lock:
             if self._inner is None:

@@ -85,7 +85,7 @@ class SparseVector:
         indices = self.indices
         if len(indices.shape) == 2:
             return indices
-        found = []
+        found: list[Any] = []
         for length in reversed(self.shape):
             found.insert(0, indices % length)
             indices = indices // length

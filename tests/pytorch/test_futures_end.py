@@ -142,6 +142,9 @@ def destroyed() -> list[Any]:
             hear("attached", 0)
             dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()
+    for thread in threading.enumerate():  # it ends by itself, after the callback
+        if thread.name.startswith("commrt-futures"):
+            thread.join(LIMIT_S)
     return [*found, my_threads()]
 
 

@@ -37,7 +37,7 @@ void EndWatch::fail_after_peers(const std::vector<Watched>& watched) {
 bool EndWatch::wants_python() const { return engine_->wants_python() || engine_->is_timed_due(); }
 
 Backoff& EndWatch::backoff(const std::vector<Watched>& watched) {
-  constexpr double kPatience_s = 2e-4;
+  constexpr double kPatience_s = 1e-3;
   if (backoff_ == nullptr) {
     backoff_ = std::make_unique<Backoff>(*engine_, 0);
     if (!has_core_) backoff_->be_patient_for(kPatience_s);
@@ -64,6 +64,7 @@ std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_
     if (engine_->has_device_work()) advanced = engine_->step_device_work(advanced);
     if (Relay::is_due()) Relay::order();
     if (auto found = ended(watched); !found.empty()) {
+      if (backoff_ != nullptr) backoff_->reset();  // the next wait is as patient
       backoff_.reset();
       return found;
     }

@@ -97,12 +97,12 @@ class SparseVector:
     def to_dense(self) -> Any:
         """Return the whole array, in the library of ``values``."""
         values, indices = self.values, self.indices
-        if prod(self.shape) > LARGEST_NUMBERED:
+        seen = view_anywhere(values, "SparseVector: values")
+        if prod(self.shape) * seen.dtype.itemsize > LARGEST_NUMBERED:
             raise UsageError(
                 f"SparseVector: shape={self.shape} has {prod(self.shape)} elements, "
                 f"more than any array can hold"
             )
-        seen = view_anywhere(values, "SparseVector: values")
         whole = zeros_like_array(seen, (prod(self.shape),))
         if is_tensor(indices):
             indices = indices.long()

@@ -30,7 +30,7 @@ from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
-from commrt.sparse.coordinates import Keys
+from commrt.sparse.coordinates import LARGEST_NUMBERED, Keys
 from commrt.sparse.cost import ALGORITHMS, Rule
 from commrt.sparse.memory import Pool
 from commrt.sparse.messages import Talk
@@ -485,7 +485,7 @@ def _output(
         raise UsageError(
             f"{what}: unknown result={shown(result)}{suggest(result, FORMATS)}"
         )
-    if elements.is_wide:
+    if argument.length * argument.dtype.itemsize > LARGEST_NUMBERED:
         if result == "dense" or out is not None:
             raise UsageError(
                 f"{what}: shape={argument.shape} has {argument.length} elements, more "

@@ -31,6 +31,7 @@ class FusedRequest(request.Request):
     def stream(self) -> None: ...
     @property
     def timeout_s(self) -> float: ...
+    def raise_if_late(self, limit_s: float) -> None: ...
     def synchronize(self, *, timeout_s: float | None = None) -> Any: ...
     def test(self) -> bool: ...
     def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any: ...
@@ -503,6 +504,23 @@ class DeviceWork:
     @property
     def outstanding(self) -> int:
         """Calls whose end the host has not seen."""
+
+class EndWatch:
+    """How a thread waits for the first of many operations that ends. With has_core
+    it yields before it sleeps; without, it sleeps at once.
+    """
+
+    def __init__(self, engine: Engine, has_core: bool) -> None: ...
+    def wait(
+        self, requests: list[Any], *, is_curious: bool, limit_s: float
+    ) -> list[int]:
+        """Make progress until some of the requests have ended, and return their
+        indices. None: time is up, wake() was called, or test() has something to do.
+        So it is after any progress, too, if the caller is_curious. By one thread.
+        """
+
+    def wake(self) -> None:
+        """End this wait, or the next one. For any thread."""
 
 class Engine:
     """Progress for every communicator of one rank."""
@@ -1497,6 +1515,9 @@ class Request(request.Request):
     def operation(self) -> Any:
         """Name of the operation."""
 
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
+
     @property
     def received_nbytes(self) -> int:
         """Bytes that a receive has taken, or all of a multi_sendrecv; -1 for other
@@ -2283,6 +2304,12 @@ class sparse:  # noqa: N801
         """Add to 2048 counts of elements by the leading bits of their magnitudes."""
 
     @staticmethod
+    def first_unordered(keys: int, count: int) -> int:
+        """Return the first position of keys of 16 bytes that is out of order; count if
+        none is.
+        """
+
+    @staticmethod
     def first_wrong(index_nbytes: int, indices: int, count: int, length: int) -> int:
         """Return the first position that is out of order or of range; count if none
         is.
@@ -2295,6 +2322,12 @@ class sparse:  # noqa: N801
     @staticmethod
     def largest(dtype: int, values: int, count: int, k: int, positions: int) -> None:
         """Write the ascending positions of the k elements of largest magnitude."""
+
+    @staticmethod
+    def locate(
+        key_nbytes: int, shape: Sequence[int], keys: int, count: int, coordinates: int
+    ) -> None:
+        """Write the coordinates of numbers: the reverse."""
 
     @staticmethod
     def merge(
@@ -2310,6 +2343,28 @@ class sparse:  # noqa: N801
         values: int,
     ) -> int:
         """Write the sorted union of two sets of entries; return its length."""
+
+    @staticmethod
+    def merge_keys(
+        dtype: int,
+        keys_a: int,
+        values_a: int,
+        num_a: int,
+        keys_b: int,
+        values_b: int,
+        num_b: int,
+        keys: int,
+        values: int,
+    ) -> int:
+        """Do what merge does, with keys of 16 bytes."""
+
+    @staticmethod
+    def number(
+        key_nbytes: int, shape: Sequence[int], coordinates: int, count: int, keys: int
+    ) -> int:
+        """Write numbers in C order of int64 coordinates, a row for each dimension,
+        before the first that lies outside; return how many there are.
+        """
 
     @staticmethod
     def sparsify(
@@ -2328,6 +2383,14 @@ class sparse:  # noqa: N801
         index_nbytes: int, indices: int, count: int, bounds: Sequence[int]
     ) -> list[int]:
         """Return how many indices lie below each of the ascending bounds."""
+
+    @staticmethod
+    def split_keys(
+        keys: int, count: int, bounds: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Do what split does, with keys of 16 bytes and bounds of two words, the lower
+        one first.
+        """
 
     @staticmethod
     def sum(

@@ -170,19 +170,31 @@ class SteppedRequest(Request):
                 stacklevel=2,
             )
 
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
+        try:
+            self.wait(timeout_s=1e-3)
+        except TimeoutError_ as error:
+            if self._done:
+                raise
+            raise self._late(limit_s, error.__cause__ or error) from error.__cause__
+
     def _wait_for(self, request: Awaited, deadline: float, limit: float) -> None:
         try:
             request.wait(timeout_s=max(1e-3, deadline - time.monotonic()))
         except TimeoutError_ as error:
-            late = TimeoutError_(
-                f"{self._what}: not complete within {limit:g} s; it stays in flight: "
-                f"wait() for it again (the request is in the error's .request). It "
-                f"waits for {error}"
-            )
-            late.request = self
-            raise late from error
+            raise self._late(limit, error) from error
         except CommError as error:
             self._fail(error)
+
+    def _late(self, limit: float, error: BaseException) -> TimeoutError_:
+        late = TimeoutError_(
+            f"{self._what}: not complete within {limit:g} s; it stays in flight: "
+            f"wait() for it again (the request is in the error's .request). It "
+            f"waits for {error}"
+        )
+        late.request = self
+        return late
 
     def _advance(self) -> None:
         self.num_steps += 1

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commrt.errors import MismatchError
+from commrt.sparse.coordinates import WIDE_NBYTES
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
 from commrt.sparse.vector import MAX_DIMS
@@ -100,7 +101,7 @@ def _described(row: list[int]) -> dict[str, str]:
     values = (
         OPERATIONS[operation],
         next(each.name for each in DTYPES if each.code == dtype),
-        f"int{8 * index_nbytes}",
+        f"int{8 * index_nbytes}" if index_nbytes != WIDE_NBYTES else "by dimension",
         FORMATS[form],
         "unsaid" if algorithm < 0 else ALGORITHMS[algorithm],
         str(k),

@@ -24,6 +24,9 @@ from commrt.sparse.split import can_share, lay_out, shared_split, split
 
 __all__ = ["SparseReport", "agree", "sparse_allreduce"]
 
+_WIDE_BITS = 40
+"""Arrays of 2**63 elements and more count as one of this many bits with as many
+entries: no sum of them becomes dense, and rules begin at a fill of 1e-7."""
 _MOST_BESIDE = 1
 """Most integers that an operation sends beside its header and one per rank."""
 
@@ -101,7 +104,9 @@ def sparse_allreduce(
 
 def _chosen(talk: Talk, output: Output, fill: float, shared: bool) -> str:
     elements = talk.elements
-    length_bits = max(0, output.length - 1).bit_length()
+    length_bits = _length_bits(output)
+    if elements.is_wide:
+        fill = min(1.0, fill * (output.length >> _WIDE_BITS))
     types = elements.index_nbytes, elements.dtype.itemsize
     kind = length_bits, *types, output.format, shared, _algorithms(output)
     found = talk.rules.get(kind)
@@ -116,7 +121,7 @@ def question(talk: Talk, output: Output, shared: bool) -> Question:
     return Question(
         size=comm.size,
         nodes=comm.facts.nodes,
-        length=1 << max(0, output.length - 1).bit_length(),
+        length=1 << _length_bits(output),
         index_nbytes=elements.index_nbytes,
         item_nbytes=elements.dtype.itemsize,
         format=output.format,
@@ -125,6 +130,13 @@ def question(talk: Talk, output: Output, shared: bool) -> Question:
         shared=shared,
         algorithms=_algorithms(output),
     )
+
+
+def _length_bits(output: Output) -> int:
+    """Return the power of two that stands for the length."""
+    if output.elements.is_wide:
+        return _WIDE_BITS
+    return max(0, output.length - 1).bit_length()
 
 
 def _algorithms(output: Output) -> tuple[str, ...]:

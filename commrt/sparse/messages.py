@@ -17,6 +17,7 @@ import numpy as np
 
 from commrt._native import PersistentMessages, Request
 from commrt.group.stepped import Steps
+from commrt.sparse.coordinates import words_of
 from commrt.sparse.cost import Rule
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.shared import Room
@@ -34,7 +35,7 @@ __all__ = [
     "tell",
 ]
 
-_FIELDS = 4
+_FIELDS, _WIDE_FIELDS = 4, 6
 
 
 @dataclass
@@ -57,6 +58,11 @@ class Talk:
     phases: list[dict[str, int]] = field(default_factory=list)
     """Numbers of each exchange: entries sent and received, bytes, dense pieces
     received."""
+
+    @property
+    def num_fields(self) -> int:
+        """Integers of a piece's header."""
+        return _WIDE_FIELDS if self.elements.is_wide else _FIELDS
 
     def send(self, address: int, nbytes: int, dest: int, owner: Any) -> Request:
         """Start a message of raw bytes."""
@@ -125,13 +131,26 @@ class Talk:
         )
 
 
-def _header(pieces: Sequence[Piece]) -> Any:
+def _header(talk: Talk, pieces: Sequence[Piece]) -> Any:
+    if talk.elements.is_wide:
+        wide = [
+            [*words_of(p.first), *words_of(p.last), int(p.dense), p.count]
+            for p in pieces
+        ]
+        found = np.array(wide, np.object_).reshape(len(wide), _WIDE_FIELDS)
+        return found.astype(np.uint64).view(np.int64)
     rows = [[p.first, p.last, int(p.dense), p.count] for p in pieces]
     return np.array(rows, np.int64).reshape(len(rows), _FIELDS)
 
 
 def _announced(header: Any) -> list[Piece]:
     """Return the pieces that a header announces; they have no memory yet."""
+    if header.shape[1] == _WIDE_FIELDS:
+        rows = header.view(np.uint64).tolist()
+        return [
+            Piece(low | high << 64, to | end << 64, bool(dense), count, 0, 0, None)
+            for low, high, to, end, dense, count in rows
+        ]
     return [
         Piece(first, last, bool(dense), count, 0, 0, None)
         for first, last, dense, count in header.tolist()
@@ -150,13 +169,13 @@ def exchange(
     """
     sending: list[Request] = []
     if told is None:
-        headers = [np.empty((1, _FIELDS), np.int64) for _ in sources]
+        headers = [np.empty((1, talk.num_fields), np.int64) for _ in sources]
         arriving = [
             talk.recv_array(header, source)
             for header, source in zip(headers, sources, strict=True)
         ]
         for dest, piece in sends:
-            sending.append(talk.send_array(_header([piece]), dest))
+            sending.append(talk.send_array(_header(talk, [piece]), dest))
             sending += talk.send_piece(piece, dest)
         yield arriving
         told = [_announced(header)[0] for header in headers]
@@ -184,8 +203,9 @@ def tell(
     All of them have equally many pieces.
     """
     me = talk.comm.rank
-    headers = {rank: np.empty((len(mine), _FIELDS), np.int64) for rank in ranks}
-    headers[me] = _header(mine)
+    form = len(mine), talk.num_fields
+    headers = {rank: np.empty(form, np.int64) for rank in ranks}
+    headers[me] = _header(talk, mine)
     others = _in_turn(ranks, me)
     arriving = [talk.recv_array(headers[rank], rank) for rank in others]
     sending = [talk.send_array(headers[me], rank) for rank in reversed(others)]

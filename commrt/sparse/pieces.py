@@ -19,6 +19,7 @@ import numpy as np
 
 from commrt import _native
 from commrt.errors import BufferError_
+from commrt.sparse.coordinates import WIDE_NBYTES, words_of
 from commrt.sparse.memory import Pool
 from commrt.sparse.vector import SparseArgument
 from commrt.vocabulary.dtypes import DType
@@ -102,8 +103,18 @@ class Elements:
         return self.index_nbytes + self.dtype.itemsize
 
     @property
+    def is_wide(self) -> bool:
+        """True if indices have two words: the array has 2**63 elements or more.
+
+        Then no piece of it is dense.
+        """
+        return self.index_nbytes == WIDE_NBYTES
+
+    @property
     def index_type(self) -> np.dtype[Any]:
         """numpy's type of the indices."""
+        if self.is_wide:
+            return np.dtype([("low", np.uint64), ("high", np.int64)])
         return np.dtype(f"int{8 * self.index_nbytes}")
 
     def dense_pays(self, count: int, length: int) -> bool:
@@ -189,18 +200,11 @@ class Elements:
         return _kernels.sum(*sizes, lists, to.first, to.last, to.indices, to.values)
 
     def _merged(self, a: Piece, b: Piece, to: Piece) -> int:
-        return _kernels.merge(
-            self.index_nbytes,
-            self.dtype.code,
-            a.indices,
-            a.values,
-            a.count,
-            b.indices,
-            b.values,
-            b.count,
-            to.indices,
-            to.values,
-        )
+        lists = a.indices, a.values, a.count, b.indices, b.values, b.count
+        if self.is_wide:
+            return _kernels.merge_keys(self.dtype.code, *lists, to.indices, to.values)
+        types = self.index_nbytes, self.dtype.code
+        return _kernels.merge(*types, *lists, to.indices, to.values)
 
     def _fewer(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return neighbours merged: all pairs of them, or in order the first only."""
@@ -305,6 +309,10 @@ class Elements:
 
     def offsets(self, piece: Piece, bounds: Sequence[int]) -> list[int]:
         """Return for each of ascending bounds how many entries lie below it."""
+        if self.is_wide:
+            words = [words_of(bound) for bound in bounds]
+            wide: list[int] = _kernels.split_keys(piece.indices, piece.count, words)
+            return wide
         found: list[int] = _kernels.split(
             self.index_nbytes, piece.indices, piece.count, bounds
         )

@@ -13,6 +13,7 @@ import numpy as np
 
 from commrt.arrays.host import HostView
 from commrt.group.stepped import Steps
+from commrt.sparse.coordinates import Keys, coordinates_of
 from commrt.sparse.messages import Talk, deliver, tell
 from commrt.sparse.pieces import Elements, Piece
 from commrt.sparse.vector import SparseArgument, SparseVector
@@ -136,6 +137,10 @@ class Output:
         item = self.elements.dtype.itemsize
         found = like(self.argument.values, values[: count * item])
         listed = indices[:count]
+        if self.argument.by_dimension:
+            shape = self.argument.shape
+            nbytes = self.elements.index_nbytes
+            listed = coordinates_of(nbytes, shape, listed, count)
         if hasattr(found, "new_empty"):  # of torch, which is there then
             listed = sys.modules["torch"].from_numpy(listed)
         return SparseVector(listed, found, self.argument.shape)
@@ -146,7 +151,7 @@ class Output:
         return like(self.argument.values, whole.owner).reshape(self.argument.shape)
 
 
-def bytes_at(memory: HostView) -> Any:
+def bytes_at(memory: HostView | Keys) -> Any:
     """Return memory as an array of bytes."""
     return bytes_from(memory.address, memory.nbytes)
 

@@ -30,6 +30,7 @@ from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
+from commrt.sparse.coordinates import LARGEST_NUMBERED, Keys
 from commrt.sparse.cost import ALGORITHMS, Rule
 from commrt.sparse.memory import Pool
 from commrt.sparse.messages import Talk
@@ -445,6 +446,8 @@ def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:
 def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
     """Return a sparse_allreduce of device arrays, whose arguments are checked."""
     argument, out = output.argument, output.out
+    indices = argument.indices
+    assert not isinstance(indices, Keys), "coordinates are on the host"
     result: Any = None
     if out is not None:
         result = out.array
@@ -463,7 +466,7 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
         channel: HostChannel, copy_of: Callable[[HostView], Any]
     ) -> SteppedRequest:
         found: SteppedRequest = channel.sparse_allreduce(
-            (copy_of(argument.indices), copy_of(argument.values), argument.shape),
+            (copy_of(indices), copy_of(argument.values), argument.shape),
             result=output.format,
             out=None if out is None else copy_of(out),
             algorithm=algorithm,
@@ -472,7 +475,7 @@ def _sum_on_host(output: Output, algorithm: Any, limit: float) -> HostCall:
         )
         return found
 
-    what, reads = "sparse_allreduce", [argument.indices, argument.values]
+    what, reads = "sparse_allreduce", [indices, argument.values]
     if out is None:
         return HostCall(what, "sparse", reads, [], start, limit, rebuild=_on_device)
     return HostCall(what, "sparse", reads, [out], start, limit, result)
@@ -500,6 +503,14 @@ def _output(
         raise UsageError(
             f"{what}: unknown result={shown(result)}{suggest(result, FORMATS)}"
         )
+    if argument.length * argument.dtype.itemsize > LARGEST_NUMBERED:
+        if result == "dense" or out is not None:
+            raise UsageError(
+                f"{what}: shape={argument.shape} has {argument.length} elements, more "
+                f"than any array can hold: the sum is sparse; leave out "
+                f"{'out' if out is not None else 'result'}"
+            )
+        result = "sparse"
     if out is None:
         return Output(argument, elements, result, None)
     if result == "sparse":
@@ -523,6 +534,7 @@ def _dense_out(what: str, argument: SparseArgument, out: Any) -> HostView:
             f"{what}: out has {target.count} elements (shape {target.shape}), expected "
             f"{argument.length} for shape={argument.shape}"
         )
+    assert not isinstance(argument.indices, Keys), "no array has so many elements"
     if overlap(target, argument.indices) or overlap(target, argument.values):
         raise UsageError(f"{what}: out overlaps indices or values; pass a separate one")
     return target

@@ -31,6 +31,7 @@ from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.stepped import Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, agree
+from commrt.sparse.coordinates import Keys
 from commrt.sparse.cost import estimated_fill
 from commrt.sparse.memory import Pool
 from commrt.sparse.messages import Talk, allgather, share_rows
@@ -127,7 +128,9 @@ def topk_allreduce(
     elements, output = talk.elements, mine.output
     size = talk.comm.size
     whole = elements.whole(output.argument)
-    own = np.asarray(output.argument.indices.array).astype(np.int64)
+    indices = output.argument.indices
+    assert not isinstance(indices, Keys), "they are positions in an array"
+    own = np.asarray(indices.array).astype(np.int64)
     cuts = [len(own) * part // size for part in range(1, size)]
     wanted = own[cuts].tolist() if len(own) else [0] * len(cuts)
     counts, said = yield from agree(talk, what, header, wanted)

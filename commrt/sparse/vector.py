@@ -9,6 +9,7 @@ imported: objects are known by what they have.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +23,13 @@ from commrt.arrays.foreign import asking
 from commrt.arrays.host import HostView, view_anywhere, zeros_like_array
 from commrt.arrays.tensors import is_tensor
 from commrt.errors import BufferError_, UsageError, shown
+from commrt.sparse.coordinates import (
+    LARGEST_NUMBERED,
+    WIDE_NBYTES,
+    Keys,
+    number,
+    raise_if_outside,
+)
 from commrt.vocabulary.checks import as_integer, as_items
 from commrt.vocabulary.dtypes import DType
 
@@ -35,18 +43,20 @@ __all__ = [
 ]
 
 MAX_DIMS = 8
-_LARGEST = 2**62
+_MOST_ELEMENTS = 2**126
 
 
 @dataclass(frozen=True, eq=False)
 class SparseVector:
     """A vector, or an array seen as one, of which only some elements are stored.
 
-    ``indices`` are positions in the array read in C order: sorted, each of them once.
+    ``indices`` are positions in the array read in C order, or coordinates: one row for
+    each dimension, one column for each entry. Both are sorted in C order, each of them
+    once. An array of 2**63 elements and more has coordinates only.
     """
 
     indices: Any
-    """int32 or int64, ascending."""
+    """int32 or int64, of shape (nnz,) or (dimensions, nnz)."""
     values: Any
     """Values of the entries, one for each index; all other elements are zero."""
     shape: tuple[int, ...]
@@ -55,7 +65,7 @@ class SparseVector:
     def __post_init__(self) -> None:
         what = "SparseVector"
         object.__setattr__(self, "shape", check_shape(what, self.shape))
-        indices = _num_entries(f"{what}: indices", self.indices)
+        indices = _num_entries(f"{what}: indices", self.indices, len(self.shape))
         values = _num_entries(f"{what}: values", self.values)
         if indices != values:
             raise UsageError(
@@ -68,16 +78,40 @@ class SparseVector:
         """Number of stored elements, zeros among them included."""
         return int(self.values.shape[0])
 
+    @property
+    def coordinates(self) -> Any:
+        """Coordinates of the entries, with a row for each dimension, in the library of
+        ``indices``."""
+        indices = self.indices
+        if len(indices.shape) == 2:
+            return indices
+        found: list[Any] = []
+        for length in reversed(self.shape):
+            found.insert(0, indices % length)
+            indices = indices // length
+        if is_tensor(indices):
+            none = indices.new_empty(0, self.nnz)
+            return sys.modules["torch"].stack(found) if found else none
+        return np.stack(found) if found else np.empty((0, self.nnz), np.int64)
+
     def to_dense(self) -> Any:
         """Return the whole array, in the library of ``values``."""
         values, indices = self.values, self.indices
         seen = view_anywhere(values, "SparseVector: values")
+        if prod(self.shape) * seen.dtype.itemsize > LARGEST_NUMBERED:
+            raise UsageError(
+                f"SparseVector: shape={self.shape} has {prod(self.shape)} elements, "
+                f"more than any array can hold"
+            )
         whole = zeros_like_array(seen, (prod(self.shape),))
         if is_tensor(indices):
             indices = indices.long()
         elif isinstance(values, np.ndarray):
             indices = np.asarray(indices)
         try:
+            if len(indices.shape) == 2:
+                whole = whole.reshape(self.shape)
+                indices = tuple(indices)
             whole[indices] = values
         except (IndexError, TypeError, ValueError) as error:
             raise UsageError(
@@ -93,10 +127,15 @@ class SparseVector:
         )
 
 
-def _num_entries(what: str, array: Any) -> int:
-    """Return the length of an array with one axis; BufferError_ for all else."""
+def _num_entries(what: str, array: Any, rows: int | None = None) -> int:
+    """Return the length of an array with one axis; BufferError_ for all else.
+
+    Or that of its rows, if it has so many.
+    """
     try:
-        (length,) = array.shape
+        *found, length = array.shape
+        if found and found != [rows]:
+            length = None
         if hasattr(array, "dtype") and not isinstance(array, type):
             return operator.index(length)
     except Exception:  # noqa: BLE001 - an object of the program raises what it likes
@@ -111,9 +150,11 @@ def _num_entries(what: str, array: Any) -> int:
 class SparseArgument:
     """An argument, checked."""
 
-    indices: HostView
+    indices: HostView | Keys
     values: HostView
     shape: tuple[int, ...]
+    by_dimension: bool = False
+    """True if its indices were coordinates, as those of the result are to be."""
 
     @property
     def count(self) -> int:
@@ -127,8 +168,9 @@ class SparseArgument:
 
     @property
     def index_nbytes(self) -> int:
-        """4 or 8."""
-        return self.indices.dtype.itemsize
+        """4, 8 or 16."""
+        indices = self.indices
+        return WIDE_NBYTES if isinstance(indices, Keys) else indices.dtype.itemsize
 
     @property
     def dtype(self) -> DType:
@@ -143,14 +185,25 @@ def parse(what: str, x: Any) -> SparseArgument:
     where = f"{what}: indices"
     of_indices = view_anywhere(indices, where)
     of_values = view_anywhere(values, f"{what}: values")
-    argument = SparseArgument(of_indices, of_values, check_shape(what, shape))
+    shape = check_shape(what, shape)
     if of_indices.dtype.name not in ("int32", "int64"):
         raise BufferError_(
             f"{where} has dtype {of_indices.dtype.name}; expected int32 or int64"
         )
+    by_dimension = len(of_indices.shape) == 2
     for name, one in (("indices", of_indices), ("values", of_values)):
-        if len(one.shape) != 1:
+        if len(one.shape) != 1 and not (one is of_indices and by_dimension):
             raise UsageError(f"{what}: {name} has shape {one.shape}; expected one axis")
+    if by_dimension:
+        keys = number(what, of_indices, of_values.count, shape)
+        return SparseArgument(keys, of_values, shape, by_dimension=True)
+    argument = SparseArgument(of_indices, of_values, shape)
+    if argument.length > LARGEST_NUMBERED:
+        raise UsageError(
+            f"{what}: shape={shape} has {argument.length} elements, more than int64 "
+            f"can number; pass indices of shape ({len(shape)}, {of_values.count}), "
+            f"with a row for each dimension"
+        )
     if of_indices.count != of_values.count:
         raise UsageError(
             f"{what}: {of_indices.count} indices, but {of_values.count} values; there "
@@ -172,7 +225,7 @@ def check_width(what: str, argument: SparseArgument) -> None:
 
 
 def check_indices(what: str, argument: SparseArgument) -> None:
-    """Raise UsageError unless the indices ascend and lie in the shape."""
+    """Raise UsageError unless positions ascend and lie in the shape."""
     at = _native.sparse.first_wrong(
         argument.index_nbytes, argument.indices.address, argument.count, argument.length
     )
@@ -197,6 +250,7 @@ def check_indices(what: str, argument: SparseArgument) -> None:
 
 
 def _index_at(argument: SparseArgument, at: int) -> int:
+    assert not isinstance(argument.indices, Keys), "these are checked on their way"
     indices: Any = argument.indices.array
     return int(np.asarray(indices).reshape(-1)[at])
 
@@ -207,10 +261,15 @@ def check_shape(what: str, shape: Any) -> tuple[int, ...]:
     items = as_items(shape) if number is None else [number]
     sizes = [None] if items is None else [*map(as_integer, items)]
     found = [size for size in sizes if size is not None and size >= 0]
-    if len(found) != len(sizes) or len(found) > MAX_DIMS or prod(found) > _LARGEST:
+    is_right = len(found) == len(sizes) and len(found) <= MAX_DIMS
+    if (
+        not is_right
+        or max(found, default=0) > LARGEST_NUMBERED
+        or prod(found) > _MOST_ELEMENTS
+    ):
         raise UsageError(
             f"{what}: shape={shown(shape)} must be a number of elements, or up to "
-            f"{MAX_DIMS} of them, from 0 on"
+            f"{MAX_DIMS} of them, from 0 to 2**63 - 1 each, and 2**126 in all"
         )
     return tuple(found)
 
@@ -222,7 +281,7 @@ def _parts(what: str, x: Any) -> tuple[Any, Any, Any]:
         indices, values, shape = x
         return indices, values, shape
     if callable(getattr(x, "tocoo", None)):
-        return _parts_of_scipy(x)
+        return _parts_of_scipy(what, x)
     if callable(getattr(x, "is_coalesced", None)) and getattr(x, "is_sparse", False):
         return _parts_of_torch(what, x)
     parts = [getattr(x, name, None) for name in ("indices", "values", "shape")]
@@ -252,22 +311,24 @@ def _parts_on_gpu(what: str, x: Any) -> tuple[Any, Any, Any]:
     """Return those of a torch tensor, flat, without a copy to the host."""
     _check_of_torch(what, x)
     coords, shape = x.indices(), tuple(x.shape)
+    if prod(shape) > LARGEST_NUMBERED:
+        return coords, x.values().contiguous(), shape
     flat = coords[0]
     for axis in range(1, len(shape)):
         flat = flat * shape[axis] + coords[axis]
     return flat.contiguous(), x.values().contiguous(), shape
 
 
-def _parts_of_scipy(x: Any) -> tuple[Any, Any, Any]:
+def _parts_of_scipy(what: str, x: Any) -> tuple[Any, Any, Any]:
     coo = x.tocoo()
     coords = getattr(coo, "coords", None) or (coo.row, coo.col)
-    return _flat(coords, x.shape), np.asarray(coo.data), tuple(x.shape)
+    return _flat(what, coords, x.shape), np.asarray(coo.data), tuple(x.shape)
 
 
 def _parts_of_torch(what: str, x: Any) -> tuple[Any, Any, Any]:
     _check_of_torch(what, x)
     coords: Sequence[Any] = list(x.indices().numpy())
-    return _flat(coords, tuple(x.shape)), x.values(), tuple(x.shape)
+    return _flat(what, coords, tuple(x.shape)), x.values(), tuple(x.shape)
 
 
 def _check_of_torch(what: str, x: Any) -> None:
@@ -283,9 +344,16 @@ def _check_of_torch(what: str, x: Any) -> None:
         )
 
 
-def _flat(coords: Sequence[Any], shape: Sequence[int]) -> Any:
+def _flat(what: str, coords: Sequence[Any], shape: Sequence[int]) -> Any:
     """Return positions in C order for a list of coordinates per axis."""
     if len(coords) == 1:
         return np.ascontiguousarray(coords[0])
-    flat = np.ravel_multi_index(tuple(np.asarray(c) for c in coords), tuple(shape))
+    if prod(shape) > LARGEST_NUMBERED:
+        return np.stack([np.asarray(c, np.int64) for c in coords])
+    places = tuple(np.asarray(c) for c in coords)
+    try:
+        flat = np.ravel_multi_index(places, tuple(shape))
+    except ValueError:
+        raise_if_outside(what, places, shape)
+        raise
     return flat.astype(np.int32 if prod(shape) <= 2**31 else np.int64)

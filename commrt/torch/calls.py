@@ -13,6 +13,7 @@ they are tried first.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ import torch
 
 from commrt.calls.methods import if_cached
 from commrt.errors import CommError
+from commrt.torch.completer import Completer
 from commrt.torch.errors import as_torch_error
-from commrt.torch.futures import Completer
 from commrt.torch.monitored_barrier import MonitoredBarrier
 from commrt.torch.operands import CopyBack
 from commrt.torch.per_call import ASKED
@@ -56,10 +57,33 @@ class Calls:
         self.comm = comm
         self.completer = completer
         self.monitored = MonitoredBarrier(comm)
-        self.batch: list[CommrtWork] | None = None
-        """Works of calls that torch coalesces; None where it does not."""
+        self._batch: list[CommrtWork] | None = None
+        self.is_free = True
+        """True if calls begin at once: torch does not coalesce them, and they wait for
+        no future of a backward pass."""
+        self._looks = threading.Lock()
+        completer.tell = self._look
         self.sparse_algorithm = sparse_algorithm
         """Algorithm of the group's sparse sums; None: their fill decides."""
+
+    @property
+    def batch(self) -> list[CommrtWork] | None:
+        """Works of calls that torch coalesces; None where it does not."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, works: list[CommrtWork] | None) -> None:
+        self._batch = works
+        self._look()
+
+    def _look(self) -> None:
+        with self._looks:  # the futures' thread does, too
+            self.is_free = self._batch is None and not self.completer.holding
+
+    def settle(self) -> None:
+        """Within a backward pass, wait for futures that come before the next call."""
+        if self.completer.holding and torch._C._current_autograd_node() is not None:
+            self.completer.settle()
 
     def waits(self, opts: Any) -> bool:
         """Return whether the caller waits for the call, so that it needs no Work."""
@@ -72,7 +96,7 @@ class Calls:
         ``operation_methods.if_cached``.
         """
         if not (
-            self.batch is None
+            self.is_free
             and not opts.asyncOp
             and not profiler._is_profiler_enabled
             and _asked() is None
@@ -92,7 +116,7 @@ class Calls:
         operation.
         """
         if not (
-            self.batch is None
+            self.is_free
             and not opts.asyncOp
             and not profiler._is_profiler_enabled
             and _asked() is None
@@ -183,6 +207,7 @@ class Calls:
         if asked is not None:
             arguments |= asked
         comm, how = self.comm, {"nonblocking": not waits, **arguments}
+        self.settle()
         try:
             with profiled(name):
                 if comm.ranges is not None:  # another profiler is to see it

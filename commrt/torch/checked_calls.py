@@ -224,6 +224,16 @@ class _Sent:
         for request in self._requests:
             wait_for(request, timeout_s)
 
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of its waits, in seconds."""
+        return float(max(request.timeout_s for request in self._requests))
+
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
+        for request in self._requests:
+            request.raise_if_late(limit_s)
+
 
 class _Received:
     """A message that is received and compared with its description, as a request."""
@@ -282,6 +292,16 @@ class _Received:
             wait_for(self._data, timeout_s)
         self._words.wait(timeout_s=timeout_s)
         self._compare()
+
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of its waits, in seconds."""
+        return float(max(self._data.timeout_s, self._words.timeout_s))
+
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
+        for request in (self._data, self._words):
+            request.raise_if_late(limit_s)
 
     def _compare(self) -> None:
         said = json.loads(self._said.tobytes().rstrip(b"\0"))

@@ -104,6 +104,7 @@ class Collectives:
         arguments: dict[str, Any] = {"op": op.name, "nonblocking": True}
         if limit is not None:
             arguments["timeout_s"] = limit
+        calls.settle()
         with calls.raising(), calls.comm.fused():
             requests = [calls.comm.allreduce(x, **arguments) for x, _ in buffers]
         works = [

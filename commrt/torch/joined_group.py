@@ -20,8 +20,8 @@ from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.job.world import progress_mode
 from commrt.torch import jobs
 from commrt.torch.calls import Calls, RangedCalls
+from commrt.torch.completer import Completer
 from commrt.torch.errors import as_torch_error
-from commrt.torch.futures import Completer
 from commrt.torch.memory import SharedMemory
 from commrt.torch.names import BACKEND
 from commrt.trace.folder import keep_files
@@ -53,7 +53,8 @@ class JoinedGroup:
         put_ranges(comm, comm)
         # Without a second core for it, progress would only interrupt the computation.
         by_itself = member.size > 1 and progress_mode(comm.world)
-        self.completer = Completer(member.name, has_thread=by_itself)
+        self.completer = Completer(member.name, comm.world.engine, by_itself)
+        weakref.finalize(self, self.completer.close, joins=False).atexit = False
         kind = Calls if comm.ranges is None else RangedCalls
         self.calls = kind(comm, self.completer, member.options.sparse_algorithm)
         self.memory = SharedMemory(comm)

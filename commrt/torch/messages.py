@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ class FromAnyone:
         self._start = receive
         self._tag = tag
         self._receive: Any = None
+        self._lock = threading.Lock()
         self._begin()
 
     @property
@@ -100,10 +102,7 @@ class FromAnyone:
         while not self._begin():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError_(
-                    f"recv_anysource on {self._comm.name}, rank {self._comm.rank}: no "
-                    f"rank has sent a message with tag {self._tag} within {limit:g} s"
-                )
+                raise self._late(limit)
             if self._comm.is_relayed:
                 backoff.rest(left_s)  # threads of this process carry the message
             else:
@@ -111,15 +110,33 @@ class FromAnyone:
         left_s = max(1e-3, deadline - time.monotonic())
         return self._receive.wait(timeout_s=left_s)
 
+    @property
+    def timeout_s(self) -> float:
+        """Default limit of its waits, in seconds."""
+        return self._comm.timeout_s
+
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
+        if not self._begin():
+            raise self._late(limit_s)
+        self._receive.raise_if_late(limit_s)
+
+    def _late(self, limit_s: float) -> TimeoutError_:
+        return TimeoutError_(
+            f"recv_anysource on {self._comm.name}, rank {self._comm.rank}: no rank has "
+            f"sent a message with tag {self._tag} within {limit_s:g} s"
+        )
+
     def _begin(self) -> bool:
         """Begin to receive if there is a message; True once that has happened."""
-        if self._receive is None:
-            comm = self._comm
-            comm.check_usable()
-            comm.world.engine.step()
-            # Start at the next rank, so that no rank's messages always come first.
-            source = comm.waiting_source(self._tag, (comm.rank + 1) % comm.size)
-            if source < 0:
-                return False
-            self._receive = self._start(source)
+        with self._lock:  # a future's thread looks, too
+            if self._receive is None:
+                comm = self._comm
+                comm.check_usable()
+                comm.world.engine.step()
+                # Start at the next rank, so that no rank's messages always come first.
+                source = comm.waiting_source(self._tag, (comm.rank + 1) % comm.size)
+                if source < 0:
+                    return False
+                self._receive = self._start(source)
         return True

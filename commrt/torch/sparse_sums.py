@@ -49,6 +49,7 @@ def sparse_allreduce(
     waits, limit = calls.waits(opts), calls.limit(opts)
     arguments: dict[str, Any] = {} if limit is None else {"timeout_s": limit}
     arguments["algorithm"] = _chosen(calls)
+    calls.settle()
     with calls.raising(), profiled("sparse_allreduce"):
         request = calls.comm.sparse_allreduce(
             _elements(given), result="sparse", nonblocking=True, **arguments

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from commrt._native import Request
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import CommError, TimeoutError_
+from commrt.torch.completer import Completer
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of
 from commrt.torch.operands import CopyBack
@@ -58,7 +59,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         request: Any,
         outputs: Sequence[torch.Tensor],
         back: CopyBack | None = None,
-        futures: Any = None,
+        completer: Completer | None = None,
     ) -> None:
         """Take over a request.
 
@@ -66,7 +67,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
             request: commrt's; None for an operation that has ended.
             outputs: what ``result`` and the future give.
             back: to be called once, after the end: copies results to where they belong.
-            futures: what ends the group's futures; None waits for this one alone.
+            completer: what completes the group's futures; None: it has none.
         """
         super().__init__()
         if type(request) is Request:
@@ -74,7 +75,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         self._request = request
         self._outputs = list(outputs)
         self._back = back
-        self._futures = futures
+        self._completer = completer
         self._future: Any = None
         self._error: CommError | None = None
         self._source = -1
@@ -113,6 +114,8 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
                     back()
         self._source = getattr(request, "source", -1)
         self._request = None
+        if self._future is not None and self._completer is not None:
+            self._completer.wake()
 
     def synchronize(self) -> None:
         """Wait for the end, like ``wait``."""
@@ -154,8 +157,36 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
     def get_future(self) -> Any:
         """Return a future of the outputs, a list of tensors."""
         if self._future is None:
-            self._future = future_of(self, self._futures)
+            assert self._completer is not None, "a Work of no group has no future"
+            self._future = future_of(self, self._completer)
         return self._future
+
+    # -- for who completes the future --------------------------------------------
+
+    def requests(self) -> list[Request] | None:
+        """Return the engine's requests that it consists of; None: it has others."""
+        request = self._request
+        if isinstance(request, _Joined):
+            return request.requests()
+        return [request] if type(request) is Request else None
+
+    def limit_s(self) -> float:
+        """Return the limit of its wait, in seconds."""
+        request = self._request
+        if isinstance(request, _Joined):
+            return request.limit_s()
+        limit: float = getattr(request, "timeout_s", 0.0)
+        return limit
+
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
+        request = self._request
+        if request is None:
+            return
+        try:
+            request.raise_if_late(limit_s)
+        except TimeoutError_ as error:
+            raise as_torch_error(error) from error.__cause__
 
     def block_current_stream(self) -> None:
         """Let the current stream wait; of CPU tensors the caller waits."""
@@ -169,9 +200,11 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
 class JoinedWork(CommrtWork):
     """Several started operations as one."""
 
-    def __init__(self, works: Sequence[CommrtWork], futures: Any = None) -> None:
+    def __init__(
+        self, works: Sequence[CommrtWork], completer: Completer | None = None
+    ) -> None:
         outputs = [output for work in works for output in work.result()]
-        super().__init__(_Joined(works), outputs, futures=futures)
+        super().__init__(_Joined(works), outputs, completer=completer)
 
 
 class _Joined:
@@ -210,6 +243,23 @@ class _Joined:
         for work in self._works:
             work.wait()
         return True
+
+    def requests(self) -> list[Request] | None:
+        """Return the engine's requests of all works; None: some have others."""
+        each = [work.requests() for work in self._works if not work.is_completed()]
+        if not each or None in each:
+            return None
+        return [request for some in each for request in some or ()]
+
+    def limit_s(self) -> float:
+        """Return the longest of the works' limits."""
+        return max((work.limit_s() for work in self._works), default=0.0)
+
+    def raise_if_late(self, limit_s: float) -> None:
+        """Raise what the first work that has not ended raises."""
+        for work in self._works:
+            if not work.is_completed():
+                work.raise_if_late(limit_s)
 
 
 def _rounded(seconds_left: float) -> float:

@@ -48,6 +48,15 @@ def run_sums(seed: int) -> list[Any]:
     total = top.to_dense() + comm.allreduce(residual.copy())
     if not np.array_equal(total, comm.allreduce(mine.copy())):
         wrong.append("topk")
+    wide = (np.array([[comm.rank, 99], [2**34 - 1, 1]]), np.ones(2), (2**33, 2**34))
+    columns = [*([rank, 2**34 - 1] for rank in range(comm.size)), [99, 1]]
+    for algorithm in (None, *ALGORITHMS):
+        if algorithm == "split_dense" or (algorithm == "two_level_ring" and not even):
+            continue
+        got = comm.sparse_allreduce(wide, algorithm=algorithm)
+        sums = [1.0] * comm.size + [float(comm.size)]
+        if got.indices.T.tolist() != columns or got.values.tolist() != sums:
+            wrong.append(["wide", algorithm])
     return wrong
 
 

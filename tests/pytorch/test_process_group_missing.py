@@ -182,25 +182,25 @@ def test_calls_that_are_joined_share_one_limit() -> None:
     assert [len(work.limits) for work in works] == [1, 1, 1]
 
 
-def test_futures_of_a_group_wait_for_one_limit() -> None:
+def test_futures_of_a_backward_pass_wait_for_one_limit() -> None:
     """While one is late those after it are looked at: a step has many buckets."""
-    from commrt.torch.futures import Completer, future_of
+    from commrt import _native
+    from commrt.torch.completer import Completer
 
     completer, first, second = (
-        Completer("g"),
+        Completer("g", _native.Engine()),
         Late(TimeoutError_("late")),
         Late(TimeoutError_("later")),
     )
     for work in (first, second):
-        future = future_of(work, completer)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="TimeoutError_: late"):
-            future.wait()
+        with pytest.raises(TimeoutError_, match=r"late$"):
+            completer.waited_for(work)  # type: ignore[arg-type]
     assert [work.limits for work in (first, second)] == [[None], []]
     # Once the late one has ended, they are waited for again.
     first.ended = True
-    with pytest.raises(RuntimeError, match="TimeoutError_: later"):
-        future_of(second, completer).wait()  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError_, match="later"):
+        completer.waited_for(second)  # type: ignore[arg-type]
     assert second.limits == [None]
     # What has ended meanwhile has a value, whoever is late.
     third = Late(None, ended=True)
-    assert future_of(third, completer).wait() == []  # type: ignore[arg-type]
+    assert completer.waited_for(third) == []  # type: ignore[arg-type]

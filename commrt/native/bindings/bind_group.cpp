@@ -149,6 +149,11 @@ void bind_group(nb::module_& m) {
            "Block the host until the operation is complete; for host arrays the same as wait().")
       .def("test", &Request::test,
            "Run a little progress; True once complete. Raises the operation's error.")
+      .def("raise_if_late",
+           [](Request& self, double limit_s) {
+             if (!self.done()) self.outcome_after(WaitResult::TimedOut, limit_s);
+           }, nb::arg("limit_s"),
+           "Raise what a wait that began so long ago would raise, unless it has ended.")
       .def("be_quiet", &Request::be_quiet, "Do not warn where it is dropped.")
       .def("take_back", &Request::take_back, nb::arg("why"),
            "End a message that its peer does not know of, or has not asked for.")

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds the sparse kernels as _native.sparse. Memory is said by address: commrt/sparse checks.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <utility>
 
 #include "bindings/bindings.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/sparse.hpp"
+#include "kernels/sparse_wide.hpp"
 
 namespace nb = nanobind;
 
@@ -31,6 +34,10 @@ IndexType index_of(int nbytes) {
                               .c_str());
   }
   return nbytes == 4 ? IndexType::I32 : IndexType::I64;
+}
+
+void check_key(int nbytes) {
+  if (nbytes != 16) index_of(nbytes);
 }
 
 DType dtype_of(int code) {
@@ -124,6 +131,57 @@ void bind_sparse(nb::module_& m) {
       },
       nb::arg("index_nbytes"), nb::arg("indices"), nb::arg("count"), nb::arg("length"), Free(),
       "Return the first position that is out of order or of range; count if none is.");
+  s.def(
+      "merge_keys",
+      [](int dtype, Address ia, Address va, std::size_t na, Address ib, Address vb, std::size_t nb_,
+         Address io, Address vo) {
+        return sparse::merge_keys(dtype_of(dtype), entries(ia, va, na), entries(ib, vb, nb_),
+                                  at(io), at(vo));
+      },
+      nb::arg("dtype"), nb::arg("keys_a"), nb::arg("values_a"), nb::arg("num_a"),
+      nb::arg("keys_b"), nb::arg("values_b"), nb::arg("num_b"), nb::arg("keys"),
+      nb::arg("values"), Free(), "Do what merge does, with keys of 16 bytes.");
+  s.def(
+      "split_keys",
+      [](Address keys, std::size_t count,
+         const std::vector<std::pair<std::uint64_t, std::int64_t>>& bounds) {
+        std::vector<sparse::Key> wide;
+        wide.reserve(bounds.size());
+        for (const auto& [low, high] : bounds) {
+          wide.push_back((static_cast<sparse::Key>(high) << 64) | low);
+        }
+        std::vector<std::int64_t> offsets(bounds.size());
+        sparse::split_keys(at(keys), count, wide.data(), wide.size(), offsets.data());
+        return offsets;
+      },
+      nb::arg("keys"), nb::arg("count"), nb::arg("bounds"), Free(),
+      "Do what split does, with keys of 16 bytes and bounds of two words, the lower one first.");
+  s.def(
+      "first_unordered",
+      [](Address keys, std::size_t count) { return sparse::first_unordered(at(keys), count); },
+      nb::arg("keys"), nb::arg("count"), Free(),
+      "Return the first position of keys of 16 bytes that is out of order; count if none is.");
+  s.def(
+      "number",
+      [](int key_nbytes, const std::vector<std::int64_t>& shape, Address coordinates,
+         std::size_t count, Address keys) {
+        check_key(key_nbytes);
+        return sparse::number(key_nbytes, shape, at<const std::int64_t>(coordinates), count,
+                              at(keys));
+      },
+      nb::arg("key_nbytes"), nb::arg("shape"), nb::arg("coordinates"), nb::arg("count"),
+      nb::arg("keys"), Free(),
+      "Write numbers in C order of int64 coordinates, a row for each dimension, before the first "
+      "that lies outside; return how many there are.");
+  s.def(
+      "locate",
+      [](int key_nbytes, const std::vector<std::int64_t>& shape, Address keys, std::size_t count,
+         Address coordinates) {
+        check_key(key_nbytes);
+        sparse::locate(key_nbytes, shape, at(keys), count, at<std::int64_t>(coordinates));
+      },
+      nb::arg("key_nbytes"), nb::arg("shape"), nb::arg("keys"), nb::arg("count"),
+      nb::arg("coordinates"), Free(), "Write the coordinates of numbers: the reverse.");
   s.def(
       "has_magnitude", [](int dtype) { return sparse::has_magnitude(dtype_of(dtype)); },
       nb::arg("dtype"), "Whether elements have a largest one: all but complex ones.");

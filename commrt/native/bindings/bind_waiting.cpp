@@ -2,8 +2,13 @@
 // Binds what waits in Python sleep by: Bells and Backoff.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
 
 #include "bindings/bindings.hpp"
+#include "calls/end_watch.hpp"
+#include "calls/group.hpp"
 #include "engine/backoff.hpp"
 #include "engine/bell.hpp"
 
@@ -53,6 +58,28 @@ void bind_waiting(nb::module_& m) {
              }
              if (PyErr_CheckSignals() != 0) throw nb::python_error();
            }, nb::arg("limit_s"), "The same without yields before the sleep.");
+
+  nb::class_<EndWatch>(m, "EndWatch",
+                       "How a thread waits for the first of many operations that ends. With "
+                       "has_core it yields before it sleeps; without, it sleeps at once.")
+      .def(nb::init<std::shared_ptr<Engine>, bool>(), nb::arg("engine"), nb::arg("has_core"))
+      .def("wait",
+           [](EndWatch& self, const nb::list& requests, bool is_curious, double limit_s) {
+             std::vector<EndWatch::Watched> watched;
+             watched.reserve(requests.size());
+             for (nb::handle each : requests) {
+               const auto& request = nb::cast<const Request&>(each);
+               watched.push_back({request.op(), request.comm()});
+             }
+             const nb::gil_scoped_release release;
+             auto found = self.wait(watched, is_curious, limit_s);
+             watched.clear();
+             return found;
+           }, nb::arg("requests"), nb::kw_only(), nb::arg("is_curious"), nb::arg("limit_s"),
+           "Make progress until some of the requests have ended, and return their indices. None: "
+           "time is up, wake() was called, or test() has something to do. So it is after any "
+           "progress, too, if the caller is_curious. By one thread.")
+      .def("wake", &EndWatch::wake, "End this wait, or the next one. For any thread.");
 }
 
 }  // namespace commrt

@@ -189,6 +189,22 @@ PyObject* test(PyObject* object, PyObject*) {
   return found;
 }
 
+PyObject* raise_if_late(PyObject* object, PyObject* limit) {
+  FusedRequest* const self = self_of(object);
+  return guarded([&]() -> PyObject* {
+    const double seconds = nb::cast<double>(nb::handle(limit));
+    const Bucket& bucket = bucket_of(self);
+    if (!bucket.is_settled()) {
+      bucket.group.attr(group_methods::kTimedOut)(what(self), group_of(bucket).comm->next_seq,
+                                                  seconds, "not all ranks have made this call",
+                                                  nb::handle(object));
+    } else if (bucket.sent != nullptr && !bucket.sent->done()) {
+      bucket.sent->outcome_after(WaitResult::TimedOut, seconds);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
 void dealloc(PyObject* object) {
   FusedRequest* const self = self_of(object);
   if (!self->observed && !Engine::forked.load(std::memory_order_relaxed)) {
@@ -269,6 +285,8 @@ PyMethodDef methods[] = {
      "Block the host until the operation is complete; for host arrays the same as wait()."},
     {"test", test, METH_NOARGS,
      "Run a little progress, and send the open buckets; True once complete."},
+    {"raise_if_late", raise_if_late, METH_O,
+     "Raise what a wait that began so long ago would raise, unless it has ended."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef properties[] = {

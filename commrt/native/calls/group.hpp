@@ -72,6 +72,8 @@ class Request {
   }
   uint64_t seq() const { return op_->seq; }
   nb::object operation() const { return operation_; }
+  const std::shared_ptr<Op>& op() const { return op_; }
+  Comm* comm() const { return nb::cast<Group&>(group_).comm.get(); }
   nb::str what() const;  // "allreduce #17 on world"
   int64_t received_nbytes() const;
   nb::list each_received_nbytes() const;

@@ -24,6 +24,8 @@ class Backoff {
   // time is up, is as patient as one that waits once.
   void reset();
   void spin_at_most(int spins) { spins_ = spins; }
+  // The time in which it yields before it sleeps.
+  void be_patient_for(double seconds) { patience_s_ = seconds; }
   // `soon`: threads of this process carry messages (relay.hpp) and need the core.
   void sleep_soon(bool soon) { sleeps_soon_ = soon; }
   // To be called after each look that found nothing; returns for another one. `looked`: false where

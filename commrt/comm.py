@@ -214,6 +214,7 @@ class Communicator(_native.Front, Operations):
 
     send = _served(Messages.send, "messages")
     recv = _served(Messages.recv, "messages")
+    probe = _served(Messages.probe, "messages")
     sendrecv = _served(Messages.sendrecv, "messages")
     multi_sendrecv = _served(Messages.multi_sendrecv, "messages")
 

@@ -32,10 +32,11 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.group.call_site import call_site
+from commrt.messages.from_anyone import FromAnyone
 from commrt.torch.described import DESCRIBED, tensor_in_words
 from commrt.torch.errors import as_torch_error
 from commrt.torch.group_methods import Collectives
-from commrt.torch.messages import FromAnyone, Messages
+from commrt.torch.messages import Messages
 from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
 from commrt.torch.work import CommrtWork, seconds, wait_for
@@ -146,7 +147,7 @@ class CheckedCalls(Collectives, Messages):
             return _Received(channel, calls.comm, x, out, source, tag, site)
 
         with calls.raising():
-            request = FromAnyone(calls.comm, receive, tag)
+            request = FromAnyone(calls.comm, "recv_anysource", receive, tag)
         return calls.end(request, False, [x], back)
 
     @property

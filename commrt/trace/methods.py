@@ -23,6 +23,7 @@ from commrt.vocabulary.operations import (
     SENT,
     CallSpec,
     OpSpec,
+    by_name,
     operation,
     other_call,
     rule_nbytes,
@@ -34,6 +35,7 @@ __all__ = [
     "follow_communicator",
     "group_of_communicator",
     "kinds_of",
+    "named_behind_first",
     "stream_of",
 ]
 
@@ -92,7 +94,7 @@ def kinds_of(
 ) -> Sequence[Kind]:
     """Return what a call of a communicator's method is: one, or several messages."""
     _, make = _METHODS[name]
-    return make(group, name)(comm, args, more)
+    return make(group, name)(comm, *named_behind_first(name, args, more))
 
 
 def _record_method(
@@ -104,13 +106,25 @@ def _record_method(
     function = getattr(type(held), name) if own is None else own
 
     def looked_at(args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
-        return look(comm, args, more)
+        return look(comm, *named_behind_first(name, args, more))
 
     owner = held if own is None else None
     method = to.method(
         *(name, function, owner, looked_at), reads=reads, watch=TracedRequest
     )
     to.replace(held, name, method)
+
+
+def named_behind_first(
+    name: str, args: Arguments, more: dict[str, Any]
+) -> tuple[Arguments, dict[str, Any]]:
+    """Return a call's arguments with no more than the array by position."""
+    row = _ROWS[name]
+    if len(args) > 1 and row.positional:
+        with suppress(TypeError):  # of which the call will speak
+            named = by_name(row, args, more)
+            return (named.pop(row.positional[0]),), named
+    return args, more
 
 
 # -- what a call is --------------------------------------------------------------
@@ -362,6 +376,7 @@ def _looks_at(row: OpSpec | CallSpec) -> Looks:
     return _BY_KIND[row.kind]
 
 
+_ROWS = {row.name: row for row in ROWS}
 _METHODS = {row.name: (row.reads, _looks_at(row)) for row in ROWS}
 """A communicator's methods: the code for how C++ reads their arguments
 (native/calls/recorded_method.hpp), and the look at the first call of a kind."""

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <new>
+#include <unordered_map>
 
 namespace commrt {
 
@@ -40,15 +41,53 @@ Words words;
 const char* const kReductions[kNumRedOps] = {"sum",  "prod", "min",  "max", "avg", "land",
                                      "lor",  "lxor", "band", "bor", "bxor", "premul_sum"};
 
+// Other names of reductions, and objects of other libraries that stand for one, by identity. Python
+// adds each when it is first seen (vocabulary/reduction_names.py). They are kept for ever.
+constexpr size_t kMostOtherNames = 256;
+std::unordered_map<PyObject*, int>& other_names() {
+  static auto* const made = new std::unordered_map<PyObject*, int>;
+  return *made;
+}
+
+bool read_root(PyObject* value, int64_t size, long& root) {
+  root = PyLong_AsLong(value);
+  if (root == -1 && PyErr_Occurred()) PyErr_Clear();
+  return root >= 0 && root < size;
+}
+
 int reduction_code(PyObject* name) {
   for (int i = 0; i < kNumRedOps; ++i) {
     if (name == words.reductions[i]) return i;
   }
+  const auto known = other_names().find(name);
+  if (known != other_names().end()) return known->second;
   if (!PyUnicode_CheckExact(name)) return -1;
   for (int i = 0; i < kNumRedOps; ++i) {
     if (PyUnicode_Compare(name, words.reductions[i]) == 0) return i;
   }
   return -1;
+}
+
+// Which arguments stand behind the array, by position.
+struct Behind {
+  bool reduction = false, root = false;
+};
+
+// Reads a reduction and a root, either first. False: not what is known at a glance.
+bool read_behind_array(const Operation& op, PyObject* const* values, Py_ssize_t num, int64_t size,
+                       int& reduction, long& root, Behind& said) {
+  for (Py_ssize_t i = 0; i < num; ++i) {
+    if (PyLong_CheckExact(values[i])) {
+      if (!op.has_root || said.root || !read_root(values[i], size, root)) return false;
+      said.root = true;
+    } else {
+      if (!op.reduces || said.reduction) return false;
+      reduction = reduction_code(values[i]);
+      if (reduction < 0) return false;
+      said.reduction = true;
+    }
+  }
+  return true;
 }
 
 // Without a group it is the business of the object that stands in its place.
@@ -146,7 +185,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   const Py_ssize_t expected = self->takes_x ? 2 : 1;
   PyObject* const held = nargs > 0 ? group_of(args[0]) : nullptr;
   auto slow = [&] { return hand_over(self, held, args, nargs, kwnames); };
-  if (nargs != expected || held == nullptr) return slow();
+  if (nargs < expected || held == nullptr) return slow();
   Group& group = *nb::inst_ptr<Group>(nb::handle(held));
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
@@ -158,6 +197,11 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
+  Behind said;
+  if (nargs > expected && !read_behind_array(*self, args + expected, nargs - expected,
+                                             group.comm->size, reduction, root, said)) {
+    return slow();
+  }
   // Only calls on devices may have these.
   PyObject* stream = nullptr;
   bool is_limited = false;
@@ -169,15 +213,13 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       if (value != Py_None) out_object = value;
     } else if (key == words.op && self->reduces) {
       reduction = reduction_code(value);
-      if (reduction < 0) return slow();
+      if (reduction < 0 || said.reduction) return slow();
     } else if (key == words.factor && self->reduces) {
       if (!PyFloat_CheckExact(value)) return slow();
       factor = value;
     } else if (key == words.root && self->has_root) {
-      if (!PyLong_CheckExact(value)) return slow();
-      root = PyLong_AsLong(value);
-      if (root == -1 && PyErr_Occurred()) PyErr_Clear();
-      if (root < 0 || root >= group.comm->size) return slow();
+      if (said.root || !PyLong_CheckExact(value)) return slow();
+      if (!read_root(value, group.comm->size, root)) return slow();
     } else if (self->num_counts == 1 && key == words.counts) {
       counts_object[0] = value;
     } else if (self->num_counts == 2 && key == words.send_counts) {
@@ -345,6 +387,13 @@ void bind_operation(nb::module_& m) {
         nb::arg("scatters"), nb::arg("fuses"), nb::arg("num_counts"), nb::arg("only_cached") = false,
         "Make the method descriptor of one operation; with `only_cached` it returns NotImplemented "
         "where it would leave a call to Python.");
+  m.def("remember_reduction",
+        [](nb::handle name, int code) {
+          if (other_names().size() >= kMostOtherNames) return;
+          if (other_names().emplace(name.ptr(), code).second) name.inc_ref();
+        },
+        nb::arg("name"), nb::arg("code"),
+        "Let the operations take this very object for the reduction of that code.");
 }
 
 }  // namespace commrt

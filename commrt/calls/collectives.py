@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from commrt.arrays.plain import array_of, is_number, is_plain
 from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.bound_call import Binders
 from commrt.calls.counts import Exchanging, bind_call
+from commrt.calls.numbers_as_records import NumberCall, NumberRequest, takes_numbers
 from commrt.calls.routes import Route
-from commrt.errors import UsageError
+from commrt.errors import MismatchError, UsageError
 from commrt.group.compare import Comparison
 from commrt.vocabulary.limits import check_timeout
-from commrt.vocabulary.operations import COLLECTIVES, operation
+from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation
 
 __all__ = ["Collectives"]
 
@@ -44,6 +46,12 @@ class Collectives:
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._group.check_usable()
+        x = args[0] if args else kwargs.get("x")
+        if is_plain(x):
+            spec = operation(name)
+            if is_number(x) and takes_numbers(spec):
+                return self._run_number(spec, args, kwargs)
+            args, kwargs = self._with_array(spec, x, args, kwargs)
         for route in self._with_again:
             if route.is_open and route.again is not None:
                 request = route.again(name, args, kwargs)
@@ -61,6 +69,37 @@ class Collectives:
             self.tell(name, kwargs, error)
             raise
         return start()
+
+    def _with_array(
+        self, spec: OpSpec, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with an array in the place of a number or a list."""
+        try:
+            array = array_of(x, f"{spec.name}: x")
+        except UsageError as error:
+            self.tell(spec.name, kwargs, error)
+            raise
+        return ((array, *args[1:]), kwargs) if args else (args, {**kwargs, "x": array})
+
+    def _run_number(
+        self, spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a collective of numbers; return its number, or a request."""
+        group = self._group
+        try:
+            call = arguments.parse(spec, args, kwargs)
+            mine = NumberCall(call, group.rank, group.size, group.name)
+            mine.check(kwargs)
+            record = mine.record()
+        except UsageError as error:
+            self.tell(spec.name, kwargs, error)
+            raise
+        by, more = mine.exchange
+        try:
+            done = self.run(by, (record,), more)
+        except MismatchError as error:
+            raise MismatchError(f"{spec.name} of a number: {error}") from error
+        return NumberRequest(done, mine) if call.nonblocking else mine.result(done)
 
     @property
     def binders(self) -> Binders:

@@ -22,6 +22,7 @@ from commrt.grids.neighbors import NeighborCalls
 from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.symmetric import SymmetricMemory
 from commrt.messages.point_to_point import Messages
+from commrt.objects.service import Objects
 from commrt.plans import Plans
 from commrt.select.facts import CommFacts
 from commrt.sparse.allreduce import SparseReport
@@ -217,6 +218,15 @@ class Communicator(_native.Front, Operations):
     probe = _served(Messages.probe, "messages")
     sendrecv = _served(Messages.sendrecv, "messages")
     multi_sendrecv = _served(Messages.multi_sendrecv, "messages")
+
+    # -- objects -----------------------------------------------------------------
+
+    bcast_object = _served(Objects.bcast_object, "objects")
+    allgather_object = _served(Objects.allgather_object, "objects")
+    gather_object = _served(Objects.gather_object, "objects")
+    scatter_object = _served(Objects.scatter_object, "objects")
+    send_object = _served(Objects.send_object, "objects")
+    recv_object = _served(Objects.recv_object, "objects")
 
     # -- sparse sums, redistribution, fusion -------------------------------------
 

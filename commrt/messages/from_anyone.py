@@ -43,6 +43,9 @@ def probe(
     source: int | None,
     tag: int,
     limit_s: float | None,
+    *,
+    what: str = "probe",
+    written_tag: int | None = None,
 ) -> WaitingMessage | None:
     """Return a message that waits; None where none does, if there is no limit to wait.
 
@@ -51,6 +54,8 @@ def probe(
         source: whose messages; None for all ranks.
         tag: of the message.
         limit_s: how long to wait for one; None: not at all.
+        what: name of the call, for messages.
+        written_tag: the tag as the program has it, if it is another.
     """
     first = group.rank + 1 if source is None else source
     num = group.size if source is None else 1
@@ -64,7 +69,8 @@ def probe(
 
     if limit_s is None:
         return _look_once(group, look)
-    return _await(group, look, "probe", source, tag, limit_s)
+    said = tag if written_tag is None else written_tag
+    return _await(group, look, what, source, said, limit_s)
 
 
 def _look_once(group: Group, look: Callable[[], T]) -> T:

@@ -229,6 +229,15 @@ def _other(group: Group, name: str) -> LookAt:
     return look
 
 
+def _objects(group: Group, name: str) -> LookAt:
+    """Return a reader of calls with objects, which nobody asks for anything."""
+
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
+        return (Kind(group, name, 0),)
+
+    return look
+
+
 def _among_neighbors(group: Group, name: str) -> LookAt:
     """Return a reader of calls among neighbours: of what this rank sends."""
 
@@ -359,6 +368,7 @@ def algorithm_of(
 Looks: TypeAlias = Callable[[Group, str], LookAt]
 _BY_KIND: dict[str, Looks] = {
     "collective": _collective,
+    "object": _objects,
     "sparse": _other,
     "boxes": _other,
     "neighbors": _among_neighbors,

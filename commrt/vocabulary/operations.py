@@ -39,7 +39,7 @@ __all__ = [
 Count = Literal["none", "same", "times_size", "div_size"]
 RuleBytes = Literal["whole", "block", "pair", "any", "none"]
 WaitsFor = Literal["all", "root", "root waits", "contributors"]
-Kind = Literal["collective", "message", "sparse", "boxes", "neighbors"]
+Kind = Literal["collective", "message", "object", "sparse", "boxes", "neighbors"]
 Ends = Literal["none", "one", "two", "lists"]
 Direction = Literal["none", "out", "in"]
 Nccl = Literal["native", "pairs", "messages", "reductions", "allreduce", "none"]
@@ -317,6 +317,7 @@ class CallSpec:
 
 
 _TO_OTHERS = "what this rank sends to others"
+_PICKLED = "none: an object has no length before it is pickled"
 OTHERS: tuple[CallSpec, ...] = (
     CallSpec(
         *("send", "message", "aww", "the message", "Send an array.", "one"),
@@ -342,6 +343,28 @@ OTHERS: tuple[CallSpec, ...] = (
         *("multi_sendrecv", "message", "", ""),
         *("Send and receive any number of messages at once.", "lists"),
         code=87,
+    ),
+    CallSpec(
+        *("bcast_object", "object", "--", _PICKLED),
+        "Copy the root's object to every rank.",
+    ),
+    CallSpec(
+        *("allgather_object", "object", "-", _PICKLED),
+        "Bring every rank's object to every rank.",
+    ),
+    CallSpec(
+        *("gather_object", "object", "--", _PICKLED),
+        "Bring every rank's object to the root.",
+    ),
+    CallSpec(
+        *("scatter_object", "object", "--", _PICKLED),
+        "Give rank i the i-th object of the root's list.",
+    ),
+    CallSpec(
+        *("send_object", "object", "---", _PICKLED), "Send an object to one rank."
+    ),
+    CallSpec(
+        *("recv_object", "object", "--", _PICKLED), "Receive an object of one rank."
     ),
     CallSpec(
         *("sparse_allreduce", "sparse", "a"),

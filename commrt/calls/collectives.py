@@ -96,7 +96,7 @@ class Collectives:
             raise
         by, more = mine.exchange
         try:
-            done = self.run(by, (record,), more)
+            done = getattr(group, by)(record, **more)
         except MismatchError as error:
             raise MismatchError(f"{spec.name} of a number: {error}") from error
         return NumberRequest(done, mine) if call.nonblocking else mine.result(done)

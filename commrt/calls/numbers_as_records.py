@@ -9,11 +9,13 @@ of Python's integers are exact.
 
 from __future__ import annotations
 
+import importlib
 import operator
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,21 +32,26 @@ __all__ = ["NumberCall", "NumberRequest", "takes_numbers"]
 
 _OF_ARRAYS = ("out", "algorithm", "backend", "params", "compress", "residual", "stream")
 _MAGIC = 0x6E756D31
-_RECORD = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("coll", "u1"),
-        ("op", "u1"),
-        ("type", "u1"),
-        ("state", "u1"),
-        ("value", "V16"),
-    ]
-)
+_RECORD = struct.Struct("<IBBBB16s")
+
+
+class _Record(NamedTuple):
+    """One rank's number."""
+
+    magic: int
+    coll: int
+    op: int
+    type: int
+    state: int
+    value: bytes
+
+
 _PYTHON = 128
 """Added to the code of an element type: a number of Python."""
 _OWN_OP = 255
 """In the place of a reduction's code: one of the user's own."""
 _FINE, _TOO_LARGE = 0, 1
+_FORMATS = {"bool": "<?", "int64": "<q", "float64": "<d", "complex128": "<dd"}
 _OF_PYTHON = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 
@@ -87,25 +94,25 @@ class NumberCall:
     def exchange(self) -> tuple[str, dict[str, Any]]:
         """The operation that carries the records, and its arguments."""
         call = self.call
-        more: dict[str, Any] = {"nonblocking": call.nonblocking, "name": call.name}
-        if call.timeout_s is not None:
-            more["timeout_s"] = call.timeout_s
+        # Not more than is said: the engine runs such calls by itself.
+        said = {"timeout_s": call.timeout_s, "name": call.name}
+        more: dict[str, Any] = {key: one for key, one in said.items() if one}
+        if call.nonblocking:
+            more["nonblocking"] = True
         if call.spec.input_on == "root":
             return "bcast", {**more, "root": call.root}
-        if call.spec.output_on == "root":
-            return "gather", {**more, "root": call.root}
-        return "allgather", more
+        to_root = call.spec.output_on == "root"
+        if to_root:
+            more["root"] = call.root
+        if not to_root or self.rank == call.root:
+            more["out"] = np.empty(self.size * _RECORD.size, np.uint8)
+        return "gather" if to_root else "allgather", more
 
     def record(self) -> npt.NDArray[np.uint8]:
         """Return this rank's number as bytes."""
-        call = self.call
-        code, value, state = _encoded(call)
-        made = np.zeros((), _RECORD)
-        made["magic"], made["coll"] = _MAGIC, call.spec.code
-        made["op"] = self._op_code
-        made["type"], made["state"] = code, state
-        made["value"] = np.void(value.ljust(16, b"\0"))
-        return np.frombuffer(bytearray(made.tobytes()), np.uint8)
+        code, value, state = _encoded(self.call)
+        said = _MAGIC, self.call.spec.code, self._op_code, code, state
+        return np.frombuffer(bytearray(_RECORD.pack(*said, value)), np.uint8)
 
     @property
     def _op_code(self) -> int:
@@ -116,7 +123,7 @@ class NumberCall:
         call, spec = self.call, self.call.spec
         if received is None:
             return None
-        records = received.reshape(-1, _RECORD.itemsize).view(_RECORD)[:, 0]
+        records = [*map(_Record._make, _RECORD.iter_unpack(received.data))]
         first = call.root if spec.input_on == "root" else 0
         self._check_records(records, first)
         values = [_decoded(record) for record in records]
@@ -132,18 +139,14 @@ class NumberCall:
         self._check_types(records)
         return _reduced(mine, call.reduction)
 
-    def _check_records(self, records: npt.NDArray[Any], first: int) -> None:
+    def _check_records(self, records: Sequence[_Record], first: int) -> None:
         where = f"{self.call.spec.name} on {self.group}"
-        known = {spec.code: spec.name for spec in OPERATIONS}
-        for rank, record in enumerate(records, first):
-            if record["magic"] != _MAGIC:
-                raise MismatchError(
-                    f"{where}: rank {rank} passes an array, and rank {self.rank} a "
-                    f"number; pass the same on all ranks"
-                )
-        said = [_said(record, known) for record in records]
-        if len({*said}) > 1:
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(said, first)]
+        mine = _MAGIC, self.call.spec.code, self._op_code
+        if any(record[:3] != mine for record in records):
+            lines = [
+                f"  rank {rank}: {_said(record)}"
+                for rank, record in enumerate(records, first)
+            ]
             raise MismatchError(
                 f"{where}: the ranks disagree; let all of them make the same call:\n"
                 + "\n".join(lines)
@@ -151,7 +154,7 @@ class NumberCall:
         large = [
             rank
             for rank, record in enumerate(records, first)
-            if record["state"] == _TOO_LARGE
+            if record.state == _TOO_LARGE
         ]
         if large:
             error = UsageError(
@@ -161,7 +164,7 @@ class NumberCall:
             error.on_all_ranks = True
             raise error
 
-    def _check_types(self, records: npt.NDArray[Any]) -> None:
+    def _check_types(self, records: Sequence[_Record]) -> None:
         """Raise UsageError, on every rank that has a result, for a type without op."""
         for rank, record in enumerate(records):
             try:
@@ -171,14 +174,16 @@ class NumberCall:
                 raise UsageError(f"{what}: {error}") from None
 
 
-def _said(record: Any, known: dict[int, str]) -> str:
-    name = known.get(int(record["coll"]), "another call")
-    code = int(record["op"])
-    spec = next((each for each in OPERATIONS if each.name == name), None)
-    if spec is None or not spec.reduces:
-        return name
-    own = code == _OWN_OP
-    return f"{name} op={'a reduction of its own' if own else ReduceOp(code).name}"
+def _said(record: _Record) -> str:
+    spec = next((each for each in OPERATIONS if each.code == record.coll), None)
+    if record.magic != _MAGIC or spec is None:
+        return "a call with an array"
+    if not spec.reduces:
+        return spec.name
+    own = record.op == _OWN_OP
+    return (
+        f"{spec.name} op={'a function of its own' if own else ReduceOp(record.op).name}"
+    )
 
 
 def _encoded(call: Call) -> tuple[int, bytes, int]:
@@ -193,26 +198,29 @@ def _encoded(call: Call) -> tuple[int, bytes, int]:
     number = kind(x) if call.factor is None else kind(x) * call.factor
     kind = kind if call.factor is None else type(number)
     dtype = _BY_NAME[_OF_PYTHON[kind]]
+    parts = (number.real, number.imag) if kind is complex else (number,)
     try:
-        raw = np.array(number, dtype.name).tobytes()
-    except OverflowError:
+        raw = struct.pack(_FORMATS[dtype.name], *parts)
+    except (struct.error, OverflowError):
         return dtype.code | _PYTHON, b"", _TOO_LARGE
     return dtype.code | _PYTHON, raw, _FINE
 
 
-def _dtype_of(record: Any) -> DType:
-    return DTYPES[int(record["type"]) % _PYTHON]
+def _dtype_of(record: _Record) -> DType:
+    return DTYPES[record.type % _PYTHON]
 
 
-def _decoded(record: Any) -> Any:
+def _decoded(record: _Record) -> Any:
     """Return a number as its rank has it."""
     dtype = _dtype_of(record)
-    raw = bytes(record["value"])[: dtype.itemsize]
+    if record.type & _PYTHON:
+        parts = struct.unpack_from(_FORMATS[dtype.name], record.value)
+        return parts[0] if len(parts) == 1 else complex(*parts)
+    raw = record.value[: dtype.itemsize]
     if dtype.needs_ml_dtypes:
-        ml_dtypes = __import__("ml_dtypes")
+        ml_dtypes = importlib.import_module("ml_dtypes")
         return np.frombuffer(raw, getattr(ml_dtypes, dtype.name))[0]
-    value = np.frombuffer(raw, dtype.name)[0]
-    return value.item() if int(record["type"]) & _PYTHON else value
+    return np.frombuffer(raw, dtype.name)[0]
 
 
 def _common_type(values: Sequence[Any]) -> np.dtype[Any]:

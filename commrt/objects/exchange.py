@@ -116,10 +116,8 @@ class Talk:
         return error
 
     def _start(self, name: str, array: Any, **more: Any) -> Awaited:
-        start = getattr(self.channel, name)
-        started: Awaited = start(
-            array, nonblocking=True, timeout_s=self.limit_s, **more
-        )
+        # Without a limit of its own the engine knows the call; its wait has one.
+        started: Awaited = getattr(self.channel, name)(array, nonblocking=True, **more)
         return started
 
 

@@ -75,7 +75,7 @@ def pack(x: Any, called: str = "x") -> Packed | Refusal:
         return Refusal(f"{called} cannot be pickled ({kind}: {_text(error)})", error)
     lengths = [len(pickled), len(buffers), *(each.nbytes for each in buffers)]
     small = [each for each in buffers if each.nbytes < LARGE_NBYTES]
-    head = b"".join([np.array(lengths, "<i8").tobytes(), pickled, *small])
+    head = bytearray().join([np.array(lengths, "<i8").tobytes(), pickled, *small])
     large = [
         np.frombuffer(each, np.uint8) for each in buffers if each.nbytes >= LARGE_NBYTES
     ]

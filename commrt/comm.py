@@ -31,6 +31,7 @@ from commrt.subgroups import Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, put_ranges
 from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.names_elsewhere import OF_COMMUNICATORS, Elsewhere
 from commrt.vocabulary.operations import OPERATIONS, names_of
 from commrt.vocabulary.signatures import Operations
 
@@ -161,6 +162,9 @@ class Communicator(_native.Front, Operations):
     def stats(self) -> CommStats:
         """Return counters of this communicator."""
         return self._core.stats()
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_COMMUNICATORS]
 
     def __repr__(self) -> str:
         core = self._core
@@ -367,3 +371,5 @@ for _spec in OPERATIONS:
 for _kind, _name in enumerate(names_of("message")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)
+for _name, _instead in OF_COMMUNICATORS.items():
+    setattr(Communicator, _name, Elsewhere(_name, _instead))

@@ -38,3 +38,20 @@ def first_block_of(page: str) -> tuple[str, str, str]:
 def pages_with(language: str) -> list[str]:
     """Return the pages that have blocks of a language."""
     return [page for page in all_pages() if blocks_of(page, language)]
+
+
+def sides_of(page: str) -> dict[str, str]:
+    """Return the programs of a page that shows each example twice, by library.
+
+    A block's library stands before it, as the last word of its paragraph and a colon.
+    All blocks of one library are one program.
+    """
+    found = re.findall(
+        r"(?:^|\s)([\w.]+):\n\n```\w+\n(.*?)^```$",
+        (ROOT / page).read_text(),
+        re.S | re.M,
+    )
+    programs: dict[str, list[str]] = {}
+    for library, block in found:
+        programs.setdefault(library, []).append(block)
+    return {library: "\n\n".join(blocks) for library, blocks in programs.items()}

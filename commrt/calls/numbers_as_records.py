@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +124,7 @@ class NumberCall:
         call, spec = self.call, self.call.spec
         if received is None:
             return None
-        records = [*map(_Record._make, _RECORD.iter_unpack(received.data))]
+        records = [*starmap(_Record, _RECORD.iter_unpack(received.data))]
         first = call.root if spec.input_on == "root" else 0
         self._check_records(records, first)
         values = [_decoded(record) for record in records]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doc_blocks import blocks_of, sides_of
+from doc_blocks import blocks_of, printed_into, printing_into, sides_of
 from page_programs import run_on_ranks
 
 PAGE = "docs/how-to/coming-from-mpi4py.md"
@@ -26,12 +26,14 @@ def test_each_example_stands_there_twice() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_both_programs_print_the_same(ranks: int, tmp_path: Path) -> None:
-    printed = []
+    found = []
     for library in SIDES:
-        program = tmp_path / f"{library}_side.py"
-        program.write_text(sides_of(PAGE)[library])
+        folder = tmp_path / library
+        folder.mkdir()
+        program = folder / "program.py"
+        program.write_text(printing_into(folder, sides_of(PAGE)[library]))
         done = run_on_ranks(ranks, program)
         assert done.ok, done.describe_failure()
-        printed.append(sorted(done.stdout.splitlines()))
-    assert printed[0] == printed[1]
-    assert len(printed[0]) == LINES_OF_A_RANK * ranks + 1
+        found.append(printed_into(folder))
+    assert found[0] == found[1]
+    assert len(found[0]) == LINES_OF_A_RANK * ranks + 1

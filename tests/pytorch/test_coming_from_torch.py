@@ -7,25 +7,32 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import blocks_of, sides_of
+from doc_blocks import blocks_of, printed_into, printing_into, sides_of
 
 from commrt.launch.mpiexec import child_environment, run_process
 
 PAGE = "docs/how-to/coming-from-torch-distributed.md"
 SIDES = ("commrt", "torch")
+LAUNCHERS = {
+    "commrt": ("commrt.run", "-n"),
+    "torch": ("torch.distributed.run", "--standalone", "--nproc-per-node"),
+}
 LINES = {2: 11, 3: 15}
 DEADLINE_S = 300.0
 
 
-def printed(program: Path, ranks: int, *launcher: str) -> list[str]:
-    """Return what the ranks of a program print, sorted."""
+def printed(folder: Path, library: str, ranks: int) -> list[str]:
+    """Return what the ranks of one side print, sorted."""
+    folder.mkdir()
+    program = folder / "program.py"
+    program.write_text(printing_into(folder, sides_of(PAGE)[library]))
     done = run_process(
-        [sys.executable, "-m", *launcher, str(ranks), str(program)],
+        [sys.executable, "-m", *LAUNCHERS[library], str(ranks), str(program)],
         {**child_environment(sys.executable), "OMP_NUM_THREADS": "1"},
         timeout_s=DEADLINE_S,
     )
     assert done.ok, done.describe_failure()
-    return sorted(done.stdout.splitlines())
+    return printed_into(folder)
 
 
 def test_each_example_stands_there_twice() -> None:
@@ -39,14 +46,6 @@ def test_each_example_stands_there_twice() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_both_programs_print_the_same(ranks: int, tmp_path: Path) -> None:
-    ways = {
-        "commrt": ("commrt.run", "-n"),
-        "torch": ("torch.distributed.run", "--standalone", "--nproc-per-node"),
-    }
-    found = []
-    for library in SIDES:
-        program = tmp_path / f"{library}_side.py"
-        program.write_text(sides_of(PAGE)[library])
-        found.append(printed(program, ranks, *ways[library]))
-    assert found[0] == found[1]
-    assert len(found[0]) == LINES[ranks]
+    ours, theirs = (printed(tmp_path / side, side, ranks) for side in SIDES)
+    assert ours == theirs
+    assert len(ours) == LINES[ranks]

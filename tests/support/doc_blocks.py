@@ -55,3 +55,18 @@ def sides_of(page: str) -> dict[str, str]:
     for library, block in found:
         programs.setdefault(library, []).append(block)
     return {library: "\n\n".join(blocks) for library, blocks in programs.items()}
+
+
+def printing_into(folder: Path, program: str) -> str:
+    """Return a program each of whose ranks prints into a file of its own.
+
+    Lines that ranks print at once may come out as one.
+    """
+    into = f"open(f'{folder}/{{os.getpid()}}.txt', 'w', buffering=1)"
+    return f"import os\nimport sys\n\nsys.stdout = {into}\n{program}"
+
+
+def printed_into(folder: Path) -> list[str]:
+    """Return the lines that all ranks printed, sorted."""
+    texts = [file.read_text() for file in folder.glob("*.txt")]
+    return sorted("".join(texts).splitlines())

@@ -11,7 +11,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.host import HostView, view_anywhere
-from commrt.arrays.plain import array_of, is_plain
+from commrt.arrays.plain import as_array
 from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.group import Group
 from commrt.vocabulary.checks import as_integer, check_flag
@@ -113,8 +113,8 @@ def _messages(group: Group, argument: str, peer_name: str, given: Any) -> list[M
         rank = group.check_rank(what, peer_name, item[1])
         tag = check_tag(what, "tag", item[2] if len(item) == 3 else 0)
         array, named = item[0], f"{what}: {array_name}"
-        if peer_name == "dest" and is_plain(array):
-            array = array_of(array, named)
+        if peer_name == "dest":
+            array = as_array(array, named)
         found.append((view_anywhere(array, named), rank, tag))
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere
-from commrt.arrays.plain import array_of, is_plain
+from commrt.arrays.plain import as_array
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
@@ -319,9 +319,8 @@ class Messages:
         """Return the buffer, the peer and the tag, all checked."""
         rank = self.group.check_rank(what, dest_name, dest)
         number = check_tag(what, tag_name, tag)
-        if is_plain(x):
-            x = array_of(x, f"{what}: x")
-        return view_anywhere(x, f"{what}: x"), rank, number
+        array = as_array(x, f"{what}: x")
+        return view_anywhere(array, f"{what}: x"), rank, number
 
     def incoming(
         self,

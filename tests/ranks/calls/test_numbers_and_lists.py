@@ -257,6 +257,64 @@ def test_messages_of_numbers_and_lists() -> None:
     assert everywhere(2, main)[1] == [5, [1.5, 2.5], [3, 4], [5, 6]]
 
 
+def test_calls_among_neighbours_and_sparse_sums_take_lists() -> None:
+    def main(comm: Any) -> Any:
+        size, rank = comm.size, comm.rank
+        graph = comm.graph([(rank - 1) % size], [(rank + 1) % size])
+        found = [
+            graph.neighbor_allgather([rank, 1]),
+            graph.neighbor_allgather(rank),
+            graph.neighbor_alltoall((rank,)),
+            graph.neighbor_allgatherv([rank], recv_counts=[1]),
+            comm.topk_allreduce([1.0, 3.0], 1).to_dense(),
+        ]
+        graph.free()
+        return [each.ravel().tolist() for each in found]
+
+    for rank, found in enumerate(everywhere(3, main)):
+        left = (rank - 1) % 3
+        assert found == [[left, 1], [left], [left], [left], [0.0, 9.0]]
+
+
+def test_integers_of_a_list_that_numpy_would_round_are_refused() -> None:
+    def main(comm: Any) -> None:
+        for wrong in ([2**63, -1], [[2**64 - 1], [-5]]):
+            with pytest.raises(BufferError_, match="other things than numbers"):
+                comm.allreduce(wrong)
+        assert comm.allreduce([2**64 - 1]).dtype == np.uint64
+        assert comm.allreduce([2**60, 0.5]).dtype == np.float64
+
+    everywhere(1, main)
+
+
+def test_numbers_within_a_fused_context_and_in_check_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main(comm: Any) -> Any:
+        with comm.fused():
+            requests = [
+                comm.allreduce(x, nonblocking=True)
+                for x in (3, np.ones(2), [1, 2], 0.5)
+            ]
+        number, array, several, half = commrt.wait_all(requests)
+        return number, array.tolist(), several.tolist(), half
+
+    wanted = [(6, [2.0, 2.0], [2, 4], 1.0)] * 2
+    assert everywhere(2, main) == wanted
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+    assert everywhere(2, main) == wanted
+    everywhere(2, _refused_in_check_mode)
+
+
+def _refused_in_check_mode(comm: Any) -> None:
+    """A fault of one rank is raised on all of them."""
+    with pytest.raises(UsageError, match="algorithm= is for arrays"):
+        comm.allreduce(1, **({"algorithm": "ring"} if comm.rank else {}))
+    with pytest.raises(UsageError, match="a list of other things"):
+        comm.allreduce(["a"] if comm.rank else [1])
+    assert comm.allreduce(1) == 2
+
+
 def test_a_reduction_of_the_users_own() -> None:
     @commrt.reduction
     def digits(a: Any, b: Any) -> Any:

@@ -87,20 +87,6 @@ def test_all_else_is_refused(wrong: Any) -> None:
         reduce_op(wrong)
 
 
-def test_reductions_of_mpi4py() -> None:
-    mpi = pytest.importorskip("mpi4py")
-    mpi.rc.initialize = False
-    from mpi4py import MPI
-
-    names = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
-    assert [reduction_word(getattr(MPI, name)) for name in names] == [
-        name.lower() for name in names
-    ]
-    for other in (MPI.MAXLOC, MPI.REPLACE, MPI.OP_NULL):
-        with pytest.raises(UsageError, match="unknown reduction"):
-            reduce_op(other)
-
-
 def test_reductions_of_torch() -> None:
     dist = pytest.importorskip("torch.distributed")
     import torch

@@ -438,6 +438,12 @@ def check_root(spec: OpSpec, root: Any, size: int) -> None:
 
 def _bind_bcast(call: Call, is_root: bool) -> Bound:
     """The root sends x; everybody's output is ``out``, or x itself."""
+    if call.x is None:
+        name = call.spec.name
+        raise BufferError_(
+            f"{name}: x is None: every rank passes an array like the root's, to "
+            f"receive into; {name}_object(x, root) looks at the root's x only"
+        )
     x = call.view(call.x, "x")
     target = x if call.out is None else call.view(call.out, "out")
     if call.out is not None:

@@ -32,8 +32,8 @@ IN_STEP = (MismatchError, ObjectError, UsageError)
 _FIRST_TAG = -16
 """The tag of objects with tag 0; the next ones are below."""
 _MOST_TAG = 2**31 - 17
-_MAGIC = 0x6F626A32
-_FIELDS = 2
+_NO_OBJECT = np.array([-1])
+"""What stands before the reason, in the place of the number of an object's parts."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -67,10 +67,10 @@ class ObjectMessages:
     def _start(
         self, found: Packed | Refusal, dest: int, tag: int, limit_s: float
     ) -> list[_native.Request]:
-        refused = isinstance(found, Refusal)
-        fields = np.array([_MAGIC, refused], np.int64).view(np.uint8)
-        first = np.concatenate([fields, found.head])
-        arrays = [first, *(found.large if isinstance(found, Packed) else ())]
+        if isinstance(found, Refusal):
+            arrays = [np.concatenate([_NO_OBJECT.view(np.uint8), found.head])]
+        else:
+            arrays = [found.head, *found.large]
         return [
             self._group.send_bytes(
                 *(each.ctypes.data, each.nbytes, dest, tag, each, "send_object"),
@@ -97,7 +97,7 @@ class ObjectMessages:
                         self._unfinished.wait(timeout_s=left_s)
                 found = probe(group, source, number, None)
                 if found is not None:  # else another thread has taken it
-                    return self._take(found, tag, limit_s), found.source
+                    return self._take(found, tag, left_s), found.source
 
     def _take(self, found: WaitingMessage, tag: int, limit_s: float) -> Any:
         where = f"from rank {found.source}, tag {tag}, on {self._group.name}"
@@ -120,15 +120,10 @@ class ObjectMessages:
             )
             return request
 
-        first = np.empty(found.nbytes, np.uint8)
-        yield [coming(first)]
-        at = 8 * _FIELDS
-        magic, refused = first[:at].view(np.int64).tolist()
-        if magic != _MAGIC:
-            raise MismatchError(f"{what}: what came is no object of send_object")
-        head = first[at:]
-        if refused:
-            text = bytes(head).decode(errors="replace")
+        head = np.empty(found.nbytes, np.uint8)
+        yield [coming(head)]
+        if head[: _NO_OBJECT.nbytes].view(np.int64)[0] == _NO_OBJECT[0]:
+            text = bytes(head[_NO_OBJECT.nbytes :]).decode(errors="replace")
             raise UsageError(f"{what}: {text} on rank {found.source}")
         large = memory_for_large(head)
         yield [coming(each) for each in large]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object as bytes: its pickle, and beside it the memory of its large arrays.
+"""One object as bytes: a head, and the parts that are large.
 
-Pickle's protocol 5 leaves the memory of arrays out of the pickle. Memory of at least
-``LARGE_NBYTES`` is sent from where it is, and received where it stays. Smaller memory
-is put behind the pickle, in the head.
+Pickle's protocol 5 leaves the memory of arrays out of the pickle. The parts of an
+object are its pickle and the memory of its arrays. Parts of at least ``LARGE_NBYTES``
+are sent from where they are, and received where they stay. The others are put into the
+head.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Packed:
     """An object as bytes."""
 
     head: Bytes
-    """Lengths, the pickle, and the memory of small arrays."""
+    """The number of parts, their lengths, and the small ones."""
     large: tuple[Bytes, ...] = ()
-    """The memory of large arrays, where it is."""
+    """The memory of large parts, where it is."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,22 @@ def pack(x: Any, called: str = "x") -> Packed | Refusal:
     except Exception as error:  # noqa: BLE001 - an object raises what it likes
         kind = type(error).__name__
         return Refusal(f"{called} cannot be pickled ({kind}: {_text(error)})", error)
-    lengths = [len(pickled), len(buffers), *(each.nbytes for each in buffers)]
-    small = [each for each in buffers if each.nbytes < LARGE_NBYTES]
-    head = bytearray().join([np.array(lengths, "<i8").tobytes(), pickled, *small])
+    parts = [memoryview(pickled), *buffers]
+    lengths = np.array([len(parts), *(part.nbytes for part in parts)], "<i8")
+    small = [part for part in parts if part.nbytes < LARGE_NBYTES]
+    head = bytearray().join([lengths.data, *small])
     large = [
-        np.frombuffer(each, np.uint8) for each in buffers if each.nbytes >= LARGE_NBYTES
+        np.frombuffer(part, np.uint8) for part in parts if part.nbytes >= LARGE_NBYTES
     ]
     return Packed(np.frombuffer(head, np.uint8), tuple(large))
 
 
 def memory_for_large(head: Bytes) -> tuple[Bytes, ...]:
-    """Return memory for the large arrays of an object that is to come."""
+    """Return memory for the large parts of an object that is to come."""
     try:
         return tuple(
             np.empty(nbytes, np.uint8)
-            for nbytes in _lengths(head)[2:]
+            for nbytes in _lengths(head)
             if nbytes >= LARGE_NBYTES
         )
     except MemoryError as error:
@@ -99,19 +101,17 @@ def memory_for_large(head: Bytes) -> tuple[Bytes, ...]:
 def unpack(what: str, head: Bytes, large: tuple[Bytes, ...]) -> Any:
     """Return the object; ObjectError where it cannot be unpickled here."""
     lengths = _lengths(head)
-    at = _WORD * len(lengths)
-    pickled = head[at : at + lengths[0]]
-    at += lengths[0]
-    buffers: list[Any] = []
+    at = _WORD * (1 + len(lengths))
+    parts: list[Any] = []
     left = iter(large)
-    for nbytes in lengths[2:]:
+    for nbytes in lengths:
         if nbytes >= LARGE_NBYTES:
-            buffers.append(next(left))
+            parts.append(next(left).data)
         else:  # a copy, so that one small array does not keep the memory of all
-            buffers.append(bytearray(head[at : at + nbytes]))
+            parts.append(bytearray(head[at : at + nbytes]))
             at += nbytes
     try:
-        return pickle.loads(pickled.data, buffers=buffers)
+        return pickle.loads(parts[0], buffers=parts[1:])
     except Exception as error:
         raise ObjectError(
             f"{what}: the object that came cannot be unpickled here "
@@ -121,9 +121,9 @@ def unpack(what: str, head: Bytes, large: tuple[Bytes, ...]) -> Any:
 
 
 def _lengths(head: Bytes) -> list[int]:
-    """Return bytes of the pickle, number of buffers, and bytes of each."""
-    number = int(head[_WORD : 2 * _WORD].view("<i8")[0])
-    found: list[int] = head[: _WORD * (2 + number)].view("<i8").tolist()
+    """Return the bytes of each part."""
+    number = int(head[:_WORD].view("<i8")[0])
+    found: list[int] = head[_WORD : _WORD * (1 + number)].view("<i8").tolist()
     return found
 
 

@@ -375,6 +375,8 @@ def test_a_number_here_and_an_array_there_is_a_mismatch() -> None:
         (lambda c: c.allreduce([{}]), "a list of other things than numbers"),
         (lambda c: c.allreduce(["a"]), "a list of other things than numbers"),
         (lambda c: c.allreduce([2**70]), "a list of other things than numbers"),
+        (lambda c: c.bcast(None, 0), r"x is None: .* bcast_object\(x, root\)"),
+        (lambda c: c.allgather({"a": 1}), "x is a dict: .* send_object"),
         (lambda c: c.alltoall(1), "not a multiple of the 2 ranks"),
         (lambda c: c.recv(0, source=0), "recv: out is a int"),
         (lambda c: c.send("text", 0), "send: x is a str"),

@@ -107,6 +107,14 @@ def test_large_arrays_are_not_copied() -> None:
     assert found[0].ctypes.data == large[0].ctypes.data
 
 
+def test_a_large_pickle_is_a_part_of_its_own() -> None:
+    text = "x" * (3 * LARGE_NBYTES)
+    sent = packed([text, np.zeros(LARGE_NBYTES)])
+    assert [each.size > 3 * LARGE_NBYTES for each in sent.large] == [True, True]
+    assert sent.head.size < 100
+    assert there_and_back([text])[0] == text
+
+
 def test_arrays_that_are_not_contiguous_come_back() -> None:
     whole = np.arange(200_000.0).reshape(400, 500)
     for x in (whole[::2, ::3], whole.T, np.asfortranarray(whole)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
+from commrt.arrays.plain import array_of, is_plain
 from commrt.errors import CommError
 from commrt.trace.folder import begin_where_asked
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
@@ -118,8 +119,14 @@ def _record_method(
 def named_behind_first(
     name: str, args: Arguments, more: dict[str, Any]
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return a call's arguments with no more than the array by position."""
+    """Return a call's arguments with no more than the array by position.
+
+    A number or a list is the array that is made of it.
+    """
     row = _ROWS[name]
+    if args and row.positional and is_plain(args[0]):
+        with suppress(CommError):  # of which the call will speak
+            args = (array_of(args[0], name), *args[1:])
     if len(args) > 1 and row.positional:
         with suppress(TypeError):  # of which the call will speak
             named = by_name(row, args, more)

@@ -163,3 +163,25 @@ def test_a_log_has_the_root_and_the_peer() -> None:
     assert [each[:3] for each in second[:6]] == roots
     assert first[6:] == [("send", -1, 1, 4), ("send", -1, 1, 5)]
     assert second[6:] == [("recv", -1, 0, 4), ("recv", -1, 0, 5)]
+
+
+def test_a_log_has_the_bytes_of_numbers_and_lists() -> None:
+    def main(comm: Any) -> None:
+        for x in (3, [1.0, 2.0], np.float32(1)):
+            comm.allreduce(x)
+        if comm.rank == 0:
+            comm.send([1, 2, 3], 1)
+        else:
+            comm.recv(np.empty(4, int))
+
+    with trace.record() as recording:
+        run(2, main)
+    first, second = sorted(recording.logs(), key=lambda log: log.rank)
+    sent = [(each.op, each.nbytes, each.dtype) for each in first.operations]
+    assert sent[:3] == [
+        ("allreduce", 8, "int64"),
+        ("allreduce", 16, "float64"),
+        ("allreduce", 4, "float32"),
+    ]
+    assert sent[3] == ("send", 24, "int64")
+    assert second.operations[3].op == "recv"

@@ -12,9 +12,9 @@ from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.bound_call import Binders
 from commrt.calls.counts import Exchanging, bind_call
-from commrt.calls.numbers_as_records import NumberCall, NumberRequest, takes_numbers
+from commrt.calls.number_calls import NumberCalls, takes_numbers
 from commrt.calls.routes import Route
-from commrt.errors import MismatchError, UsageError
+from commrt.errors import UsageError
 from commrt.group.compare import Comparison
 from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation
@@ -41,6 +41,7 @@ class Collectives:
     ) -> None:
         self._group, self._comparison = group, comparison
         self._on_host, self._on_device = on_host, on_device
+        self._numbers = NumberCalls(group, self.tell)
         self._with_again = [each for each in on_host if each.again is not None]
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,7 +51,10 @@ class Collectives:
         if is_plain(x):
             spec = operation(name)
             if is_number(x) and takes_numbers(spec):
-                return self._run_number(spec, args, kwargs)
+                if args:
+                    return self._numbers.run(spec, x, args[1:], kwargs)
+                others = {key: value for key, value in kwargs.items() if key != "x"}
+                return self._numbers.run(spec, x, (), others)
             args, kwargs = self._with_array(spec, x, args, kwargs)
         for route in self._with_again:
             if route.is_open and route.again is not None:
@@ -80,26 +84,6 @@ class Collectives:
             self.tell(spec.name, kwargs, error)
             raise
         return ((array, *args[1:]), kwargs) if args else (args, {**kwargs, "x": array})
-
-    def _run_number(
-        self, spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a collective of numbers; return its number, or a request."""
-        group = self._group
-        try:
-            call = arguments.parse(spec, args, kwargs)
-            mine = NumberCall(call, group.rank, group.size, group.name)
-            mine.check(kwargs)
-            record = mine.record()
-        except UsageError as error:
-            self.tell(spec.name, kwargs, error)
-            raise
-        by, more = mine.exchange
-        try:
-            done = getattr(group, by)(record, **more)
-        except MismatchError as error:
-            raise MismatchError(f"{spec.name} of a number: {error}") from error
-        return NumberRequest(done, mine) if call.nonblocking else mine.result(done)
 
     @property
     def binders(self) -> Binders:

@@ -226,6 +226,10 @@ class _Sent:
             wait_for(request, timeout_s)
 
 
+_SAID_BETTER = (MismatchError, TruncationError)
+"""Errors of the engine that the description says better, which comes besides."""
+
+
 class _Received:
     """A message that is received and compared with its description, as a request."""
 
@@ -274,12 +278,12 @@ class _Received:
     def _has_come(self) -> bool:
         try:
             return bool(self._data.test())
-        except TruncationError:  # the description says it better
+        except _SAID_BETTER:
             return True
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         """Return once both have come and fit."""
-        with contextlib.suppress(TruncationError):  # the description says it better
+        with contextlib.suppress(*_SAID_BETTER):
             wait_for(self._data, timeout_s)
         self._words.wait(timeout_s=timeout_s)
         self._compare()

@@ -49,10 +49,12 @@ std::unordered_map<PyObject*, int>& other_names() {
   return *made;
 }
 
-bool read_root(PyObject* value, int64_t size, long& root) {
-  root = PyLong_AsLong(value);
+// A rank of so many; -1 for what is none.
+inline long read_root(PyObject* value, int64_t size) {
+  if (!PyLong_CheckExact(value)) return -1;
+  const long root = PyLong_AsLong(value);
   if (root == -1 && PyErr_Occurred()) PyErr_Clear();
-  return root >= 0 && root < size;
+  return root >= 0 && root < size ? root : -1;
 }
 
 int reduction_code(PyObject* name) {
@@ -68,26 +70,29 @@ int reduction_code(PyObject* name) {
   return -1;
 }
 
-// Which arguments stand behind the array, by position.
+// What stands behind the array by position: a reduction and a root, either first; -1: it does not.
 struct Behind {
-  bool reduction = false, root = false;
+  int reduction = -1;
+  long root = -1;
+  bool is_known = true;  // at a glance
 };
 
-// Reads a reduction and a root, either first. False: not what is known at a glance.
-bool read_behind_array(const Operation& op, PyObject* const* values, Py_ssize_t num, int64_t size,
-                       int& reduction, long& root, Behind& said) {
-  for (Py_ssize_t i = 0; i < num; ++i) {
-    if (PyLong_CheckExact(values[i])) {
-      if (!op.has_root || said.root || !read_root(values[i], size, root)) return false;
-      said.root = true;
+Behind read_behind_array(const Operation& op, PyObject* const* values, Py_ssize_t num,
+                         int64_t size) {
+  Behind found;
+  for (Py_ssize_t i = 0; i < num && found.is_known; ++i) {
+    const bool is_root = PyLong_CheckExact(values[i]);
+    if (is_root ? !op.has_root || found.root >= 0 : !op.reduces || found.reduction >= 0) {
+      found.is_known = false;
+    } else if (is_root) {
+      found.root = read_root(values[i], size);
+      found.is_known = found.root >= 0;
     } else {
-      if (!op.reduces || said.reduction) return false;
-      reduction = reduction_code(values[i]);
-      if (reduction < 0) return false;
-      said.reduction = true;
+      found.reduction = reduction_code(values[i]);
+      found.is_known = found.reduction >= 0;
     }
   }
-  return true;
+  return found;
 }
 
 // Without a group it is the business of the object that stands in its place.
@@ -197,10 +202,15 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
-  Behind said;
-  if (nargs > expected && !read_behind_array(*self, args + expected, nargs - expected,
-                                             group.comm->size, reduction, root, said)) {
-    return slow();
+  bool said_reduction = false, said_root = false;
+  if (nargs > expected) {
+    const Behind behind =
+        read_behind_array(*self, args + expected, nargs - expected, group.comm->size);
+    if (!behind.is_known) return slow();
+    said_reduction = behind.reduction >= 0;
+    said_root = behind.root >= 0;
+    if (said_reduction) reduction = behind.reduction;
+    if (said_root) root = behind.root;
   }
   // Only calls on devices may have these.
   PyObject* stream = nullptr;
@@ -213,13 +223,13 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       if (value != Py_None) out_object = value;
     } else if (key == words.op && self->reduces) {
       reduction = reduction_code(value);
-      if (reduction < 0 || said.reduction) return slow();
+      if (reduction < 0 || said_reduction) return slow();
     } else if (key == words.factor && self->reduces) {
       if (!PyFloat_CheckExact(value)) return slow();
       factor = value;
     } else if (key == words.root && self->has_root) {
-      if (said.root || !PyLong_CheckExact(value)) return slow();
-      if (!read_root(value, group.comm->size, root)) return slow();
+      root = read_root(value, group.comm->size);
+      if (root < 0 || said_root) return slow();
     } else if (self->num_counts == 1 && key == words.counts) {
       counts_object[0] = value;
     } else if (self->num_counts == 2 && key == words.send_counts) {

@@ -398,7 +398,7 @@ def test_check_mode_compares_names_and_order(monkeypatch: pytest.MonkeyPatch) ->
 WRONG: list[tuple[str, Any, str]] = [
     ("no function", lambda: commrt.reduction(3), "neither a Python function"),
     ("order", lambda: commrt.reduction(np.add, commutative=1), "True or False"),
-    ("name", lambda: commrt.reduction(np.add, name=3), "a string or None"),
+    ("name", lambda: commrt.reduction(np.add, name=3), "a string that UTF-8"),
     ("dtype", lambda: commrt.reduction(np.add, dtype="nope"), "dtype='nope'"),
     ("C without dtype", lambda: commrt.reduction(in_c()), "dtype='float64'"),
     (

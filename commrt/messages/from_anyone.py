@@ -131,12 +131,13 @@ class FromAnyone(Request):
         self._tag = tag
         self._timeout_s = group.timeout_s if timeout_s is None else timeout_s
         self._receive: Any = None
+        self._source = -1
         _look_once(group, self._begin)
 
     @property
     def source(self) -> int:
         """The rank that sent it; -1 until one has."""
-        return -1 if self._receive is None else int(self._receive.source)
+        return self._source
 
     @property
     def received_nbytes(self) -> int:
@@ -217,5 +218,5 @@ class FromAnyone(Request):
         source = group.waiting_source(self._tag, (group.rank + 1) % group.size)
         if source < 0:
             return None
-        self._receive = self._start(source)
+        self._receive, self._source = self._start(source), source
         return True

@@ -67,6 +67,8 @@ def _functions() -> dict[int, tuple[Any, ReduceOp]]:
 
 
 _FUNCTIONS = _functions()
+_OF_ARRAYS = ("__dlpack__", "__cuda_array_interface__", "nbytes")
+"""Attributes of classes of arrays."""
 
 
 def reduce_op(op: Any) -> ReduceOp:
@@ -133,7 +135,8 @@ def _of_torch(op: Any) -> ReduceOp | None:
 
 def _way_out(op: Any) -> str:
     known = f"Known: {', '.join(sorted(_OWN))}."
-    if hasattr(type(op), "__dlpack__") and not isinstance(op, np.generic):
+    is_array = any(hasattr(type(op), each) for each in _OF_ARRAYS)
+    if is_array and not isinstance(op, np.generic):
         return f" is an array: pass it by keyword, as out=. {known}"
     if callable(op) and not isinstance(op, type):
         return f": a function of your own is passed as commrt.reduction(fn). {known}"

@@ -7,6 +7,7 @@ waits, and receives that one.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ class FromAnyone(Request):
         self._timeout_s = group.timeout_s if timeout_s is None else timeout_s
         self._receive: Any = None
         self._source = -1
+        self._lock = threading.Lock()
         _look_once(group, self._begin)
 
     @property
@@ -214,9 +216,12 @@ class FromAnyone(Request):
     def _begin(self) -> bool | None:
         """Begin to receive if there is a message; None where there is none."""
         group = self._group
-        # Start at the next rank, so that no rank's messages always come first.
-        source = group.waiting_source(self._tag, (group.rank + 1) % group.size)
-        if source < 0:
-            return None
-        self._receive, self._source = self._start(source), source
+        with self._lock:  # several threads may wait for it
+            if self._receive is not None:
+                return True
+            # Start at the next rank, so that no rank's messages always come first.
+            source = group.waiting_source(self._tag, (group.rank + 1) % group.size)
+            if source < 0:
+                return None
+            self._receive, self._source = self._start(source), source
         return True

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,27 @@ def test_messages_of_one_rank_keep_their_order() -> None:
             ranks[1].send(np.full(1, number), 0)
         found = [int(ranks[0].recv(np.empty(1, int))[0]) for _ in range(5)]
         assert found == [0, 1, 2, 3, 4]
+
+
+def test_two_threads_that_wait_for_one_receive_take_one_message() -> None:
+    with LocalRanks(2) as local:
+        receiver, sender = local.comms
+        out = np.zeros(1)
+        request = receiver.recv(out, nonblocking=True)
+        found: list[Any] = []
+        waiting = [
+            threading.Thread(target=lambda: found.append(request.wait()))
+            for _ in range(4)
+        ]
+        for each in waiting:
+            each.start()
+        sender.send([1.0], 0)
+        sender.send([2.0], 0)
+        for each in waiting:
+            each.join()
+        assert [each is out for each in found] == [True] * 4
+        assert out.item() == 1.0
+        assert receiver.recv(np.empty(1)).item() == 2.0
 
 
 def test_a_receive_that_nobody_serves_ends_with_its_deadline() -> None:

@@ -79,7 +79,11 @@ def __getattr__(name: str) -> Any:
     if name in ("errors", "trace"):
         return importlib.import_module(f"commrt.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'commrt' has no attribute {name!r}")
+        instead = ""
+        if not name.startswith("_"):  # which Python asks for, and nobody types
+            known = importlib.import_module("commrt.vocabulary.names_elsewhere")
+            instead = known.instead_of(name)
+        raise AttributeError(f"module 'commrt' has no attribute {name!r}{instead}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -784,6 +784,12 @@ class Group:
         long.
         """
 
+    def waiting_message(self, tag: int, first: int, num: int) -> tuple[int, int, int]:
+        """Return source, bytes and type code of a message of this tag that no receive
+        has asked for, looking at `num` ranks from `first` on; source -1: there is
+        none.
+        """
+
     def waiting_source(self, tag: int, first: int) -> int:
         """Return a rank whose message of this tag no receive has asked for, looking
         from `first` on; -1: there is none.
@@ -2279,6 +2285,9 @@ def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
+def remember_reduction(name: Any, code: int) -> None:
+    """Let the operations take this very object for the reduction of that code."""
+
 def send_fused(group: Group, call: int) -> None:
     """Send the buckets of the calls before `call`."""
 

@@ -22,6 +22,7 @@ from commrt.grids.neighbors import NeighborCalls
 from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.symmetric import SymmetricMemory
 from commrt.messages.point_to_point import Messages
+from commrt.objects.service import Objects
 from commrt.plans import Plans
 from commrt.select.facts import CommFacts
 from commrt.sparse.allreduce import SparseReport
@@ -30,6 +31,7 @@ from commrt.subgroups import Subgroups
 from commrt.trace.methods import follow_communicator
 from commrt.trace.nvtx import plans_with_ranges, put_ranges
 from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.names_elsewhere import OF_COMMUNICATORS, Elsewhere
 from commrt.vocabulary.operations import OPERATIONS, names_of
 from commrt.vocabulary.signatures import Operations
 
@@ -161,6 +163,9 @@ class Communicator(_native.Front, Operations):
         """Return counters of this communicator."""
         return self._core.stats()
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_COMMUNICATORS]
+
     def __repr__(self) -> str:
         core = self._core
         state = f", {core.closed}" if core.closed else ""
@@ -214,8 +219,18 @@ class Communicator(_native.Front, Operations):
 
     send = _served(Messages.send, "messages")
     recv = _served(Messages.recv, "messages")
+    probe = _served(Messages.probe, "messages")
     sendrecv = _served(Messages.sendrecv, "messages")
     multi_sendrecv = _served(Messages.multi_sendrecv, "messages")
+
+    # -- objects -----------------------------------------------------------------
+
+    bcast_object = _served(Objects.bcast_object, "objects")
+    allgather_object = _served(Objects.allgather_object, "objects")
+    gather_object = _served(Objects.gather_object, "objects")
+    scatter_object = _served(Objects.scatter_object, "objects")
+    send_object = _served(Objects.send_object, "objects")
+    recv_object = _served(Objects.recv_object, "objects")
 
     # -- sparse sums, redistribution, fusion -------------------------------------
 
@@ -356,3 +371,5 @@ for _spec in OPERATIONS:
 for _kind, _name in enumerate(names_of("message")):
     _method = _native.make_message_method(_name, _kind, getattr(Communicator, _name))
     setattr(Communicator, _name, _method)
+for _name, _instead in OF_COMMUNICATORS.items():
+    setattr(Communicator, _name, Elsewhere(_name, _instead))

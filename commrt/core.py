@@ -37,6 +37,7 @@ from commrt.job.world import World
 from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
+from commrt.objects.service import Objects
 from commrt.sparse.bound import sparse_binders
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
@@ -129,7 +130,8 @@ class Core(Channel):
             carrier=self.compression.carrier,
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
-        self.parts += [self.sparse, self.compression]
+        self.objects = Objects(self, self.comparison, self.private)
+        self.parts += [self.sparse, self.compression, self.objects]
         self.subgroups = _Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(

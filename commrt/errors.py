@@ -11,6 +11,7 @@ CommError
 ├── RevokedError                   the communicator failed earlier
 ├── ReductionError                 a reduction of the user's own raised something
 ├── TruncationError                a message was longer than its receive buffer
+├── ObjectError                    an object that came could not be unpickled
 ├── BackendError (RuntimeError)    a backend or library is missing or failed
 │   ├── MemoryError_ (MemoryError) there is no memory for a call's result
 │   └── DeviceError                a device, or a call of its driver, failed
@@ -42,6 +43,7 @@ __all__ = [
     "KernelsMissingError",
     "MemoryError_",
     "MismatchError",
+    "ObjectError",
     "OrderingError",
     "PeerFailedError",
     "ReductionError",
@@ -115,6 +117,10 @@ class ReductionError(CommError):
 
 class TruncationError(CommError):
     """A message was longer than the buffer that was to receive it."""
+
+
+class ObjectError(CommError):
+    """An object that came could not be unpickled here; the exception is the cause."""
 
 
 class BackendError(CommError, RuntimeError):

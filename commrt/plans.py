@@ -55,7 +55,7 @@ class Plans:
     def __dir__(self) -> list[str]:
         return list(self._binders)
 
-    def send(self, x: Any, *, dest: int, tag: int = 0) -> Planned:
+    def send(self, x: Any, dest: int, tag: int = 0) -> Planned:
         """Return the communicator's call of this name, bound to its array.
 
         Each run sends what ``x`` holds then. Making one is local, and the peer need not
@@ -63,17 +63,17 @@ class Plans:
         """
         return self._bind("send", x, dest=dest, tag=tag)
 
-    def recv(self, out: Any, *, source: int, tag: int = 0) -> Planned:
+    def recv(self, out: Any, source: int, tag: int = 0) -> Planned:
         """Return the communicator's call of this name, bound to its array; as send."""
         return self._bind("recv", out, source=source, tag=tag)
 
     def sendrecv(
         self,
         x: Any,
-        *,
         dest: int,
         out: Any,
         source: int,
+        *,
         sendtag: int = 0,
         recvtag: int = 0,
     ) -> Planned:

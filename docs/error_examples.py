@@ -144,6 +144,18 @@ ENTRIES = (
         ranks=2,
     ),
     Entry(
+        "ObjectError",
+        "An object that another rank sent cannot be unpickled here. The other ranks "
+        "have theirs, and the communicator stays usable.",
+        "Look at the exception's cause (`__cause__`). Let the object's classes be "
+        "importable on every rank.",
+        "import operator\n\n\nclass Ratio:\n"
+        "    def __reduce__(self):  # says how it is made again\n"
+        "        return operator.truediv, (1, 0)\n\n\n"
+        "comm.bcast_object(Ratio() if comm.rank == 0 else None)",
+        ranks=2,
+    ),
+    Entry(
         "MemoryError_",
         "There is no memory for the array that a call was to return. Nothing was sent.",
         "Check the numbers of elements, or pass `out=`.",

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from commrt.errors import UsageError
 from commrt.nccl import abilities, features
 from commrt.planning.host_plans import TransportParams
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp, check_reduction
+from commrt.vocabulary.names_elsewhere import OF_MPI4PY, OF_TORCH
 from commrt.vocabulary.operations import OPERATIONS, OTHERS, SCHEDULED, OpSpec
 
 DOCS = Path(__file__).parent
@@ -78,8 +79,41 @@ def operations_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def names_table(library: str, names: Mapping[str, str]) -> str:
+    """Return what to write instead of another library's names."""
+    together: dict[str, list[str]] = {}
+    for name, instead in names.items():
+        if not is_variant(name, names):
+            together.setdefault(instead, []).append(f"`{name}`")
+    rows = [f"| {library} | commrt |", "|---|---|"]
+    rows += [f"| {', '.join(each)} | {_as_code(to)} |" for to, each in together.items()]
+    return "\n".join(rows) + "\n"
+
+
+def is_variant(name: str, names: Mapping[str, str]) -> bool:
+    """Return whether a name is a nonblocking or persistent form of another one."""
+    plain = name.removesuffix("_init")
+    return (name != plain and plain in names) or (
+        name[:1] in "Ii" and name[1:].capitalize() in names
+    )
+
+
+_CODE = re.compile(
+    r"with comm\.\w+\(\): \.\.\."
+    r"|(?:len|range)\(comm\.\w+\)"
+    r"|(?:\w+ = )?comm(?:rt)?(?:\.\w+(?:\([^()]*\))?)+"
+    r"|name="
+)
+
+
+def _as_code(instead: str) -> str:
+    """Return what to write, with the calls in it marked as code."""
+    return _CODE.sub(lambda found: f"`{found[0]}`", instead)
+
+
 _PAGES = {
     "message": "[messages](messages.md)",
+    "object": "[objects](objects.md)",
     "sparse": "[sparse sums](sparse.md)",
     "boxes": "[redistribution](../how-to/redistribute-arrays.md)",
     "neighbors": "[grids](grids.md)",
@@ -209,6 +243,12 @@ OPERATIONS_TABLES: Tables = {
 PAGES: dict[Path, Tables] = {
     DOCS / "reference" / "operations.md": OPERATIONS_TABLES,
     DOCS / "reference" / "reductions.md": {"reductions": reductions_table},
+    DOCS / "how-to" / "coming-from-mpi4py.md": {
+        "names": lambda: names_table("mpi4py", OF_MPI4PY)
+    },
+    DOCS / "how-to" / "coming-from-torch-distributed.md": {
+        "names": lambda: names_table("torch.distributed", OF_TORCH)
+    },
     DOCS / "reference" / "algorithms.md": {
         "algorithms": algorithms_table,
         "parameters": parameters_table,

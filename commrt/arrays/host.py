@@ -167,9 +167,11 @@ def _view_by_protocol(array: Any, what: str) -> HostView:
     try:
         buffer = memoryview(array)
     except TypeError:
+        by_name = isinstance(array, str | dict | set)
+        also = "; bcast_object, send_object and the like take other objects"
         raise BufferError_(
             f"{what} is a {type(array).__name__}: expected a numpy array, a torch "
-            f"tensor, or an object with DLPack or a buffer"
+            f"tensor, or an object with DLPack or a buffer{also if by_name else ''}"
         ) from None
     return _view_buffer(array, buffer, what)
 

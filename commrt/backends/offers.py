@@ -11,7 +11,7 @@ from commrt.backends.base import Attached
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Offers, Rejected
 from commrt.select.wishes import Wish
-from commrt.vocabulary.dtypes import is_known
+from commrt.vocabulary.reduction_names import is_known
 
 __all__ = ["AttachedOffers"]
 

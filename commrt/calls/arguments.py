@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from commrt import _native
 from commrt.arrays.device import is_jax
 from commrt.arrays.host import (
     HostView,
@@ -36,10 +37,10 @@ from commrt.vocabulary.dtypes import (
     check_factor,
     check_reduction,
     dtype_by_name,
-    reduce_op,
 )
 from commrt.vocabulary.limits import check_timeout
-from commrt.vocabulary.operations import OpSpec, operation
+from commrt.vocabulary.operations import OpSpec, by_name, operation
+from commrt.vocabulary.reduction_names import reduce_op
 from commrt.vocabulary.reductions import Reduction
 from commrt.vocabulary.wire_formats import EXACT, check_compress
 
@@ -204,19 +205,14 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     allowed += ["root"] if spec.has_root else []
     allowed += spec.count_arguments
     allowed += ["compress", "residual"] if spec.compresses else []
+    kwargs = by_name(spec, args, kwargs)
     for key in kwargs:
         if key not in allowed:
             raise TypeError(
                 f"{spec.name}() has no argument {shown(key)}"
                 f"{suggest(key, allowed, _ELSEWHERE)}"
             )
-    most = 0 if spec.x_count == "none" else 1
-    if len(args) > most or (args and "x" in kwargs):
-        raise TypeError(
-            f"{spec.name}() takes {'the array' if most else 'no array'}; everything "
-            f"else is passed by keyword"
-        )
-    if most and not args and "x" not in kwargs:
+    if not spec.is_empty and "x" not in kwargs:
         raise TypeError(f"{spec.name}() needs an array: comm.{spec.name}(x, ...)")
     params = kwargs.get("params")
     op = kwargs.get("op", "sum")
@@ -226,7 +222,7 @@ def parse(spec: OpSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     root_rank = as_integer(root)
     return Call(
         spec=spec,
-        x=args[0] if args else kwargs.get("x"),
+        x=kwargs.get("x"),
         out=kwargs.get("out"),
         reduction=reduction,
         factor=_factor(spec, reduction, kwargs.get("factor")),
@@ -322,6 +318,7 @@ def _reduction(spec: OpSpec, op: Any) -> ReduceOp:
         found = reduce_op(op)
     except UsageError as error:
         raise UsageError(f"{spec.name}: {error}") from None
+    _native.remember_reduction(op, found)  # the engine knows it from now on
     if spec.combines_some and found is ReduceOp.AVG:
         raise UsageError(
             f"{spec.name}: op='avg' would divide by another number on every rank: take "
@@ -441,6 +438,12 @@ def check_root(spec: OpSpec, root: Any, size: int) -> None:
 
 def _bind_bcast(call: Call, is_root: bool) -> Bound:
     """The root sends x; everybody's output is ``out``, or x itself."""
+    if call.x is None:
+        name = call.spec.name
+        raise BufferError_(
+            f"{name}: x is None: every rank passes an array like the root's, to "
+            f"receive into; {name}_object(x, root) looks at the root's x only"
+        )
     x = call.view(call.x, "x")
     target = x if call.out is None else call.view(call.out, "out")
     if call.out is not None:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from commrt.arrays.plain import array_of, is_number, is_plain
 from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.bound_call import Binders
 from commrt.calls.counts import Exchanging, bind_call
+from commrt.calls.number_calls import NumberCalls, takes_numbers
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
 from commrt.group.compare import Comparison, Refusing
 from commrt.vocabulary.limits import check_timeout
-from commrt.vocabulary.operations import COLLECTIVES, operation
+from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation
 
 __all__ = ["Collectives"]
 
@@ -42,11 +44,21 @@ class Collectives:
         self._group, self._comparison = group, comparison
         self._on_host, self._on_device = on_host, on_device
         self._carrier = carrier
+        self._numbers = NumberCalls(group, self._refuse)
         self._with_again = [each for each in on_host if each.again is not None]
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the dispatcher did not recognise at a glance."""
         self._group.check_usable()
+        x = args[0] if args else kwargs.get("x")
+        if is_plain(x):
+            spec = operation(name)
+            if is_number(x) and takes_numbers(spec):
+                if args:
+                    return self._numbers.run(spec, x, args[1:], kwargs)
+                others = {key: value for key, value in kwargs.items() if key != "x"}
+                return self._numbers.run(spec, x, (), others)
+            args, kwargs = self._with_array(spec, x, args, kwargs)
         for route in self._with_again:
             if route.is_open and route.again is not None:
                 request = route.again(name, args, kwargs)
@@ -70,6 +82,17 @@ class Collectives:
             if self._group.next_seq == number:  # nothing has begun
                 self._refuse(name, kwargs, error)
             raise
+
+    def _with_array(
+        self, spec: OpSpec, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with an array in the place of a number or a list."""
+        try:
+            array = array_of(x, f"{spec.name}: x")
+        except UsageError as error:
+            self._refuse(spec.name, kwargs, error)
+            raise
+        return ((array, *args[1:]), kwargs) if args else (args, {**kwargs, "x": array})
 
     @property
     def binders(self) -> Binders:

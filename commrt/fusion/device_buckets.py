@@ -33,8 +33,9 @@ from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
 from commrt.fusion.failed_buckets import FailedBuckets
 from commrt.group.deferred_release import StagedWork
 from commrt.group.group import Group
-from commrt.vocabulary.dtypes import DType, ReduceOp, reduce_op
+from commrt.vocabulary.dtypes import DType, ReduceOp
 from commrt.vocabulary.operations import FUSED
+from commrt.vocabulary.reduction_names import reduce_op
 
 __all__ = ["DeviceBuckets", "Rules"]
 

@@ -15,7 +15,8 @@ from commrt.grids.halo import HaloShape
 from commrt.grids.halo_order import choose_direct, needs_order
 from commrt.group.group import Group
 from commrt.vocabulary.checks import as_integer, as_items, check_flag
-from commrt.vocabulary.dtypes import ReduceOp, check_reduction, reduce_op
+from commrt.vocabulary.dtypes import ReduceOp, check_reduction
+from commrt.vocabulary.reduction_names import reduce_op
 
 __all__ = [
     "EXCHANGE",

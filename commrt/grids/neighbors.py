@@ -21,6 +21,7 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
+from commrt.arrays.plain import as_array
 from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.calls.bound_call import Binders
@@ -208,7 +209,8 @@ class NeighborCalls:
         self, what: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> int:
         """Return the bytes that a call with these arguments sends to other ranks."""
-        x = view_anywhere(args[0] if args else more.get("x"), f"{what}: x")
+        given = args[0] if args else more.get("x")
+        x = view_anywhere(as_array(given, f"{what}: x"), f"{what}: x")
         nobody = (None, self._group.rank)
         others = [peer not in nobody for peer in self._around.destinations]
         row = other_call(what)
@@ -233,7 +235,7 @@ class NeighborCalls:
         group = self._group
         here = f"{what}, rank {group.rank}"
         limit = group.limit(here, timeout_s)
-        arguments = (x, out, sends, receives)
+        arguments = (as_array(x, f"{here}: x"), out, sends, receives)
         bound = self._checked(what, arguments, limit, nonblocking, stream)
         plan = self._plan(bound, limit, stream)
         if bound.on is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.host import HostView, view_anywhere
+from commrt.arrays.plain import as_array
 from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.group import Group
 from commrt.vocabulary.checks import as_integer, check_flag
@@ -111,7 +112,10 @@ def _messages(group: Group, argument: str, peer_name: str, given: Any) -> list[M
             raise UsageError(f"{what} is a {_kind(item)}, expected {form}")
         rank = group.check_rank(what, peer_name, item[1])
         tag = check_tag(what, "tag", item[2] if len(item) == 3 else 0)
-        found.append((view_anywhere(item[0], f"{what}: {array_name}"), rank, tag))
+        array, named = item[0], f"{what}: {array_name}"
+        if peer_name == "dest":
+            array = as_array(array, named)
+        found.append((view_anywhere(array, named), rank, tag))
     return found
 
 

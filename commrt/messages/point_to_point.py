@@ -13,12 +13,14 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere
+from commrt.arrays.plain import as_array
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.messages.by_nccl import NcclMessages, check_backend
+from commrt.messages.from_anyone import FromAnyone, WaitingMessage, probe
 from commrt.messages.lists import WHAT, Message, check_lists, check_tag
 from commrt.messages.on_device import DeviceMessages
 from commrt.request import Request
@@ -46,9 +48,9 @@ class Messages:
     def send(
         self,
         x: Any,
-        *,
         dest: int,
         tag: int = 0,
+        *,
         nonblocking: bool = False,
         timeout_s: float | None = None,
         stream: Any = None,
@@ -86,14 +88,18 @@ class Messages:
     def recv(
         self,
         out: Any,
-        *,
-        source: int,
+        source: int | None = None,
         tag: int = 0,
+        *,
         nonblocking: bool = False,
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> Any:
         """Receive into ``out`` from rank ``source``; return ``out``.
+
+        Without a source it takes the message of whichever rank sends one with this tag;
+        the request's ``source`` says which rank that was. Such a nonblocking receive
+        takes its message when it is tested or awaited.
 
         A message shorter than ``out`` fills its beginning; how much came stands in
         the request's ``received_nbytes``, so pass ``nonblocking=True`` where lengths
@@ -102,6 +108,9 @@ class Messages:
         self.group.check_usable()
         nonblocking = check_flag("recv", "nonblocking", nonblocking)
         limit = self.group.limit("recv", timeout_s)
+        if source is None:
+            request = self._from_anyone(out, tag, limit, stream)
+            return request if nonblocking else request.wait()
         buffer, source, tag = self.incoming("recv", out, source, "source", tag, "tag")
         if place_of("recv", [buffer], stream) is not None:
             coming = [(buffer, source, tag)]
@@ -119,13 +128,49 @@ class Messages:
             buffer.dtype.code,
         )
 
+    def _from_anyone(self, out: Any, tag: Any, limit: float, stream: Any) -> FromAnyone:
+        """Return the receive of whichever rank's message comes first."""
+        _, _, number = self.incoming("recv", out, self.group.rank, "source", tag, "tag")
+
+        def receive(source: int) -> Any:
+            more = {"nonblocking": True, "timeout_s": limit, "stream": stream}
+            return self.recv(out, source, number, **more)
+
+        return FromAnyone(self.group, "recv", receive, number, limit)
+
+    def probe(
+        self,
+        source: int | None = None,
+        tag: int = 0,
+        *,
+        nonblocking: bool = False,
+        timeout_s: float | None = None,
+    ) -> WaitingMessage | None:
+        """Return source, tag, nbytes and dtype of a message that waits to be received.
+
+            found = comm.probe(tag=7)
+            out = np.empty(found.nbytes, np.uint8).view(found.dtype)
+            comm.recv(out, found.source, found.tag)
+
+        It waits until there is one, and leaves it where it is. With ``nonblocking`` it
+        does not wait, and returns None where no message has come. Without a source it
+        looks at the messages of all ranks.
+        """
+        self.group.check_usable()
+        nonblocking = check_flag("probe", "nonblocking", nonblocking)
+        limit = self.group.limit("probe", timeout_s)
+        number = check_tag("probe", "tag", tag)
+        if source is not None:
+            source = self.group.check_rank("probe", "source", source)
+        return probe(self.group, source, number, None if nonblocking else limit)
+
     def sendrecv(
         self,
         x: Any,
-        *,
         dest: int,
         out: Any,
         source: int,
+        *,
         sendtag: int = 0,
         recvtag: int = 0,
         nonblocking: bool = False,
@@ -274,7 +319,8 @@ class Messages:
         """Return the buffer, the peer and the tag, all checked."""
         rank = self.group.check_rank(what, dest_name, dest)
         number = check_tag(what, tag_name, tag)
-        return view_anywhere(x, f"{what}: x"), rank, number
+        array = as_array(x, f"{what}: x")
+        return view_anywhere(array, f"{what}: x"), rank, number
 
     def incoming(
         self,

@@ -26,6 +26,7 @@ import numpy as np
 
 from commrt import _native
 from commrt.arrays.host import HostView, view, view_anywhere
+from commrt.arrays.plain import as_array
 from commrt.arrays.residual import check_residual
 from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.stepped import Steps
@@ -85,7 +86,7 @@ def check_largest(
     what: str, x: Any, k: Any, residual: Any
 ) -> tuple[HostView, HostView | None, int]:
     """Return a call's arguments, of host or device; UsageError says what is wrong."""
-    array = view_anywhere(x, f"{what}: x")
+    array = view_anywhere(as_array(x, f"{what}: x"), f"{what}: x")
     check_shape(what, array.shape)
     number = as_integer(k)
     if number is None or not 0 <= number <= array.count:

@@ -32,10 +32,11 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.group.call_site import call_site
+from commrt.messages.from_anyone import FromAnyone
 from commrt.torch.described import DESCRIBED, tensor_in_words
 from commrt.torch.errors import as_torch_error
 from commrt.torch.group_methods import Collectives
-from commrt.torch.messages import FromAnyone, Messages
+from commrt.torch.messages import Messages
 from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
 from commrt.torch.work import CommrtWork, seconds, wait_for
@@ -146,7 +147,7 @@ class CheckedCalls(Collectives, Messages):
             return _Received(channel, calls.comm, x, out, source, tag, site)
 
         with calls.raising():
-            request = FromAnyone(calls.comm, receive, tag)
+            request = FromAnyone(calls.comm, "recv_anysource", receive, tag)
         return calls.end(request, False, [x], back)
 
     @property
@@ -235,6 +236,10 @@ class _Sent:
             request.raise_if_late(limit_s)
 
 
+_SAID_BETTER = (MismatchError, TruncationError)
+"""Errors of the engine that the description says better, which comes besides."""
+
+
 class _Received:
     """A message that is received and compared with its description, as a request."""
 
@@ -283,12 +288,12 @@ class _Received:
     def _has_come(self) -> bool:
         try:
             return bool(self._data.test())
-        except TruncationError:  # the description says it better
+        except _SAID_BETTER:
             return True
 
     def wait(self, *, timeout_s: float | None = None) -> None:
         """Return once both have come and fit."""
-        with contextlib.suppress(TruncationError):  # the description says it better
+        with contextlib.suppress(*_SAID_BETTER):
             wait_for(self._data, timeout_s)
         self._words.wait(timeout_s=timeout_s)
         self._compare()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
+from commrt.arrays.plain import array_of, is_plain
 from commrt.errors import CommError
 from commrt.trace.folder import begin_where_asked
 from commrt.trace.recorder import Group, Kind, Recorder, recorder
@@ -23,6 +24,7 @@ from commrt.vocabulary.operations import (
     SENT,
     CallSpec,
     OpSpec,
+    by_name,
     operation,
     other_call,
     rule_nbytes,
@@ -34,6 +36,7 @@ __all__ = [
     "follow_communicator",
     "group_of_communicator",
     "kinds_of",
+    "named_behind_first",
     "stream_of",
 ]
 
@@ -92,7 +95,7 @@ def kinds_of(
 ) -> Sequence[Kind]:
     """Return what a call of a communicator's method is: one, or several messages."""
     _, make = _METHODS[name]
-    return make(group, name)(comm, args, more)
+    return make(group, name)(comm, *named_behind_first(name, args, more))
 
 
 def _record_method(
@@ -104,13 +107,31 @@ def _record_method(
     function = getattr(type(held), name) if own is None else own
 
     def looked_at(args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
-        return look(comm, args, more)
+        return look(comm, *named_behind_first(name, args, more))
 
     owner = held if own is None else None
     method = to.method(
         *(name, function, owner, looked_at), reads=reads, watch=TracedRequest
     )
     to.replace(held, name, method)
+
+
+def named_behind_first(
+    name: str, args: Arguments, more: dict[str, Any]
+) -> tuple[Arguments, dict[str, Any]]:
+    """Return a call's arguments with no more than the array by position.
+
+    A number or a list is the array that is made of it.
+    """
+    row = _ROWS[name]
+    if args and row.positional and is_plain(args[0]):
+        with suppress(CommError):  # of which the call will speak
+            args = (array_of(args[0], name), *args[1:])
+    if len(args) > 1 and row.positional:
+        with suppress(TypeError):  # of which the call will speak
+            named = by_name(row, args, more)
+            return (named.pop(row.positional[0]),), named
+    return args, more
 
 
 # -- what a call is --------------------------------------------------------------
@@ -211,6 +232,15 @@ def _other(group: Group, name: str) -> LookAt:
             stream=stream_of(x, more),
         )
         return (kind,)
+
+    return look
+
+
+def _objects(group: Group, name: str) -> LookAt:
+    """Return a reader of calls with objects, which nobody asks for anything."""
+
+    def look(comm: Traced, args: Arguments, more: dict[str, Any]) -> Sequence[Kind]:
+        return (Kind(group, name, 0),)
 
     return look
 
@@ -345,6 +375,7 @@ def algorithm_of(
 Looks: TypeAlias = Callable[[Group, str], LookAt]
 _BY_KIND: dict[str, Looks] = {
     "collective": _collective,
+    "object": _objects,
     "sparse": _other,
     "boxes": _other,
     "neighbors": _among_neighbors,
@@ -362,6 +393,7 @@ def _looks_at(row: OpSpec | CallSpec) -> Looks:
     return _BY_KIND[row.kind]
 
 
+_ROWS = {row.name: row for row in ROWS}
 _METHODS = {row.name: (row.reads, _looks_at(row)) for row in ROWS}
 """A communicator's methods: the code for how C++ reads their arguments
 (native/calls/recorded_method.hpp), and the look at the first call of a kind."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 from commrt import env
 from commrt.arrays.device import is_on_device
 from commrt.errors import BackendError, CommError
+from commrt.trace.methods import named_behind_first
 from commrt.trace.traced import Traced
 from commrt.vocabulary.operations import (
     COLLECTIVES,
@@ -31,6 +32,7 @@ from commrt.vocabulary.operations import (
     operation,
     rule_nbytes,
 )
+from commrt.vocabulary.reduction_names import reduction_word
 
 __all__ = ["NamedCall", "Ranges", "plans_with_ranges", "put_ranges", "wanted_ranges"]
 
@@ -100,13 +102,14 @@ class Ranges:
         self, comm: Traced, name: str, args: tuple[Any, ...], more: dict[str, Any]
     ) -> tuple[str, int]:
         """Return the text of a call's range, and the bytes of its arrays here."""
+        args, more = named_behind_first(name, args, more)
         x = args[0] if args else more.get("x", more.get("fields"))
         out = more.get("out")
         array = x if x is not None else out
         nbytes = _nbytes(array)
         parts = [name, f"{nbytes} B" if array is not None else "", comm.name]
         if name in COLLECTIVES:
-            with suppress(CommError):  # of which the call will speak
+            with suppress(CommError, TypeError):  # of which the call will speak
                 parts.insert(2, self._algorithm(comm, name, x, out, more))
         return " ".join(filter(None, parts)), nbytes
 
@@ -119,7 +122,7 @@ class Ranges:
             return str(asked)
         array = x if x is not None else out
         on_device = array is not None and is_on_device(array)
-        op, root = more.get("op", "sum"), more.get("root", 0)
+        op, root = reduction_word(more.get("op", "sum")), more.get("root", 0)
         elements = _elements_nbytes(comm.size, name, x, out)
         key = comm.identity, name, elements, str(getattr(array, "dtype", "")), op, root
         if key not in self._labels:

@@ -20,8 +20,6 @@ __all__ = [
     "check_reduction",
     "dtype_by_name",
     "engine_factor",
-    "is_known",
-    "reduce_op",
 ]
 
 Kind = Literal["bool", "int", "uint", "float", "complex", "bytes"]
@@ -91,16 +89,6 @@ class ReduceOp(IntEnum):
     PREMUL_SUM = 11
 
 
-_REDUCTION_NAMES = {op.name.lower(): op for op in ReduceOp}
-_ELSEWHERE = {
-    "mean": "avg",
-    "average": "avg",
-    "add": "sum",
-    "+": "sum",
-    "mul": "prod",
-    "multiply": "prod",
-    "*": "prod",
-}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
@@ -110,20 +98,6 @@ def dtype_by_name(name: str) -> DType:
     if found is None:
         raise UsageError(f"unknown dtype {shown(name)}{suggest(name, _BY_NAME)}")
     return found
-
-
-def reduce_op(name: str) -> ReduceOp:
-    """Return the reduction called ``name``, or raise UsageError with a suggestion."""
-    found = _REDUCTION_NAMES.get(name) if isinstance(name, str) else None
-    if found is None:
-        hint = suggest(name, _REDUCTION_NAMES, _ELSEWHERE)
-        raise UsageError(f"unknown reduction op={shown(name)}{hint}")
-    return found
-
-
-def is_known(op: str) -> bool:
-    """Return whether ``op`` names one of commrt's reductions."""
-    return op in _REDUCTION_NAMES
 
 
 def check_reduction(op: ReduceOp, dtype: DType) -> None:

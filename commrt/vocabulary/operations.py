@@ -10,9 +10,10 @@ calls among neighbours. ``ROWS`` are both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from commrt.errors import UsageError, shown, suggest
+from commrt.vocabulary.checks import as_integer
 
 __all__ = [
     "COLLECTIVES",
@@ -27,6 +28,7 @@ __all__ = [
     "SPARSE_OF_TORCH",
     "CallSpec",
     "OpSpec",
+    "by_name",
     "elements_of",
     "names_of",
     "operation",
@@ -37,7 +39,7 @@ __all__ = [
 Count = Literal["none", "same", "times_size", "div_size"]
 RuleBytes = Literal["whole", "block", "pair", "any", "none"]
 WaitsFor = Literal["all", "root", "root waits", "contributors"]
-Kind = Literal["collective", "message", "sparse", "boxes", "neighbors"]
+Kind = Literal["collective", "message", "object", "sparse", "boxes", "neighbors"]
 Ends = Literal["none", "one", "two", "lists"]
 Direction = Literal["none", "out", "in"]
 Nccl = Literal["native", "pairs", "messages", "reductions", "allreduce", "none"]
@@ -155,9 +157,19 @@ class OpSpec:
         )
 
     @property
+    def positional(self) -> tuple[str, ...]:
+        """Arguments that may be passed by position, in this order.
+
+        A root may stand in the place of ``op``: it is a number.
+        """
+        if self.is_empty:
+            return ()
+        return ("x", *("op",) * self.reduces, *("root",) * self.has_root)
+
+    @property
     def reads(self) -> str:
         """Codes that tell the dispatcher in C++ how to read its arguments."""
-        return "" if self.is_empty else "a"
+        return "" if self.is_empty else "a" + "w" * (len(self.positional) - 1)
 
     def wire_share(self, size: int) -> float:
         """Return the least part of its bytes that a rank sends on average."""
@@ -291,6 +303,8 @@ class CallSpec:
     """True if every neighbour gets the whole array, and not a block of it."""
     count_arguments: tuple[str, ...] = ()
     """Arguments with a number of elements per neighbour."""
+    positional: tuple[str, ...] = ()
+    """Arguments of a message that may be passed by position, in this order."""
 
     @property
     def takes_number(self) -> bool:
@@ -303,25 +317,54 @@ class CallSpec:
 
 
 _TO_OTHERS = "what this rank sends to others"
+_PICKLED = "none: an object has no length before it is pickled"
 OTHERS: tuple[CallSpec, ...] = (
     CallSpec(
-        *("send", "message", "a", "the message", "Send an array.", "one"),
+        *("send", "message", "aww", "the message", "Send an array.", "one"),
         flight="send",
         direction="out",
         peer_argument="dest",
+        positional=("x", "dest", "tag"),
     ),
     CallSpec(
-        *("recv", "message", "a", "the memory that it may fill"),
+        *("recv", "message", "aww", "the memory that it may fill"),
         *("Receive an array.", "one"),
         flight="recv",
         direction="in",
         peer_argument="source",
+        positional=("out", "source", "tag"),
     ),
-    CallSpec("sendrecv", "message", "a", "", "Send one array, receive another.", "two"),
+    CallSpec(
+        *("sendrecv", "message", "awaw", ""),
+        *("Send one array, receive another.", "two"),
+        positional=("x", "dest", "out", "source"),
+    ),
     CallSpec(
         *("multi_sendrecv", "message", "", ""),
         *("Send and receive any number of messages at once.", "lists"),
         code=87,
+    ),
+    CallSpec(
+        *("bcast_object", "object", "--", _PICKLED),
+        "Copy the root's object to every rank.",
+    ),
+    CallSpec(
+        *("allgather_object", "object", "-", _PICKLED),
+        "Bring every rank's object to every rank.",
+    ),
+    CallSpec(
+        *("gather_object", "object", "--", _PICKLED),
+        "Bring every rank's object to the root.",
+    ),
+    CallSpec(
+        *("scatter_object", "object", "--", _PICKLED),
+        "Give rank i the i-th object of the root's list.",
+    ),
+    CallSpec(
+        *("send_object", "object", "---", _PICKLED), "Send an object to one rank."
+    ),
+    CallSpec(
+        *("recv_object", "object", "--", _PICKLED), "Receive an object of one rank."
     ),
     CallSpec(
         *("sparse_allreduce", "sparse", "a"),
@@ -425,6 +468,29 @@ def operation(name: str) -> OpSpec:
 def other_call(name: str) -> CallSpec:
     """Return the row of a call beside the collectives."""
     return _OTHERS_BY_NAME[name]
+
+
+def by_name(
+    row: OpSpec | CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a call's arguments by their names; TypeError where that cannot be."""
+    if not args:
+        return kwargs
+    left, named = list(row.positional), dict(kwargs)
+    for value in args:
+        # A number where a reduction may stand is the root behind it.
+        is_root = left == ["op", "root"] and as_integer(value) is not None
+        if not left:
+            words = ", ".join(row.positional) or "nothing"
+            raise TypeError(
+                f"{row.name}() takes {words} by position; everything else is passed by "
+                f"keyword"
+            )
+        name = left.pop(1 if is_root else 0)
+        if name in named:
+            raise TypeError(f"{row.name}() got {name} twice")
+        named[name] = value
+    return named
 
 
 def rule_nbytes(coll: str, nbytes: int, size: int) -> int:

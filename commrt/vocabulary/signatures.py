@@ -26,7 +26,7 @@ class Operations:
     """The collectives as a type checker sees them."""
 
     def allreduce(
-        self, x: Any, *, out: Any = None, op: str = "sum",
+        self, x: Any, op: Any = "sum", *, out: Any = None,
         factor: float | None = None, compress: str | None = None,
         residual: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
@@ -35,15 +35,15 @@ class Operations:
     ) -> Any: ...  # fmt: skip
 
     def reduce(
-        self, x: Any, *, out: Any = None, op: str = "sum",
-        factor: float | None = None, root: int = 0, nonblocking: bool = False,
+        self, x: Any, op: Any = "sum", root: int = 0, *, out: Any = None,
+        factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
         stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def bcast(
-        self, x: Any, *, out: Any = None, root: int = 0, nonblocking: bool = False,
+        self, x: Any, root: int = 0, *, out: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
         stream: Any = None,
@@ -57,7 +57,7 @@ class Operations:
     ) -> Any: ...  # fmt: skip
 
     def reduce_scatter(
-        self, x: Any, *, out: Any = None, op: str = "sum",
+        self, x: Any, op: Any = "sum", *, out: Any = None,
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
@@ -73,14 +73,14 @@ class Operations:
     ) -> Any: ...  # fmt: skip
 
     def gather(
-        self, x: Any, *, out: Any = None, root: int = 0, nonblocking: bool = False,
+        self, x: Any, root: int = 0, *, out: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
         stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def scatter(
-        self, x: Any, *, out: Any = None, root: int = 0, nonblocking: bool = False,
+        self, x: Any, root: int = 0, *, out: Any = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
         stream: Any = None,
@@ -89,12 +89,11 @@ class Operations:
     def barrier(
         self, *, nonblocking: bool = False, timeout_s: float | None = None,
         algorithm: str | None = None, backend: str | None = None,
-        params: Params = None, name: str | None = None,
-        stream: Any = None,
+        params: Params = None, name: str | None = None, stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def scan(
-        self, x: Any, *, out: Any = None, op: str = "sum",
+        self, x: Any, op: Any = "sum", *, out: Any = None,
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
@@ -102,7 +101,7 @@ class Operations:
     ) -> Any: ...  # fmt: skip
 
     def exscan(
-        self, x: Any, *, out: Any = None, op: str = "sum",
+        self, x: Any, op: Any = "sum", *, out: Any = None,
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
@@ -120,29 +119,26 @@ class Operations:
         self, x: Any, *, send_counts: Counts, recv_counts: Counts | None = None,
         out: Any = None, compress: str | None = None, residual: Any = None,
         nonblocking: bool = False, timeout_s: float | None = None,
-        algorithm: str | None = None,
-        backend: str | None = None, params: Params = None, name: str | None = None,
-        stream: Any = None,
+        algorithm: str | None = None, backend: str | None = None,
+        params: Params = None, name: str | None = None, stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def gatherv(
-        self, x: Any, *, counts: Counts, out: Any = None, root: int = 0,
+        self, x: Any, root: int = 0, *, counts: Counts, out: Any = None,
         nonblocking: bool = False, timeout_s: float | None = None,
-        algorithm: str | None = None,
-        backend: str | None = None, params: Params = None, name: str | None = None,
-        stream: Any = None,
+        algorithm: str | None = None, backend: str | None = None,
+        params: Params = None, name: str | None = None, stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def scatterv(
-        self, x: Any, *, counts: Counts, out: Any = None, root: int = 0,
+        self, x: Any, root: int = 0, *, counts: Counts, out: Any = None,
         nonblocking: bool = False, timeout_s: float | None = None,
-        algorithm: str | None = None,
-        backend: str | None = None, params: Params = None, name: str | None = None,
-        stream: Any = None,
+        algorithm: str | None = None, backend: str | None = None,
+        params: Params = None, name: str | None = None, stream: Any = None,
     ) -> Any: ...  # fmt: skip
 
     def reduce_scatterv(
-        self, x: Any, *, counts: Counts, out: Any = None, op: str = "sum",
+        self, x: Any, op: Any = "sum", *, counts: Counts, out: Any = None,
         factor: float | None = None, nonblocking: bool = False,
         timeout_s: float | None = None, algorithm: str | None = None,
         backend: str | None = None, params: Params = None, name: str | None = None,
@@ -152,9 +148,10 @@ class Operations:
 
 def signature(spec: OpSpec) -> str:
     """Return the call as documented, such as ``barrier(*, nonblocking=False, …)``."""
-    parts = ["x", "*", *_counts(spec), "out=None"] if spec.x_count != "none" else ["*"]
-    parts += ['op="sum"', "factor=None"] if spec.reduces else []
-    parts += ["root=0"] if spec.has_root else []
+    defaults = {"op": 'op="sum"', "root": "root=0"}
+    parts = [defaults.get(name, name) for name in spec.positional] + ["*"]
+    parts += [] if spec.is_empty else [*_counts(spec), "out=None"]
+    parts += ["factor=None"] if spec.reduces else []
     parts += ["compress=None", "residual=None"] if spec.compresses else []
     parts += ["nonblocking=False", "timeout_s=None", "algorithm=None", "backend=None"]
     parts += ["params=None", "name=None", "stream=None"]
@@ -234,12 +231,15 @@ def docstring(spec: OpSpec) -> str:
         average = " avg," if not spec.combines_some else ""
         lines += [
             f"    op: sum, prod, min, max,{average} land, lor, lxor, band, bor, bxor,"
-            " premul_sum.",
+            " premul_sum; or what numpy, mpi4py or torch call it.",
             "    factor: of premul_sum: what this rank's x is multiplied by before the"
             " sum; ranks may differ.",
         ]
     if spec.has_root:
-        lines.append("    root: the rank that the operation starts from or ends at.")
+        place = "; a number in the place of op is the root" if spec.reduces else ""
+        lines.append(
+            f"    root: the rank that the operation starts from or ends at{place}."
+        )
     if spec.compresses:
         lines += [f"    {line}" for line in _compression(spec)]
     lines += [

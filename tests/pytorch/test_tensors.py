@@ -161,3 +161,30 @@ def test_tensors_go_into_buckets() -> None:
         ]
 
     assert run(SIZE, rank_main) == [[True] * 12] * SIZE
+
+
+def test_tensors_without_dimensions_stay_so() -> None:
+    def rank_main(comm: Any) -> Any:
+        loss = torch.tensor(comm.rank + 1.0)
+        assert comm.allreduce(loss, torch.distributed.ReduceOp.SUM) is loss
+        every = comm.allgather(torch.tensor(comm.rank))
+        largest = comm.allreduce(loss.clone(), op=torch.maximum, nonblocking=True)
+        mean = comm.allreduce(loss.item(), op="avg")
+        return tuple(loss.shape), every.tolist(), largest.wait().item(), mean
+
+    total = SIZE * (SIZE + 1) / 2
+    ranks = list(range(SIZE))
+    assert run(SIZE, rank_main, timeout_s=300) == [((), ranks, total, total)] * SIZE
+
+
+def test_objects_may_have_tensors() -> None:
+    def rank_main(comm: Any) -> Any:
+        mine = {"rank": comm.rank, "weights": torch.full((40_000,), float(comm.rank))}
+        every = comm.allgather_object(mine)
+        sent = comm.send_object(mine, (comm.rank + 1) % SIZE, nonblocking=True)
+        before = comm.recv_object()
+        sent.wait()
+        return [int(each["weights"].sum()) // 40_000 for each in (*every, before)]
+
+    found = run(SIZE, rank_main, timeout_s=300)
+    assert found == [[0, 1, 2, (rank - 1) % SIZE] for rank in range(SIZE)]

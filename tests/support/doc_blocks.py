@@ -38,3 +38,35 @@ def first_block_of(page: str) -> tuple[str, str, str]:
 def pages_with(language: str) -> list[str]:
     """Return the pages that have blocks of a language."""
     return [page for page in all_pages() if blocks_of(page, language)]
+
+
+def sides_of(page: str) -> dict[str, str]:
+    """Return the programs of a page that shows each example twice, by library.
+
+    A block's library stands before it, as the last word of its paragraph and a colon.
+    All blocks of one library are one program.
+    """
+    found = re.findall(
+        r"(?:^|\s)([\w.]+):\n\n```\w+\n(.*?)^```$",
+        (ROOT / page).read_text(),
+        re.S | re.M,
+    )
+    programs: dict[str, list[str]] = {}
+    for library, block in found:
+        programs.setdefault(library, []).append(block)
+    return {library: "\n\n".join(blocks) for library, blocks in programs.items()}
+
+
+def printing_into(folder: Path, program: str) -> str:
+    """Return a program each of whose ranks prints into a file of its own.
+
+    Lines that ranks print at once may come out as one.
+    """
+    into = f"open(f'{folder}/{{os.getpid()}}.txt', 'w', buffering=1)"
+    return f"import os\nimport sys\n\nsys.stdout = {into}\n{program}"
+
+
+def printed_into(folder: Path) -> list[str]:
+    """Return the lines that all ranks printed, sorted."""
+    texts = [file.read_text() for file in folder.glob("*.txt")]
+    return sorted("".join(texts).splitlines())

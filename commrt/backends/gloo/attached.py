@@ -24,8 +24,9 @@ from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_plan, schedule_template
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
-from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
+from commrt.vocabulary.reduction_names import is_known
 
 __all__ = ["AttachedGloo"]
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
-from commrt.vocabulary.dtypes import DType, ReduceOp, dtype_by_name, is_known
+from commrt.vocabulary.dtypes import DType, ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
+from commrt.vocabulary.reduction_names import is_known
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from commrt.planning.prediction import full_nbytes
 from commrt.select.facts import Candidate, CommFacts, Query
-from commrt.vocabulary.dtypes import is_known
 from commrt.vocabulary.operations import operation
+from commrt.vocabulary.reduction_names import is_known
 
 __all__ = ["DIRECT", "NAME", "IpcFacts", "predicted_us", "why_refused"]
 

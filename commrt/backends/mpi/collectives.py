@@ -13,8 +13,9 @@ from commrt.planning.host_plans import check_params
 from commrt.planning.spec import PlanSpec, Ranks
 from commrt.planning.templates import call_shape
 from commrt.select.facts import Candidate, Query
-from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
+from commrt.vocabulary.reduction_names import is_known
 
 __all__ = ["NATIVE", "library_plan", "library_template", "why_not"]
 

@@ -21,8 +21,9 @@ from commrt.nccl.features import NEWEST_KNOWN
 from commrt.planning.spec import PlanSpec
 from commrt.planning.stream_programs import nccl_program
 from commrt.select.facts import Candidate, Query
-from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name, is_known, reduce_op
+from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import OpSpec
+from commrt.vocabulary.reduction_names import is_known, reduce_op
 
 __all__ = [
     "NAME",

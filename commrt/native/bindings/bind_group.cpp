@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
@@ -325,10 +326,19 @@ void bind_group(nb::module_& m) {
       .def("waiting_source",
            [](Group& g, int tag, int first) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             return g.comm->p2p->waiting_source(tag, first);
+             return g.comm->p2p->waiting(tag, first, g.comm->size).source;
            }, nb::arg("tag"), nb::arg("first"), nb::call_guard<nb::gil_scoped_release>(),
            "Return a rank whose message of this tag no receive has asked for, looking from "
            "`first` on; -1: there is none.")
+      .def("waiting_message",
+           [](Group& g, int tag, int first, int num) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             const Waiting found = g.comm->p2p->waiting(tag, first, num);
+             return std::make_tuple(found.source, found.nbytes, static_cast<int>(found.type));
+           }, nb::arg("tag"), nb::arg("first"), nb::arg("num"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Return source, bytes and type code of a message of this tag that no receive has asked "
+           "for, looking at `num` ranks from `first` on; source -1: there is none.")
       .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
       .def("plan_family",
            [](Group& g, int coll, int dtype, int redop, int root, int64_t unit, bool is_plain) {

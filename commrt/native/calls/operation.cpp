@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <new>
+#include <unordered_map>
 
 namespace commrt {
 
@@ -52,15 +53,58 @@ Words words;
 const char* const kReductions[kNumRedOps] = {"sum",  "prod", "min",  "max", "avg", "land",
                                      "lor",  "lxor", "band", "bor", "bxor", "premul_sum"};
 
+// Other names of reductions, and objects of other libraries that stand for one, by identity. Python
+// adds each when it is first seen (vocabulary/reduction_names.py). They are kept for ever.
+constexpr size_t kMostOtherNames = 256;
+std::unordered_map<PyObject*, int>& other_names() {
+  static auto* const made = new std::unordered_map<PyObject*, int>;
+  return *made;
+}
+
+// A rank of so many; -1 for what is none.
+inline long read_root(PyObject* value, int64_t size) {
+  if (!PyLong_CheckExact(value)) return -1;
+  const long root = PyLong_AsLong(value);
+  if (root == -1 && PyErr_Occurred()) PyErr_Clear();
+  return root >= 0 && root < size ? root : -1;
+}
+
 int reduction_code(PyObject* name) {
   for (int i = 0; i < kNumRedOps; ++i) {
     if (name == words.reductions[i]) return i;
   }
+  const auto known = other_names().find(name);
+  if (known != other_names().end()) return known->second;
   if (!PyUnicode_CheckExact(name)) return -1;
   for (int i = 0; i < kNumRedOps; ++i) {
     if (PyUnicode_Compare(name, words.reductions[i]) == 0) return i;
   }
   return -1;
+}
+
+// What stands behind the array by position: a reduction and a root, either first; -1: it does not.
+struct Behind {
+  int reduction = -1;
+  long root = -1;
+  bool is_known = true;  // at a glance
+};
+
+Behind read_behind_array(const Operation& op, PyObject* const* values, Py_ssize_t num,
+                         int64_t size) {
+  Behind found;
+  for (Py_ssize_t i = 0; i < num && found.is_known; ++i) {
+    const bool is_root = PyLong_CheckExact(values[i]);
+    if (is_root ? !op.has_root || found.root >= 0 : !op.reduces || found.reduction >= 0) {
+      found.is_known = false;
+    } else if (is_root) {
+      found.root = read_root(values[i], size);
+      found.is_known = found.root >= 0;
+    } else {
+      found.reduction = reduction_code(values[i]);
+      found.is_known = found.reduction >= 0;
+    }
+  }
+  return found;
 }
 
 // Without a group it is the business of the object that stands in its place.
@@ -158,7 +202,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   const Py_ssize_t expected = self->takes_x ? 2 : 1;
   PyObject* const held = nargs > 0 ? group_of(args[0]) : nullptr;
   auto slow = [&] { return hand_over(self, held, args, nargs, kwnames); };
-  if (nargs != expected || held == nullptr) return slow();
+  if (nargs < expected || held == nullptr) return slow();
   Group& group = *nb::inst_ptr<Group>(nb::handle(held));
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
@@ -170,6 +214,16 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   long root = 0;
   bool nonblocking = false;
   double timeout_s = group.timeout_s;
+  bool said_reduction = false, said_root = false;
+  if (nargs > expected) {
+    const Behind behind =
+        read_behind_array(*self, args + expected, nargs - expected, group.comm->size);
+    if (!behind.is_known) return slow();
+    said_reduction = behind.reduction >= 0;
+    said_root = behind.root >= 0;
+    if (said_reduction) reduction = behind.reduction;
+    if (said_root) root = behind.root;
+  }
   // Only calls on devices may have these.
   PyObject* stream = nullptr;
   bool is_limited = false;
@@ -181,15 +235,13 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       if (value != Py_None) out_object = value;
     } else if (key == words.op && self->reduces) {
       reduction = reduction_code(value);
-      if (reduction < 0) return slow();
+      if (reduction < 0 || said_reduction) return slow();
     } else if (key == words.factor && self->reduces) {
       if (!PyFloat_CheckExact(value)) return slow();
       factor = value;
     } else if (key == words.root && self->has_root) {
-      if (!PyLong_CheckExact(value)) return slow();
-      root = PyLong_AsLong(value);
-      if (root == -1 && PyErr_Occurred()) PyErr_Clear();
-      if (root < 0 || root >= group.comm->size) return slow();
+      root = read_root(value, group.comm->size);
+      if (root < 0 || said_root) return slow();
     } else if (self->num_counts == 1 && key == words.counts) {
       counts_object[0] = value;
     } else if (self->num_counts == 2 && key == words.send_counts) {
@@ -361,6 +413,13 @@ void bind_operation(nb::module_& m) {
         nb::arg("scatters"), nb::arg("fuses"), nb::arg("num_counts"), nb::arg("only_cached") = false,
         "Make the method descriptor of one operation; with `only_cached` it returns NotImplemented "
         "where it would leave a call to Python.");
+  m.def("remember_reduction",
+        [](nb::handle name, int code) {
+          if (other_names().size() >= kMostOtherNames) return;
+          if (other_names().emplace(name.ptr(), code).second) name.inc_ref();
+        },
+        nb::arg("name"), nb::arg("code"),
+        "Let the operations take this very object for the reduction of that code.");
 }
 
 }  // namespace commrt

@@ -46,25 +46,38 @@ struct Arguments {
   bool nonblocking = false;
 };
 
-// False: not what is known at a glance.
+// What follows the array by position: the peer and the tag; of a sendrecv dest, out and source.
+bool parse_behind_array(Kind kind, PyObject* const* values, Py_ssize_t num, int size,
+                        Arguments& found) {
+  const bool sends = kind != Kind::Recv;
+  if (!read_int(values[0], size - 1, sends ? found.dest : found.source)) return false;
+  if (kind != Kind::SendRecv) {
+    return num < 2 || read_int(values[1], INT32_MAX, sends ? found.sendtag : found.recvtag);
+  }
+  if (num > 1) found.out = values[1];
+  return num < 3 || read_int(values[2], size - 1, found.source);
+}
+
+// False: not what is known at a glance, or said twice.
 bool parse(Kind kind, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, int size,
            Arguments& found) {
-  if (nargs != 2) return false;
+  if (nargs < 2 || nargs > (kind == Kind::SendRecv ? 5 : 4)) return false;
   const bool sends = kind != Kind::Recv, receives = kind != Kind::Send;
   (sends ? found.x : found.out) = args[1];
+  if (nargs > 2 && !parse_behind_array(kind, args + 2, nargs - 2, size, found)) return false;
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
   for (Py_ssize_t i = 0; i < nkw; ++i) {
     PyObject* key = PyTuple_GET_ITEM(kwnames, i);
     PyObject* value = args[nargs + i];
     bool known = false;
     if (key == words.dest && sends) {
-      known = read_int(value, size - 1, found.dest);
+      known = found.dest < 0 && read_int(value, size - 1, found.dest);
     } else if (key == words.source && receives) {
-      known = read_int(value, size - 1, found.source);
+      known = found.source < 0 && read_int(value, size - 1, found.source);
     } else if (key == words.out && kind == Kind::SendRecv) {
+      known = found.out == nullptr;
       found.out = value;
-      known = true;
-    } else if (key == words.tag && kind != Kind::SendRecv) {
+    } else if (key == words.tag && kind != Kind::SendRecv && nargs < 4) {
       known = read_int(value, INT32_MAX, sends ? found.sendtag : found.recvtag);
     } else if (key == words.sendtag && kind == Kind::SendRecv) {
       known = read_int(value, INT32_MAX, found.sendtag);

@@ -548,14 +548,17 @@ bool P2P::drain(int peer) {
   return any;
 }
 
-int P2P::waiting_source(int tag, int first) {
+Waiting P2P::waiting(int tag, int first, int num) {
   if (!attached_) attach();
-  for (int i = 0; i < comm_.size; ++i) {
+  for (int i = 0; i < num; ++i) {
     const int peer = (first + i) % comm_.size;
     serve(peer);
-    if (unexpected_.count(key(peer, tag)) != 0) return peer;
+    const auto found = unexpected_.find(key(peer, tag));
+    if (found == unexpected_.end()) continue;
+    const PacketHeader& header = found->second.front().header;
+    return {peer, header.nbytes, header.type};
   }
-  return -1;
+  return {};
 }
 
 bool P2P::progress() {

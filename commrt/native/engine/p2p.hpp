@@ -137,6 +137,13 @@ struct Begun {
   uint64_t lengths[kMost];
 };
 
+// A message that no receive has asked for.
+struct Waiting {
+  int source = -1;
+  uint64_t nbytes = 0;
+  TypeCode type = kAnyType;
+};
+
 class P2P {
  public:
   explicit P2P(Comm& comm);
@@ -159,9 +166,9 @@ class P2P {
   // True: all is over. Else `begun` says what is; spins for messages at most `spins` times.
   bool multi_now(const MessageLists& lists, int spins, Begun& begun);
   bool calm(const MessageLists& lists) const;
-  // A rank whose message of this tag is here, or announced, and asked for by no receive; ranks
-  // are looked at from `first` on. -1: there is none.
-  int waiting_source(int tag, int first);
+  // A message of this tag that is here, or announced, and asked for by no receive. `num` ranks are
+  // looked at, from `first` on; source -1: there is none.
+  Waiting waiting(int tag, int first, int num);
   // One pass over all peers, with a bounded number of packets each.
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.

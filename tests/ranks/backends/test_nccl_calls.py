@@ -16,8 +16,9 @@ from staged_cases import run_on_device
 from staged_ranks import Rank
 
 from commrt.nccl.abilities import support
-from commrt.vocabulary.dtypes import dtype_by_name, reduce_op
+from commrt.vocabulary.dtypes import dtype_by_name
 from commrt.vocabulary.operations import OPERATIONS
+from commrt.vocabulary.reduction_names import reduce_op
 
 SIZES = (1, 2, 3, 5)
 DRAWN = 6

@@ -80,7 +80,7 @@ def test_integers_of_any_library_are_ranks_and_tags() -> None:
     assert run(2, rank_main, timeout_s=300) == [[2.0] * 4] * 2
 
 
-@pytest.mark.parametrize("wrong", [True, np.True_, 1.0, np.float64(0), "0", None])
+@pytest.mark.parametrize("wrong", [True, np.True_, 1.0, np.float64(0), "0", (0,)])
 def test_what_is_no_integer_is_no_rank_and_no_tag(wrong: Any) -> None:
     def rank_main(comm: Any) -> None:
         x = np.zeros(3)
@@ -101,8 +101,8 @@ def test_usage_errors_are_python_errors_too() -> None:
     def rank_main(comm: Any) -> None:
         with pytest.raises(ValueError, match="not a rank"):
             comm.bcast(np.zeros(1), root=5)
-        with pytest.raises(TypeError, match="list"):
-            comm.bcast([1])
+        with pytest.raises(TypeError, match="list of other things than numbers"):
+            comm.bcast(["a"])
 
     run(1, rank_main)
 
@@ -198,7 +198,7 @@ def test_questions_about_what_does_not_exist() -> None:
     run(1, rank_main)
 
 
-@pytest.mark.parametrize("wrong", [-1, 0, "5", None, True])
+@pytest.mark.parametrize("wrong", [-1, 0, "5", (5,), True])
 def test_a_default_deadline_is_a_time(wrong: Any) -> None:
     def rank_main(comm: Any) -> None:
         comm.timeout_s = 700

@@ -399,8 +399,8 @@ def wrong_calls(rank: Rank) -> list[tuple[Callable[[], Any], Any]]:
         (lambda: comm.allreduce(x, timeout_s=0), "seconds above 0"),
         (lambda: comm.allreduce(x, timeout_s=float("nan")), "seconds above 0"),
         (lambda: comm.allreduce(x, timeout_s=True), "seconds above 0"),
-        (lambda: comm.barrier(x), "takes no array"),
-        (lambda: comm.allreduce(x, out), "everything else is passed by keyword"),
+        (lambda: comm.barrier(x), "takes nothing by position"),
+        (lambda: comm.allreduce(x, out), "is an array: pass it by keyword"),
     ]
 
 

@@ -258,7 +258,7 @@ def test_a_recording_of_no_rank_or_several_has_no_single_log() -> None:
 
 def test_a_call_that_is_refused_is_no_record() -> None:
     def main(comm: Any) -> None:
-        for wrong in ([1, 2], "no", None):
+        for wrong in (["a", 2], "no", None):
             with pytest.raises(UsageError):
                 comm.allreduce(wrong)
         with pytest.raises(UsageError):

@@ -119,7 +119,7 @@ def test_defaults(spec: Any) -> None:
 
 def test_x_may_be_given_by_name() -> None:
     assert parse(operation("bcast"), (), {"x": X}).x is X
-    with pytest.raises(TypeError, match="everything else is passed by keyword"):
+    with pytest.raises(TypeError, match="got x twice"):
         parse(operation("bcast"), (X,), {"x": X})
 
 

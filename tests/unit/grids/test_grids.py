@@ -165,7 +165,7 @@ def test_axes_are_names_with_numbers() -> None:
     [
         ({"data": 3, "tensor": 2}, r"mesh: dims=\(3, 2\) have 6 places, expected 8"),
         ({"data": 16}, r"dims=\(16,\) have 16 places, expected 8"),
-        ({}, "must be one or more"),
+        ({}, r"axes={} must be names with numbers of ranks"),
         ([("data", 2), ("data", 4)], "axis 'data' is named twice"),
         ({"data,x": 8}, "axis 'data,x' must be a name"),
         ({"": 8}, "axis '' must be a name"),

@@ -22,7 +22,7 @@ LAYERS = (
     ("backends", "trace"),
     ("calls",),
     ("device_calls",),
-    ("messages", "boxes", "sparse", "fusion", "compression"),
+    ("messages", "objects", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
     ("subgroups", "core", "comm", "runtime", "local", "commrt"),

@@ -22,8 +22,10 @@ CALLS = {row.name for row in ROWS} - NEIGHBORS
 
 
 def public(held: object) -> set[str]:
-    """Return the names that an object or class shows."""
-    return {name for name in dir(held) if not name.startswith("_")}
+    """Return the names that an object or class shows, and that can be read."""
+    return {
+        name for name in dir(held) if not name.startswith("_") and hasattr(held, name)
+    }
 
 
 def written(variable: str) -> set[str]:

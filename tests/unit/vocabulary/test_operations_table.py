@@ -22,7 +22,6 @@ from commrt.vocabulary.dtypes import (
     check_reduction,
     dtype_by_name,
     engine_factor,
-    reduce_op,
 )
 from commrt.vocabulary.operations import (
     COLLECTIVES,
@@ -35,6 +34,7 @@ from commrt.vocabulary.operations import (
     other_call,
     rule_nbytes,
 )
+from commrt.vocabulary.reduction_names import reduce_op
 from commrt.vocabulary.signatures import Operations, docstring, signature
 
 
@@ -94,10 +94,10 @@ def test_unknown_names_suggest() -> None:
     with pytest.raises(UsageError, match="did you mean 'bfloat16'"):
         dtype_by_name("bfloat")
     with pytest.raises(UsageError, match="did you mean 'prod'"):
-        reduce_op("product")
+        reduce_op("*")
     for wrong in (None, 3, ["sum"]):
         with pytest.raises(UsageError, match="unknown reduction"):
-            reduce_op(wrong)  # type: ignore[arg-type]
+            reduce_op(wrong)
 
 
 def test_names_without_a_near_one_are_listed_in_a_sentence_of_their_own() -> None:

@@ -32,6 +32,7 @@ from commrt.grids.geometry import Grid
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
 from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
+from commrt.group.compare import Refusing
 from commrt.group.symmetric import SymmetricMemory
 from commrt.job.world import World
 from commrt.messages.bound import message_binders
@@ -127,7 +128,7 @@ class Core(Channel):
             self.comparison,
             on_host=(self.fusion, self.compression, self.host),
             on_device=(self.fusion, self.devices),
-            carrier=self.compression.carrier,
+            carrier=self._carrier,
         )
         self.sparse = SparseSums(self, self.devices, self.comparison, self.private)
         self.objects = Objects(self, self.comparison, self.private)
@@ -158,6 +159,14 @@ class Core(Channel):
         """Shows calls to a profiler; None where nobody asks for it."""
 
     # -- making ------------------------------------------------------------------
+
+    def _carrier(self, name: str, arguments: dict[str, Any]) -> Refusing | None:
+        """Return what carries a call that was refused; None: this channel."""
+        if self.fusion.context is not None:
+            if name == "allreduce" and arguments.get("nonblocking") is True:
+                return self.fusion
+            self.fusion.cut()  # as the other ranks do, before their call
+        return self.compression.carrier(arguments)
 
     def _host_channel(self, timeout_s: float) -> HostCalls:
         """Return what runs the host's parts of calls on device arrays; collective."""

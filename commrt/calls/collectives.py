@@ -30,7 +30,8 @@ class Collectives:
         comparison: tells all ranks of an error in check mode.
         on_host: routes of calls on host arrays, asked in this order.
         on_device: routes of calls on device arrays, or ordered by a stream.
-        carrier: returns what carries calls of such arguments; None for ``group``.
+        carrier: returns what carries calls of such a name and such arguments; None
+            for ``group``.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Collectives:
         comparison: Comparison,
         on_host: Sequence[Route],
         on_device: Sequence[Route] = (),
-        carrier: Callable[[dict[str, Any]], Refusing | None] | None = None,
+        carrier: Callable[[str, dict[str, Any]], Refusing | None] | None = None,
     ) -> None:
         self._group, self._comparison = group, comparison
         self._on_host, self._on_device = on_host, on_device
@@ -143,7 +144,7 @@ class Collectives:
 
     def _refuse(self, name: str, kwargs: dict[str, Any], error: Exception) -> None:
         """Let the other ranks know that this rank's call was refused."""
-        carrier = None if self._carrier is None else self._carrier(kwargs)
+        carrier = None if self._carrier is None else self._carrier(name, kwargs)
         self._comparison.refuse(name, error, _limit(name, kwargs), carrier)
 
 

@@ -226,6 +226,13 @@ class Fusion:
             full = max(bound.num_elements, most // bound.dtype.itemsize)
             self.choose(call, replace(bound, num_elements=full))
 
+    def refuse(self, error: Exception) -> None:
+        """Do nothing for a call that is in no bucket here.
+
+        It has no number of its own. Where other ranks have it in their bucket, the
+        lengths of the buckets differ.
+        """
+
     # -- sending -----------------------------------------------------------------
 
     def cut(self) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from refused_programs import Outcomes, check, draw
 
 from commrt.comm import Communicator, core_of
-from commrt.errors import RefusedError, UsageError
+from commrt.errors import CommError, RefusedError, UsageError
 from commrt.local import LocalRanks, run
 
 _HEAP_ELEMENTS = 1 << 16
@@ -173,3 +174,37 @@ def test_a_group_of_one_goes_on() -> None:
         return int(core_of(comm).next_seq)
 
     assert run(1, main) == [41]
+
+
+def test_a_refused_call_between_buckets_is_heard_of() -> None:
+    def main(comm: Communicator) -> tuple[str, list[float]]:
+        with comm.fused():
+            first = comm.allreduce(np.ones(3), nonblocking=True)
+            with pytest.raises((UsageError, RefusedError)) as raised:
+                comm.bcast(np.ones(3), root=9 if comm.rank == 0 else 0)
+            second = comm.allreduce(np.ones(4), nonblocking=True)
+        totals = [first.wait(), second.wait(), comm.allreduce(np.ones(1))]
+        return type(raised.value).__name__, [float(each[0]) for each in totals]
+
+    right = [3.0, 3.0, 3.0]
+    assert run(3, main) == [
+        ("UsageError", right),
+        ("RefusedError", right),
+        ("RefusedError", right),
+    ]
+
+
+def test_a_call_missing_from_a_bucket_is_no_wrong_sum() -> None:
+    def main(comm: Communicator) -> str:
+        out = np.ones(5 if comm.rank == 0 else 4)
+        with comm.fused():
+            requests = [comm.allreduce(np.ones(3), nonblocking=True)]
+            with suppress(UsageError):
+                request = comm.allreduce(np.ones(4), out=out, nonblocking=True)
+                requests.append(request)
+        for each in requests:
+            with pytest.raises(CommError) as raised:
+                each.wait()
+        return type(raised.value).__name__
+
+    assert set(run(2, main)) <= {"MismatchError", "RevokedError"}

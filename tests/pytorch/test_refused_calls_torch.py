@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of torch that one rank refuses fails on all ranks, and all stay in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commrt.torch  # noqa: F401  the backend
+from commrt.errors import RefusedError
+
+DEADLINE_S = 300.0
+
+
+def calls_of(size: int) -> dict[str, Callable[[bool], Any]]:
+    """Return calls by name, which are wrong if they are told so."""
+    x, wide, part = torch.ones(4), torch.ones(4 * size), torch.ones(3)
+    meta = torch.ones(4, device="meta")
+    return {
+        "all_reduce": lambda wrong: dist.all_reduce(meta if wrong else x),
+        "asynchronous": lambda wrong: dist.all_reduce(
+            meta if wrong else x, async_op=True
+        ).wait(),
+        "all_gather_into_tensor": lambda wrong: dist.all_gather_into_tensor(
+            part if wrong else wide, x
+        ),
+        "reduce_scatter_tensor": lambda wrong: dist.reduce_scatter_tensor(
+            part if wrong else x, wide
+        ),
+        "all_to_all_single": lambda wrong: dist.all_to_all_single(
+            wide, wide.clone(), input_split_sizes=[9] if wrong else None
+        ),
+        "all_gather": lambda wrong: dist.all_gather(
+            [meta if wrong else torch.ones(4) for _ in range(size)], x
+        ),
+    }
+
+
+def one_rank_in_error() -> list[str]:
+    dist.init_process_group("commrt")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for name, call in calls_of(size).items():
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as raised:
+                call(rank == 1)
+            if rank != 1:
+                assert isinstance(raised.value, RefusedError), (name, raised.value)
+                assert "rank 1 has refused its call" in str(raised.value)
+            else:
+                assert not isinstance(raised.value, RefusedError)
+        call(False)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        found.append(f"{name} {total[0]:g}")
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_raise_and_stay_in_step(torchrun: Any, size: int) -> None:
+    found = torchrun(size, one_rank_in_error, deadline_s=DEADLINE_S)
+    assert found == [[f"{name} {size}" for name in calls_of(size)]] * size

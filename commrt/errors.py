@@ -47,6 +47,7 @@ __all__ = [
     "OrderingError",
     "PeerFailedError",
     "ReductionError",
+    "RefusedError",
     "RevokedError",
     "ScheduleError",
     "TableError",

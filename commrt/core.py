@@ -43,7 +43,7 @@ from commrt.sparse.bound import sparse_binders
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
 from commrt.trace.nvtx import wanted_ranges
-from commrt.vocabulary.operations import names_of
+from commrt.vocabulary.operations import FUSED, names_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -163,7 +163,7 @@ class Core(Channel):
     def _carrier(self, name: str, arguments: dict[str, Any]) -> Refusing | None:
         """Return what carries a call that was refused; None: this channel."""
         if self.fusion.context is not None:
-            if name == "allreduce" and arguments.get("nonblocking") is True:
+            if name in FUSED and arguments.get("nonblocking") is True:
                 return self.fusion
             self.fusion.cut()  # as the other ranks do, before their call
         return self.compression.carrier(arguments)

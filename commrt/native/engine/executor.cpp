@@ -186,7 +186,10 @@ bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
     if (word == id + mark()) continue;
     // After a refusal that is not looked at, ids say nothing yet.
     if (has_id(word, id) && !refusals.is_due()) {
-      fail(describe_marks(rank_of(ref), word - id, mark(), seq));
+      // Of a call that its rank has given up: that is why it is here.
+      const std::string who = comm->who_gave_up(seq);
+      given_up = !who.empty();
+      fail(given_up ? who : describe_marks(rank_of(ref), word - id, mark(), seq));
     }
     return false;
   }

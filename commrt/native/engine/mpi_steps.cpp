@@ -215,6 +215,7 @@ MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool 
 // schedule may rely on messages being buffered, so what is sent is copied, unless nothing
 // can overwrite it before the operation ends. True also where the operation has failed.
 bool Op::run_mpi(int64_t fragment, int index) {
+  if (comm->refusals.disturb() && comm->refusals.hold_back_afar(seq)) return false;
   const Plan& p = *plan;
   const Instr& ins = p.instrs[index];
   const uint64_t pos =

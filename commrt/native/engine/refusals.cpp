@@ -224,9 +224,13 @@ bool Refusals::hold_back(int peer, uint64_t seq) const {
 }
 
 bool Refusals::hold_back(uint64_t seq) const {
-  const auto is_older = [seq](const auto& one) { return one.seq < seq; };
-  return std::any_of(unsettled_.begin(), unsettled_.end(), is_older) ||
-         std::any_of(afar_.begin(), afar_.end(), is_older);
+  return hold_back_afar(seq) ||
+         std::any_of(unsettled_.begin(), unsettled_.end(),
+                     [seq](const Unsettled& one) { return one.seq < seq; });
+}
+
+bool Refusals::hold_back_afar(uint64_t seq) const {
+  return std::any_of(afar_.begin(), afar_.end(), [seq](const Skip& one) { return one.seq < seq; });
 }
 
 void Refusals::settle_afar(int rank, uint64_t seq) {

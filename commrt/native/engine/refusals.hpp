@@ -54,6 +54,9 @@ class Refusals {
   // Takes a place in the order of calls for one that was refused here. False: peers have not
   // looked at so many earlier ones that there is no room; nothing has happened.
   bool refuse(const std::string& reason);
+  // True if operation `seq` may not begin with ranks of other nodes yet: some may not know of a
+  // refusal before it, and would take its messages for another call's.
+  bool hold_back_afar(uint64_t seq) const;
   // A rank of another node knows of this rank's refusal of `seq`.
   void settle_afar(int rank, uint64_t seq);
   // A rank of another node has refused its operation `seq`.

@@ -98,7 +98,7 @@ class NumberCalls:
         try:
             done = getattr(self._group, exchange)(record, **more)
         except MismatchError as error:
-            raise MismatchError(f"{spec.name} of a number: {error}") from error
+            raise type(error)(f"{spec.name} of a number: {error}") from error
         if call.call.nonblocking:
             return _NumberRequest(done, call, x)
         return call.result(x, done)

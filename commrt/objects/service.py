@@ -165,7 +165,11 @@ class Objects:
             return group.check_rank(call, "root", *root) if root else -1
 
         number = self._comparison.together(
-            call, check, timeout_s=limit, describe=lambda rank: {"root": rank}
+            call,
+            check,
+            timeout_s=limit,
+            describe=lambda rank: {"root": rank},
+            carrier=self._channel,
         )
         with self._lock:
             channel = self._open(limit)

@@ -36,7 +36,7 @@ void remove_where(List& list, Test test) {
 
 void Refusals::attach() {
   told_ = &header(0).num_refused_here;
-  seen_ = told_->load(std::memory_order_acquire);
+  seen_ = 0;  // and not what it says: a peer that was faster may have refused a call already
 }
 
 void Refusals::detach() {

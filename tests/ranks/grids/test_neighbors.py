@@ -86,7 +86,7 @@ def test_outputs_are_allocated_with_zeros_where_nobody_is() -> None:
     ("call", "error", "message"),
     [
         (lambda c: c.neighbor_alltoall(np.zeros(3)), UsageError, "multiple of the 2"),
-        (lambda c: c.neighbor_allgather([1.0]), BufferError_, "x is a list"),
+        (lambda c: c.neighbor_allgather({}), BufferError_, "x is a dict"),
         (
             lambda c: c.neighbor_allgather(np.zeros(2), out=np.zeros(3)),
             UsageError,

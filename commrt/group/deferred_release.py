@@ -47,4 +47,6 @@ def release_finished(world: World) -> None:
     Memory that an MPI library may use without end is dropped from the list unfreed.
     """
     pending, world.deferred = world.deferred, []
+    if pending:
+        world.engine.step()  # what has failed ends in a pass, if nobody waits for it
     world.deferred.extend(each for each in pending if each.release_rest() == LATER)

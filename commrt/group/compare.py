@@ -41,11 +41,11 @@ _OF_OPERATIONS = (
     TimeoutError_,
     TruncationError,
 )
-"""What a call raises whose operation has begun, or whose group has ended."""
+"""Errors of calls whose operation has begun, or whose group has ended."""
 
 
 class Refusing(Protocol):
-    """What runs calls in an order of its own."""
+    """Runs calls in an order of its own."""
 
     def refuse(self, error: Exception) -> None:
         """Take the place of a call that was refused here."""
@@ -54,7 +54,7 @@ class Refusing(Protocol):
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank says to the others that make its call."""
+    """A rank's message to the others that make its call."""
 
     what: str
     said: Any

@@ -52,7 +52,7 @@ _MOST_REFUSALS = 64
 
 
 class Latest(dict[int, str]):
-    """What was put here last, as far back as another rank may be behind."""
+    """Keeps the last entries, as far back as another rank may be behind."""
 
     def __setitem__(self, key: int, value: str) -> None:
         super().__setitem__(key, value)

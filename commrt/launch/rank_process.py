@@ -101,7 +101,7 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs; one that has ended, and nobody has asked how, does not."""
+        """True if it runs; a process that has ended does not, waited for or not."""
         stat = self._stat()
         return bool(stat) and stat[_STATE] not in ("Z", "X")
 
@@ -151,7 +151,7 @@ class Inherited:
     """Why a launcher's variables are those of another process."""
 
     words: str
-    """What that process is, for messages."""
+    """The words of messages for that process."""
     is_certain: bool = True
     """False if the other one may still leave the rank to this process."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MPI's messages and collectives cost between the nodes of a job, within 50 ms.
+"""Costs of MPI's messages and collectives between the nodes, measured within 50 ms.
 
 Libraries differ by factors, and so do networks: no constant fits. So the ranks send
 some messages, run the library's collectives at a few lengths, and one schedule, which
@@ -109,7 +109,7 @@ def measure(
         between = calibrated(group.facts, between, *yardsticks)
     _, longest, _ = lengths(cost["beta"])
     needed = {coll: _query(coll, longest, group.size).nbytes for coll in COLLS}
-    # What was seen of short vectors alone says nothing of long ones.
+    # Times of short vectors alone say nothing of long ones.
     told = {
         coll: times
         for coll, times in native_times(slowest).items()

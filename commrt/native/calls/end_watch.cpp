@@ -75,7 +75,7 @@ std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_
       nap_s = Bells::kNap_s;
       continue;
     }
-    // What gloo runs ends in calls that need the GIL.
+    // Gloo's operations end in calls that need the GIL.
     const bool in_gloo = GlooGroup::is_running();
     const bool has_rested =
         pausing.pause(std::min(deadline, engine_->timed_due_s.load()), looked);
@@ -87,7 +87,7 @@ std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_
       if (!has_core_ && nap_s > Bells::kNap_s) nap(std::min(nap_s, std::max(0.0, deadline - now_s())));
       nap_s = std::min(2 * nap_s, kLongestNap_s);
     }
-    // What it waits for may have ended by another thread's progress: the caller is to look before
+    // Another thread's progress may have ended its operation: the caller is to look before
     // this thread sleeps, and after it has. The next wait goes on where this one was.
     if ((is_curious || in_gloo) && has_rested) return {};
     if (now_s() >= deadline) break;

@@ -82,7 +82,7 @@ int reduction_code(PyObject* name) {
   return -1;
 }
 
-// What stands behind the array by position: a reduction and a root, either first; -1: it does not.
+// Arguments behind the array by position: a reduction and a root, either first; -1: there is none.
 struct Behind {
   int reduction = -1;
   long root = -1;

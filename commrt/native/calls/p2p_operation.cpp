@@ -46,7 +46,7 @@ struct Arguments {
   bool nonblocking = false;
 };
 
-// What follows the array by position: the peer and the tag; of a sendrecv dest, out and source.
+// Arguments behind the array by position: the peer and the tag; of a sendrecv dest, out and source.
 bool parse_behind_array(Kind kind, PyObject* const* values, Py_ssize_t num, int size,
                         Arguments& found) {
   const bool sends = kind != Kind::Recv;

@@ -105,6 +105,43 @@ class Bells:
     def ring(self, member: int) -> None:
         """Wake a member, if it sleeps."""
 
+class CallCheck:
+    """Compares the calls of a group's ranks before they run, in check mode."""
+
+    def __init__(self, make_exchange: Any, size: int, seed: int) -> None:
+        """`make_exchange` returns a PersistentCall: an allgather of two int64 of each
+        rank. `seed` is a number of what is equal in all calls.
+        """
+
+    def are_same(self, fingerprint: int, pairs: int, timeout_s: float) -> bool:
+        """Return whether all ranks make the same call; collective. 0 is no call."""
+
+    def fingerprint(
+        self,
+        coll: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        count: int,
+        counts: Sequence[int],
+        seq: int,
+        name: int,
+        rest: int,
+    ) -> int:
+        """Return the number of a call. `name` is a number of its name, `rest` one of
+        all that the others do not say.
+        """
+
+    def pairs(self, rank: int, sent: Sequence[int], received: Sequence[int]) -> int:
+        """Return this rank's part of a sum that is 0 where all pairs agree on their
+        lengths.
+        """
+
+    def take_difference(self) -> bool:
+        """Return, once, whether the engine itself has found that the ranks' calls
+        differ.
+        """
+
 class CallShape:
     """A call without its lengths, and how those of its arrays follow."""
 
@@ -643,6 +680,12 @@ class Group:
     def attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
+    @property
+    def call_check(self) -> CallCheck:
+        """Compares calls across ranks before they run; None outside check mode."""
+
+    @call_check.setter
+    def call_check(self, arg: CallCheck | None, /) -> None: ...
     def drop_family(self, family: PlanFamily) -> None:
         """Drop a family with its plans."""
 
@@ -2225,6 +2268,9 @@ def nccl_program_plan(
 
 def num_cached_device_calls(group: Group) -> int:
     """Number of device calls in the cache."""
+
+def number_of_text(text: bytes) -> int:
+    """Return a number of 64 bits of a text; 0 for an empty one."""
 
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """Put short nonblocking allreduces into buckets from now on."""

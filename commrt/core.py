@@ -154,7 +154,7 @@ class Core(Channel):
                 self, self.private("check", limit), self.table_digest
             )
             self.parts.append(self.checker)
-            self._slow = True
+            self.call_check = self.checker.numbers
         self.ranges = wanted_ranges()
         """Shows calls to a profiler; None where nobody asks for it."""
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check mode: compare every collective across ranks before its data moves.
 
-Each rank describes its call; an internal allgather of fixed size, the same whatever was
-called, shows every rank all descriptions. Where they differ, every rank raises the same
-MismatchError, and nothing of the operation has been sent.
+The ranks tell each other numbers of their calls, 16 bytes each. The engine does so by
+itself for calls that it knows (``native/calls/call_check.hpp``). Where the numbers
+differ, each rank describes its call, in an allgather of fixed size, the same whatever
+was called. Every rank raises the same MismatchError then, and nothing of the operation
+has been sent.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commrt import env
+from commrt import _native, env
+from commrt.calls.host_route import NO_DTYPE, count_unit
 from commrt.errors import (
     BufferError_,
     MismatchError,
@@ -97,13 +101,17 @@ class Checker:
     """Compares calls of one communicator, over another one of the same ranks."""
 
     def __init__(self, comm: Channel, channel: Channel, table: str | None) -> None:
-        """Compare calls of ``comm`` over ``channel``.
+        """Compare calls of ``comm`` over ``channel``; collective.
 
         ``table`` is the digest of the selection table; None without one.
         """
         self._comm, self._table = comm, table
         self.channel = channel
         """Another communicator of the same ranks."""
+        self.numbers = _native.CallCheck(
+            partial(_bound_exchange, channel), channel.size, _number_of(table)
+        )
+        """Tells numbers of calls, for the engine, too."""
 
     @staticmethod
     def is_wanted() -> bool:
@@ -120,6 +128,8 @@ class Checker:
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""
+        if self._are_same(*self._numbers(call, bound), call.spec.name, call.timeout_s):
+            return
         fields = describe(call, bound, self._table)
         said = self._exchange(fields, call.timeout_s)
         self._compare(said)
@@ -138,8 +148,15 @@ class Checker:
             text = text[:-8]
         kind = "BufferError_" if isinstance(error, BufferError_) else "UsageError"
         told = [kind, f"{text} (at {call_site()}; check mode: nothing was sent)"]
+        fields = {"operation": what, "error": told}
         try:
-            self._said({"operation": what, "error": told}, timeout_s)
+            if not self.numbers.take_difference():
+                self.numbers.are_same(0, 0, self._limit(timeout_s))
+        except TimeoutError_:
+            self._start(fields)[1].be_quiet()  # the others ask for it when they come
+            raise error from None
+        try:
+            self._said(fields, timeout_s)
         except TimeoutError_:
             raise error from None
 
@@ -159,6 +176,11 @@ class Checker:
             call: the call in words, of any length: its name, then its arguments. It is
                 sent, and shown, only where the ranks do not say the same.
         """
+        what = fields["operation"]
+        said = [fields.get(key) for key in _COMPARED]
+        number = _number_of([said, self._comm.next_seq])
+        if self._are_same(number, 0, what, timeout_s):
+            return
         if call:
             fields["in_words"] = True
         self._compare(self._exchange(fields, timeout_s), call)
@@ -174,6 +196,56 @@ class Checker:
         sites, calls = [text[0] for text in texts], [text[1:] for text in texts]
         lines = _by_rank(shown_calls(calls, sites))
         return _of_all(MismatchError("\n".join([str(error), *lines])))
+
+    def failed(
+        self, what: str, error: BaseException, timeout_s: float
+    ) -> BaseException:
+        """Return the error of a call whose comparison failed with ``error``."""
+        if not isinstance(error, TimeoutError_):
+            return error
+        late = self._late(what, self.channel.next_seq - 1, timeout_s)
+        late.__cause__ = error
+        return late
+
+    def _limit(self, timeout_s: float | None) -> float:
+        return self._comm.timeout_s if timeout_s is None else timeout_s
+
+    def _are_same(
+        self, number: int, pairs: int, what: str, timeout_s: float | None
+    ) -> bool:
+        """Return whether all ranks tell the same number, unless they have met."""
+        if self.numbers.take_difference():
+            return False
+        limit = self._limit(timeout_s)
+        try:
+            return self.numbers.are_same(number, pairs, limit)
+        except TimeoutError_ as error:
+            raise self.failed(what, error, limit) from error
+
+    def _numbers(self, call: Call, bound: Bound) -> tuple[int, int]:
+        """Return a call's fingerprint, and this rank's part of the sum over pairs.
+
+        They are the engine's, where it knows such calls.
+        """
+        comm, spec, numbers = self._comm, call.spec, self.numbers
+        equal: Sequence[int] = ()
+        pairs = 0
+        if spec.rule_bytes != "any":
+            equal = bound.counts[0] if bound.counts else ()
+        elif len(bound.counts) == 2:
+            pairs = numbers.pairs(comm.rank, *bound.counts)
+        number = numbers.fingerprint(
+            spec.code,
+            bound.dtype.code if spec.x_count != "none" else NO_DTYPE,
+            int(call.reduction),
+            call.root if spec.has_root else 0,
+            0 if bound.counts else bound.num_elements // count_unit(spec, comm.size),
+            equal,
+            comm.next_seq,
+            _number_of_name(call.name),
+            _rest_of(call, bound),
+        )
+        return number, pairs
 
     def _compare(self, said: list[dict[str, Any]], call: Sequence[str] = ()) -> None:
         """Raise MismatchError where the ranks do not say the same."""
@@ -206,7 +278,7 @@ class Checker:
     ) -> None:
         """Raise MismatchError on every rank where a pair disagrees on its length."""
         comm = self._comm
-        limit = comm.timeout_s if call.timeout_s is None else call.timeout_s
+        limit = self._limit(call.timeout_s)
         told = self.channel.alltoall(
             np.array(sent, np.int64), out=np.empty(comm.size, np.int64), timeout_s=limit
         )
@@ -228,28 +300,18 @@ class Checker:
     def _exchange(
         self, fields: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
-        seq = self.channel.next_seq
         try:
             return self._said(fields, timeout_s)
         except TimeoutError_ as error:
-            limit = self._comm.timeout_s if timeout_s is None else timeout_s
-            raise self._late(fields, seq, limit) from error
+            limit = self._limit(timeout_s)
+            raise self.failed(fields["operation"], error, limit) from error
 
     def _said(
         self, fields: dict[str, Any], timeout_s: float | None
     ) -> list[dict[str, Any]]:
         """Return the answers of all ranks; raise the error that one of them tells."""
-        fields["seq"] = self._comm.next_seq
-        fields["site"] = call_site()
-        # Letters of any script as they are: escaped, each would take six bytes.
-        said = json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
-        text = said.encode("utf-8", "replace")
-        # New arrays each time: after a timeout the old ones are still in flight.
-        mine = np.zeros(_NBYTES, np.uint8)
-        mine[: len(text)] = np.frombuffer(text, np.uint8)
-        rows = np.empty((self._comm.size, _NBYTES), np.uint8)
-        limit = self._comm.timeout_s if timeout_s is None else timeout_s
-        self.channel.allgather(mine, out=rows, timeout_s=limit)
+        rows, request = self._start(fields)
+        request.wait(timeout_s=self._limit(timeout_s))
         by_rank = [_decode(row) for row in rows]
         for each in by_rank:
             if "error" in each:
@@ -259,16 +321,62 @@ class Checker:
                 raise error
         return by_rank
 
-    def _late(self, fields: dict[str, Any], seq: int, limit: float) -> TimeoutError_:
+    def _start(
+        self, fields: dict[str, Any]
+    ) -> tuple[np.ndarray[Any, Any], _native.Request]:
+        """Start to tell all ranks a call in words; return where theirs will be."""
+        fields["seq"] = self._comm.next_seq
+        fields["site"] = call_site()
+        # Letters of any script as they are: escaped, each would take six bytes.
+        said = json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+        text = said.encode("utf-8", "replace")
+        # New arrays each time: after a timeout the old ones are still in flight.
+        mine = np.zeros(_NBYTES, np.uint8)
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        rows = np.empty((self._comm.size, _NBYTES), np.uint8)
+        request = self.channel.allgather(mine, out=rows, nonblocking=True)
+        return rows, request
+
+    def _late(self, operation: str, seq: int, limit: float) -> TimeoutError_:
         """Give the communicator up: the others may go on to the operation."""
         comm = self._comm
-        what = f"{fields['operation']} #{fields['seq']} on {comm.name}"
+        what = f"{operation} #{comm.next_seq} on {comm.name}"
         comm.give_up(f"check mode waited in vain before {what}")
         return TimeoutError_(
             f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
             f"{self.channel.who_is_missing(seq)} (check mode: nothing of it was sent, "
             f"and the communicator cannot be used any more)"
         )
+
+
+def _bound_exchange(channel: Channel) -> _native.PersistentCall:
+    """Return an allgather of two numbers of each rank, with memory of its own."""
+    mine, told = np.zeros(2, np.int64), np.zeros((channel.size, 2), np.int64)
+    bound = channel.collectives.binders["allgather"](mine, out=told)
+    assert isinstance(bound, _native.PersistentCall)
+    return bound
+
+
+def _number_of(said: Any) -> int:
+    """Return a number of 64 bits of what is said."""
+    return _native.number_of_text(json.dumps(said).encode())
+
+
+def _number_of_name(name: str | None) -> int:
+    """Return the number that the engine makes of a call's name."""
+    if name is None:
+        return 0
+    return _native.number_of_text(name.encode("utf-8", "surrogatepass"))
+
+
+def _rest_of(call: Call, bound: Bound) -> int:
+    """Return a number of what the engine does not know of a call; 0 for nothing."""
+    is_exchanged = call.spec.rule_bytes == "any" and call.counts[1] is None
+    said = (
+        *(call.backend, call.algorithm, call.compress, dict(call.params or {})),
+        *(call.user and call.user.label, bound.on is not None, is_exchanged),
+    )
+    return _number_of(said) if any(said) else 0
 
 
 def _decode(row: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from commrt.calls.arguments import Bound, Call
 from commrt.calls.selection import Selection
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import engine_factor
-from commrt.vocabulary.operations import elements_of
+from commrt.vocabulary.operations import OpSpec, elements_of
 
-__all__ = ["HostRoute"]
+__all__ = ["NO_DTYPE", "HostRoute", "count_unit"]
 
-_NO_DTYPE = 11
+NO_DTYPE = 11
 """The element type in the dispatcher's key of a call without an array."""
 _NO_X = -1
 """Its count where only other ranks have one."""
@@ -85,10 +85,11 @@ class HostRoute:
         checker = self._group.checker
         if checker is None:
             return self.plan(call, bound)
+        made = None
         if self._selection.choose(call, bound).algorithm != "native":
-            self.plan(call, bound)
+            made = self.plan(call, bound)
         checker.check(call, bound)
-        return self.plan(call, bound)
+        return made or self.plan(call, bound)
 
     def plan(self, call: Call, bound: Bound) -> Any:
         """Return the plan of a call on host arrays, kept for the next like it."""
@@ -148,10 +149,10 @@ class HostRoute:
         if family is None:
             family = self._group.plan_family(
                 spec.code,
-                bound.dtype.code if spec.x_count != "none" else _NO_DTYPE,
+                bound.dtype.code if spec.x_count != "none" else NO_DTYPE,
                 int(call.reduction),
                 call.root,
-                unit=self._group.size if spec.out_count == "times_size" else 1,
+                unit=count_unit(spec, self._group.size),
                 is_plain=is_plain,
             )
             self._families[key] = family
@@ -176,6 +177,11 @@ class HostRoute:
         if self._selection.choose(call, bound).algorithm == "native":
             call = replace(call, algorithm="recursive_doubling")
         return self.plan(call, bound)
+
+
+def count_unit(spec: OpSpec, size: int) -> int:
+    """Return how many elements of the full vector each element of ``x`` stands for."""
+    return size if spec.out_count == "times_size" else 1
 
 
 def _lengths(call: Call, bound: Bound, unit: int) -> tuple[int, list[int]]:

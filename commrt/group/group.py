@@ -96,6 +96,12 @@ class CallChecker(Protocol):
         """Return an error of all ranks with the calls of all of them."""
         ...
 
+    def failed(
+        self, what: str, error: BaseException, timeout_s: float
+    ) -> BaseException:
+        """Return the error of a call whose comparison failed."""
+        ...
+
     def give_up(self, why: str) -> None:
         """End the waits of other ranks for this one."""
         ...
@@ -379,6 +385,13 @@ class Group(_native.Group):
     def operation_error(self, what: str, error: str, kind: str) -> Exception:
         """Return the error of a failed operation; ``kind`` is the engine's word."""
         return _KINDS[kind](f"{what}, rank {self.rank}: {error}")
+
+    def check_failed(
+        self, what: str, error: BaseException, timeout_s: float
+    ) -> BaseException:
+        """Return the error of a call that check mode could not compare."""
+        checker = self.checker
+        return error if checker is None else checker.failed(what, error, timeout_s)
 
     def _stream_on_host(self, what: str) -> NoReturn:
         raise UsageError(

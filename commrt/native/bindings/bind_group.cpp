@@ -13,6 +13,7 @@
 #include "bindings/bindings.hpp"
 #include "calls/front.hpp"
 #include "calls/fusion.hpp"
+#include "calls/call_check.hpp"
 #include "calls/group.hpp"
 #include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
@@ -211,6 +212,8 @@ void bind_group(nb::module_& m) {
       })
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
+      .def_rw("call_check", &Group::check, nb::arg().none(),
+              "Compares calls across ranks before they run; None outside check mode.")
       .def_prop_ro("num_plans", [](const Group& g) { return g.plans.num_plans(); })
       .def_prop_ro("plans_nbytes", [](const Group& g) { return g.plans.nbytes(); },
                    "Bytes of the plans that it keeps, and of what new ones are made of.")

@@ -1,78 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-// A collective bound to its arrays: planned once, started any number of times.
+// Bound calls, and the comparison of calls that runs one.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
-#include <cstring>
-#include <string>
-
-#include "arrays/tensor_view.hpp"
 #include "bindings/bindings.hpp"
-#include "calls/group.hpp"
-#include "calls/group_methods.hpp"
-#include "python_callbacks.hpp"
+#include "calls/call_check.hpp"
+#include "calls/persistent_call.hpp"
 
 namespace commrt {
 
 namespace {
 
-class PersistentCall {
- public:
-  PersistentCall(nb::object group, PlanPtr plan, uint64_t in, uint64_t out, nb::object keep_x,
-                 nb::object keep_out, nb::object result, nb::object operation, uint64_t source,
-                 uint64_t nbytes)
-      : group_(std::move(group)), plan_(std::move(plan)),
-        in_(reinterpret_cast<const void*>(in)), out_(reinterpret_cast<void*>(out)),
-        keep_x_(std::move(keep_x)), keep_out_(std::move(keep_out)),
-        result_(std::move(result)), operation_(std::move(operation)),
-        source_(reinterpret_cast<const void*>(source)), nbytes_(nbytes),
-        at_x_(address_on_host(keep_x_.ptr())), at_out_(address_on_host(keep_out_.ptr())) {}
-
-  nb::object run(bool nonblocking) {
-    Group& group = *nb::inst_ptr<Group>(group_);
-    if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
-        Engine::forked.load(std::memory_order_relaxed)) {
-      group_.attr(group_methods::kCheckUsable)();
-    }
-    check_place(keep_x_, at_x_);
-    check_place(keep_out_, at_out_);
-    if (source_ != nullptr) std::memcpy(const_cast<void*>(in_), source_, nbytes_);
-    return run_plan(group_, plan_, in_, out_, keep_x_, keep_out_, result_, operation_,
-                    nonblocking, group.timeout_s);
-  }
-
-  // The call that users make. It is recorded while somebody records.
-  nb::object call(bool nonblocking) {
-    if (!recorded.is_valid()) return run(nonblocking);
-    return recorded(nb::arg("nonblocking") = nonblocking);
-  }
-
-  nb::object recorded;  // calls run()
-
-  nb::object operation() const { return operation_; }
-  std::string label() const { return plan_->label; }
-
- private:
-  // An array may get other memory after the plan was made, and its old memory is gone then.
-  void check_place(const nb::object& array, const void* place) const {
-    if (place == nullptr || address_on_host(array.ptr()) == place) return;
-    const std::string text =
-        nb::cast<std::string>(operation_) +
-        ": an array that this call is bound to has other memory than when it was planned, as by "
-        "resize(), x.data = y, or untyped_storage().resize_(): plan the call again";
-    raise_error("UsageError", text.c_str());
-  }
-
-  nb::object group_;
-  PlanPtr plan_;
-  const void* in_;
-  void* out_;
-  nb::object keep_x_, keep_out_, result_, operation_;
-  // If the operation reads a copy: the memory and bytes that are copied anew before each run.
-  const void* source_;
-  uint64_t nbytes_;
-  const void *at_x_, *at_out_;  // where the arrays' first elements were; null: not known
-};
+void bind_check(nb::module_& m) {
+  m.def("number_of_text",
+        [](const nb::bytes& text) { return number_of_text(text.c_str(), text.size()); },
+        nb::arg("text"), "Return a number of 64 bits of a text; 0 for an empty one.");
+  nb::class_<CallCheck>(m, "CallCheck",
+                        "Compares the calls of a group's ranks before they run, in check mode.")
+      .def(nb::init<nb::object, int, uint64_t>(), nb::arg("make_exchange"), nb::arg("size"),
+           nb::arg("seed"),
+           "`make_exchange` returns a PersistentCall: an allgather of two int64 of each rank. "
+           "`seed` is a number of what is equal in all calls.")
+      .def("fingerprint",
+           [](const CallCheck& self, int coll, int dtype, int redop, int root, int64_t count,
+              const std::vector<int64_t>& counts, uint64_t seq, uint64_t name, uint64_t rest) {
+             const PlanKey key{count, PlanKey::pack(coll, static_cast<DType>(dtype), redop, kHost),
+                               root};
+             return self.fingerprint(key, counts.data(), counts.size(), seq, name, rest);
+           }, nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
+           nb::arg("count"), nb::arg("counts"), nb::arg("seq"), nb::arg("name"), nb::arg("rest"),
+           "Return the number of a call. `name` is a number of its name, `rest` one of all that the "
+           "others do not say.")
+      .def("pairs",
+           [](const CallCheck& self, int rank, const std::vector<int64_t>& sent,
+              const std::vector<int64_t>& received) {
+             return self.pairs(rank, sent.data(), received.data());
+           }, nb::arg("rank"), nb::arg("sent"), nb::arg("received"),
+           "Return this rank's part of a sum that is 0 where all pairs agree on their lengths.")
+      .def("are_same", &CallCheck::are_same, nb::arg("fingerprint"), nb::arg("pairs"),
+           nb::arg("timeout_s"),
+           "Return whether all ranks make the same call; collective. 0 is no call.")
+      .def("take_difference", &CallCheck::take_difference,
+           "Return, once, whether the engine itself has found that the ranks' calls differ.");
+}
 
 }  // namespace
 
@@ -88,7 +59,8 @@ void bind_persistent(nb::module_& m) {
            "Run the operation and return its output.")
       .def("start", [](PersistentCall& self) { return self.call(true); },
            "Start the operation and return its Request; wait before starting it again.")
-      .def("run_bound", &PersistentCall::run, nb::arg("nonblocking"))
+      .def("run_bound", [](PersistentCall& self, bool nonblocking) { return self.run(nonblocking); },
+           nb::arg("nonblocking"))
       .def("record_by",
            [](PersistentCall& self, const nb::object& method) {
              self.recorded = method.is_none() ? nb::object() : method;
@@ -99,6 +71,7 @@ void bind_persistent(nb::module_& m) {
       .def("__repr__", [](const PersistentCall& self) {
         return nb::str("<commrt.PersistentCall {} by {}>").format(self.operation(), self.label());
       });
+  bind_check(m);
 }
 
 }  // namespace commrt

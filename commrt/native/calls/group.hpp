@@ -17,6 +17,7 @@
 
 namespace commrt {
 
+class CallCheck;
 class DeviceCallCache;
 
 namespace nb = nanobind;
@@ -33,7 +34,8 @@ class Group {
   std::shared_ptr<Engine> engine;
   std::unique_ptr<Comm> comm;
   double timeout_s = 600;
-  bool slow = false;  // check mode or a closed communicator: every call goes through Python
+  bool slow = false;  // a closed communicator: every call goes through Python
+  std::shared_ptr<CallCheck> check;  // compares calls across ranks; null outside check mode
   std::unique_ptr<Fusion> fusion;  // of an open comm.fused(), else null
   uint32_t fused_kinds[kNumDTypes] = {};  // by type, the reductions that buckets may have
 

@@ -18,6 +18,7 @@ inline constexpr char kStreamOnHost[] = "_stream_on_host";
 inline constexpr char kCall[] = "_call";
 // Errors of a call that has not begun.
 inline constexpr char kRefuseCall[] = "refuse_call";
+inline constexpr char kCheckFailed[] = "check_failed";
 // Errors in words.
 inline constexpr char kOperationError[] = "operation_error";
 inline constexpr char kTimedOut[] = "timed_out";
@@ -28,7 +29,7 @@ inline constexpr char kDevices[] = "devices";
 inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
-  return {kCheckUsable, kCheckProcess, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall,
+  return {kCheckUsable, kCheckProcess, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
           kOperationError, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 

@@ -7,6 +7,7 @@
 // call or raises the precise error. An Operation made with `only_cached` returns NotImplemented
 // there.
 #include "arrays/tensor_view.hpp"
+#include "calls/call_check.hpp"
 #include "calls/front.hpp"
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
@@ -44,7 +45,7 @@ struct Operation {
 };
 
 struct Words {  // interned once: keyword names are compared by address
-  PyObject *out, *op, *factor, *root, *nonblocking, *stream, *timeout_s, *call;
+  PyObject *out, *op, *factor, *root, *nonblocking, *stream, *timeout_s, *name, *call;
   PyObject *counts, *send_counts, *recv_counts;
   PyObject* reductions[kNumRedOps];
 };
@@ -227,6 +228,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   // Only calls on devices may have these.
   PyObject* stream = nullptr;
   bool is_limited = false;
+  PyObject* name = nullptr;  // which check mode alone compares
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
   for (Py_ssize_t i = 0; i < nkw; ++i) {
     PyObject* key = PyTuple_GET_ITEM(kwnames, i);
@@ -257,6 +259,10 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       if (value == Py_None) continue;
       if (!read_limit(value, &timeout_s)) return slow();
       is_limited = true;
+    } else if (key == words.name) {
+      if (value == Py_None) continue;
+      if (!PyUnicode_CheckExact(value)) return slow();
+      name = value;
     } else {
       return slow();
     }
@@ -264,7 +270,10 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
 
   // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
-    if (group.device_call_cache->empty() || self->num_counts != 0 || factor != nullptr) return slow();
+    if (group.device_call_cache->empty() || self->num_counts != 0 || factor != nullptr ||
+        group.check != nullptr) {
+      return slow();
+    }
     // It may go into a bucket (fusion/device_buckets.py).
     if (group.fusion != nullptr && nonblocking && self->fuses) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
@@ -299,7 +308,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
                          out_object != nullptr ? args[1] : nullptr, nullptr,
                          out_object != nullptr ? out_object : args[1], timeout_s};
     if (group.fusion->takes(call.nbytes()) && factor == nullptr) {
-      if (!group.fusion->knows(x.dtype, reduction) || out.count != x.count || !out.writable ||
+      if (group.check != nullptr || !group.fusion->knows(x.dtype, reduction) || out.count != x.count || !out.writable ||
           (out.data != x.data && overlaps(x, out))) {
         return slow();
       }
@@ -348,6 +357,17 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       }
     }
   }
+  if (group.check != nullptr) {
+    const int64_t* const counts = self->num_counts != 0 ? group.plans.last_counts().data() : nullptr;
+    try {
+      if (!group.check->lets_run({held, self->head.name, name, key, counts, self->num_counts}, timeout_s)) {
+        return slow();
+      }
+    } catch (nb::python_error& e) {
+      e.restore();
+      return nullptr;
+    }
+  }
   PyObject* result = out_object != nullptr ? out_object : self->takes_x ? args[1] : Py_None;
   if (!has_output) result = Py_None;
   try {
@@ -379,6 +399,7 @@ void bind_operation(nb::module_& m) {
   words.root = PyUnicode_InternFromString("root");
   words.stream = PyUnicode_InternFromString("stream");
   words.timeout_s = PyUnicode_InternFromString("timeout_s");
+  words.name = PyUnicode_InternFromString("name");
   words.nonblocking = PyUnicode_InternFromString("nonblocking");
   words.counts = PyUnicode_InternFromString("counts");
   words.send_counts = PyUnicode_InternFromString("send_counts");

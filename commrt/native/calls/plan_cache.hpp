@@ -115,6 +115,7 @@ class PlanCache {
     return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
   }
   const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
+  const std::vector<int64_t>& last_counts() const { return last_vector_key_.counts; }
   // True if the last plan's first counts are also its second ones.
   bool swaps() const {
     const auto& counts = last_vector_key_.counts;

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from dict_store import DictStore
 from freed_communicators import (
     NUM_ROUNDS,
     NUM_WINDOWS,
@@ -25,38 +26,11 @@ from commrt.runtime import open_world
 _SIZE = 2
 
 
-class _Store:
-    """The part of torch's Store that commrt uses, in a dictionary."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            total = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(total).encode()
-            return total
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
-
-
 @pytest.mark.parametrize("what", ROUNDS)
 def test_communicators_that_were_freed_leave_nothing(
     what: str, run_threads: Callable[..., list[Any]]
 ) -> None:
-    store = _Store()
+    store = DictStore()
     counts: list[dict[str, int]] = []
     take_turns = threading.Barrier(_SIZE)
 

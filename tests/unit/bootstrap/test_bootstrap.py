@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from bootstrap_contract import *  # noqa: F403  the tests of every kind
 from bootstrap_contract import Maker
+from dict_store import DictStore
 
 from commrt.bootstrap import Bootstrap, ThreadWorld, connect
 from commrt.bootstrap.base import ByExchange, poll_until
@@ -19,36 +19,6 @@ from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, PeerFailedError
 from commrt.launch.detect import LaunchInfo
-
-
-class DictStore:
-    """The part of torch's Store that commrt uses, in a dictionary."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        with self._lock:
-            return self.values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            total = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(total).encode()
-            return total
-
-    def check(self, keys: list[str]) -> bool:
-        with self._lock:
-            return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        with self._lock:
-            return self.values.pop(key, None) is not None
 
 
 def _threads(size: int) -> Callable[[int], Bootstrap]:

@@ -82,9 +82,7 @@ def _verify(schedule: Schedule) -> Report:
         native.check_races()
         with explained(programs):
             longest = native.longest_chain()
-        in_place = operation(schedule.coll).in_place
-        rule = RULES[schedule.redop_class]
-        native.check_meaning(operation_goal(schedule), rule, in_place)
+        native.check_meaning(operation_goal(schedule), RULES[schedule.redop_class])
     except _native.ScheduleFaultError as fault:
         raise ScheduleError(_said(schedule, programs, fault)) from None
     return _report(programs, native, longest)

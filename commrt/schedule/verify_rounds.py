@@ -36,7 +36,6 @@ from commrt.schedule.rounds import (
     rows_of,
     sequence_rows,
 )
-from commrt.vocabulary.operations import operation
 
 __all__ = ["RoundsReport", "check_rounds", "verify_rounds"]
 
@@ -73,9 +72,11 @@ def verify_rounds(
     shape = shape or GroupShape.of(schedule.size)
     try:
         rounds = lower_to_rounds(schedule)
-        report = _check(schedule, rounds, _rows(rounds, 1, 1, shape), shape)
+        once = _rows(rounds, 1, 1, shape)
+        report = _check(schedule, rounds, once, shape)
         if fragments > 1:
-            _check(schedule, rounds, _rows(rounds, fragments, lag, shape), shape)
+            rows = _rows(rounds, fragments, lag, shape)
+            _check(schedule, rounds, rows, shape, once)
     except ScheduleError as exc:
         raise ScheduleError(
             f"{schedule.coll} {schedule.algorithm} on {schedule.size} ranks, in "
@@ -108,6 +109,7 @@ def _check(
     rounds: Sequence[RankRounds],
     rows: Sequence[Rows],
     shape: GroupShape,
+    once: Sequence[Rows] = (),
 ) -> RoundsReport:
     # Kernels take their operands in any order.
     rule = RULES["none" if schedule.redop_class == "none" else "commutative"]
@@ -118,7 +120,7 @@ def _check(
             messages=shape.messages,
             goal=operation_goal(schedule),
             rule=rule,
-            in_place_too=operation(schedule.coll).in_place,
+            once=once,
         )
     except _native.ScheduleFaultError as fault:
         raise ScheduleError(_said(schedule, rows, shape, fault)) from None

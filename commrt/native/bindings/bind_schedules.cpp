@@ -283,11 +283,11 @@ std::vector<RowsView> views_of(const std::vector<TableIn>& rows) {
 
 std::int32_t check_rounds(const AllRounds& rounds, const std::vector<TableIn>& rows,
                           std::int32_t distances, std::int32_t messages, const OperationGoal& goal,
-                          int rule, bool in_place_too) {
-  if (rows.size() != rounds.ranks.size())
+                          int rule, const std::vector<TableIn>& once) {
+  if (rows.size() != rounds.ranks.size() || (!once.empty() && once.size() != rows.size()))
     throw nb::value_error("check_rounds: expected rows for each rank");
   return check_stream_rows(rounds.ranks, views_of(rows), {distances, messages}, goal,
-                           static_cast<CombineRule>(rule), in_place_too);
+                           static_cast<CombineRule>(rule), views_of(once));
 }
 
 // A round's messages and work, in rows like those of a sequence.
@@ -415,11 +415,11 @@ void bind_proofs(nb::module_& m) {
       .def("sent", &StepPrograms::sent, nb::arg("rank"),
            "Return the blocks that a rank sends, by space, and its most messages to one rank.")
       .def("check_meaning",
-           [](StepPrograms& self, const OperationGoal& goal, int rule, bool in_place_too) {
+           [](StepPrograms& self, const OperationGoal& goal, int rule) {
              check_meaning(self.views(), self.all(), self.events(), goal,
-                           static_cast<CombineRule>(rule), in_place_too);
+                           static_cast<CombineRule>(rule));
            },
-           nb::arg("goal"), nb::arg("rule"), nb::arg("in_place_too"));
+           nb::arg("goal"), nb::arg("rule"));
   nb::class_<EngineOrder>(m, "EngineOrder", "An order in which all ranks run.")
       .def("__len__", [](const EngineOrder& self) { return self.places.size(); })
       .def("rows",
@@ -441,13 +441,12 @@ void bind_proofs(nb::module_& m) {
            nb::arg("fragments"), nb::arg("lines"), nb::arg("has_lines").none(),
            "Return an order in which all of it runs.")
       .def("check_meaning",
-           [](const LoweredPrograms& self, const EngineOrder& order, std::int32_t fragments,
-              const OperationGoal& goal, int rule, bool in_place_too) {
-             check_lowered_meaning(self.programs, order.places, fragments, goal,
-                                   static_cast<CombineRule>(rule), in_place_too);
+           [](const LoweredPrograms& self, const EngineOrder& order, const OperationGoal& goal,
+              int rule) {
+             check_lowered_meaning(self.programs, order.places, goal,
+                                   static_cast<CombineRule>(rule));
            },
-           nb::arg("order"), nb::arg("fragments"), nb::arg("goal"), nb::arg("rule"),
-           nb::arg("in_place_too"))
+           nb::arg("order"), nb::arg("goal"), nb::arg("rule"))
       .def("rounds", [](const LoweredPrograms& self) { return AllRounds{rounds_of(self.programs)}; });
 }
 
@@ -474,7 +473,7 @@ void bind_rounds(nb::module_& m) {
            nb::arg("rank"), nb::kw_only(), nb::arg("size"), nb::arg("fragments"), nb::arg("lag"),
            nb::arg("distances"), nb::arg("messages"), "Return what a rank's stream runs.")
       .def("check", &check_rounds, nb::arg("rows"), nb::kw_only(), nb::arg("distances"),
-           nb::arg("messages"), nb::arg("goal"), nb::arg("rule"), nb::arg("in_place_too"),
+           nb::arg("messages"), nb::arg("goal"), nb::arg("rule"), nb::arg("once"),
            "Check what all ranks run; return the calls of the largest group.");
 }
 

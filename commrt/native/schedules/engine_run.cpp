@@ -4,7 +4,6 @@
 #include "schedules/engine_run.hpp"
 
 #include <algorithm>
-#include <memory>
 #include <queue>
 #include <tuple>
 
@@ -257,31 +256,41 @@ void check_lowered_races(const LoweredProgram& one) {
   }
 }
 
-// One way in which buffers may lie: its memories and messages, fragment by fragment.
+// Returns whether some instruction reads input that the program overwrites before, in place.
+bool loses_input(const LoweredProgram& one) {
+  InputWatch input(one.spaces);
+  for (std::int32_t index = 0; index < one.size(); ++index) {
+    const auto *inputs = one.inputs.begin(index), *inputs_end = one.inputs.end(index);
+    for (const auto* e = inputs; e != inputs_end; ++e)
+      if (e->local() && input.read(e->slice()) >= 0) return true;
+    const bool copies = inputs_end - inputs == 1 && inputs->local();
+    for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e)
+      if (e->local() && !(copies && InputWatch::changes_nothing(inputs->slice(), e->slice())))
+        input.write(e->slice());
+  }
+  return false;
+}
+
+// One way in which buffers may lie: the memories and messages of one fragment.
 class LoweredMeaning {
  public:
   LoweredMeaning(const std::vector<LoweredProgram>& programs, const MessageNumbers& numbers,
-                 std::int32_t fragments, const OperationGoal& goal, CombineRule rule,
-                 RankSets& sets, bool in_place)
+                 const OperationGoal& goal, CombineRule rule, RankSets& sets, bool in_place)
       : programs_(programs), numbers_(numbers), goal_(goal), rule_(rule), sets_(sets),
-        messages_(static_cast<std::size_t>(numbers.size()) * static_cast<std::size_t>(fragments)) {
-    std::vector<const BlockSpaces*> spaces;
-    for (const LoweredProgram& one : programs) spaces.push_back(&one.spaces);
-    for (std::int32_t fragment = 0; fragment < fragments; ++fragment)
-      memories_.push_back(std::make_unique<SymbolicMemory>(goal, spaces, sets, in_place));
-  }
+        memory_(goal, spaces_of(programs), sets, in_place),
+        messages_(static_cast<std::size_t>(numbers.size())) {}
 
-  void run(const EnginePlace& place) {
-    const LoweredProgram& one = programs_[place.rank];
-    SymbolicMemory& memory = *memories_[place.fragment];
+  void run(std::int32_t rank, std::int32_t index) {
+    const LoweredProgram& one = programs_[rank];
     bool first = true;
-    for (const auto* e = one.inputs.begin(place.index); e != one.inputs.end(place.index); ++e) {
+    for (const auto* e = one.inputs.begin(index); e != one.inputs.end(index); ++e) {
       Value& operand = first ? value_ : operand_;
       if (e->local()) {
-        memory.read(one.rank, e->slice(), operand);
+        memory_.read(rank, e->slice(), operand);
       } else {
-        operand = std::move(message(place.fragment, e->a, one.rank, e->b));
-        message(place.fragment, e->a, one.rank, e->b) = Value();
+        Value& message = messages_[static_cast<std::size_t>(numbers_.of(e->a, rank, e->b))];
+        operand = std::move(message);
+        message = Value();
       }
       if (!first) {
         combine_values(value_, operand_, rule_, goal_.idempotent, sets_, result_);
@@ -289,24 +298,22 @@ class LoweredMeaning {
       }
       first = false;
     }
-    for (const auto* e = one.outputs.begin(place.index); e != one.outputs.end(place.index); ++e) {
+    for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e) {
       if (e->local()) {
-        memory.write(one.rank, e->slice(), value_);
+        memory_.write(rank, e->slice(), value_);
       } else {
-        message(place.fragment, one.rank, e->a, e->b) = value_;
+        messages_[static_cast<std::size_t>(numbers_.of(rank, e->a, e->b))] = value_;
       }
     }
   }
 
-  void check() const {
-    for (const auto& memory : memories_) memory->check(goal_);
-  }
+  void check() const { memory_.check(goal_); }
 
  private:
-  Value& message(std::int32_t fragment, std::int32_t sender, std::int32_t receiver,
-                 std::int32_t k) {
-    return messages_[static_cast<std::size_t>(fragment * numbers_.size() +
-                                              numbers_.of(sender, receiver, k))];
+  static std::vector<const BlockSpaces*> spaces_of(const std::vector<LoweredProgram>& programs) {
+    std::vector<const BlockSpaces*> spaces;
+    for (const LoweredProgram& one : programs) spaces.push_back(&one.spaces);
+    return spaces;
   }
 
   const std::vector<LoweredProgram>& programs_;
@@ -314,7 +321,7 @@ class LoweredMeaning {
   const OperationGoal& goal_;
   CombineRule rule_;
   RankSets& sets_;
-  std::vector<std::unique_ptr<SymbolicMemory>> memories_;
+  SymbolicMemory memory_;
   std::vector<Value> messages_;
   Value value_, operand_, result_;
 };
@@ -377,15 +384,17 @@ void check_lowered(const std::vector<LoweredProgram>& programs) {
 }
 
 void check_lowered_meaning(const std::vector<LoweredProgram>& programs,
-                           const std::vector<EnginePlace>& order, std::int32_t fragments,
-                           const OperationGoal& goal, CombineRule rule, bool in_place_too) {
+                           const std::vector<EnginePlace>& order, const OperationGoal& goal,
+                           CombineRule rule) {
   const MessageNumbers numbers(programs);
-  RankSets sets;
+  const bool in_place_too = std::any_of(programs.begin(), programs.end(), loses_input);
+  RankSets sets(goal.size);
   for (int mode = 0; mode < (in_place_too ? 2 : 1); ++mode) {
-    LoweredMeaning meaning(programs, numbers, fragments, goal, rule, sets, mode == 1);
+    LoweredMeaning meaning(programs, numbers, goal, rule, sets, mode == 1);
     for (const EnginePlace& place : order) {
+      if (place.fragment != 0) continue;
       try {
-        meaning.run(place);
+        meaning.run(place.rank, place.index);
       } catch (ScheduleFault& fault) {
         fault.numbers.insert(fault.numbers.begin(), {place.rank, place.fragment, place.index});
         throw;

@@ -31,6 +31,8 @@ CLUSTER 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from commrt.algorithms._nested import common_names, cut, run
@@ -96,14 +98,9 @@ class Levels:
             if self.leader(self.node, stripe) == self._b.rank:
                 yield stripe
 
-    def ranks_in(self, node: int, stripe: int) -> list[int]:
-        """Return the ranks of a node whose blocks are in a stripe."""
-        ranks = self.nodes[node]
-        return [
-            rank
-            for i, rank in enumerate(ranks)
-            if ((i + 1) * self.stripes - 1) // len(ranks) == stripe
-        ]
+    def stripe(self, number: int) -> Stripe:
+        """Return which blocks are in a stripe, for operations with a block per rank."""
+        return _all_stripes(self.nodes, self.stripes)[number]
 
 
 # Parameter values that a caller may name
@@ -353,12 +350,17 @@ class Run(NamedTuple):
 
 
 class Stripe:
-    """The blocks of one stripe, packed: those of a node's ranks lie together."""
+    """The blocks of one stripe, packed: those of a node's ranks lie together.
 
-    def __init__(self, levels: Levels, stripe: int) -> None:
-        nodes = range(len(levels.nodes))
-        self.ranks = [levels.ranks_in(node, stripe) for node in nodes]
-        self.starts = [sum(map(len, self.ranks[:node])) for node in nodes]
+    Attributes:
+        ranks: the ranks of each node whose blocks are in the stripe.
+        starts: the place of each node's first block.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
+        self.ranks = ranks
+        self.starts = [0, *accumulate(map(len, ranks))][:-1]
+        self._runs: dict[int | None, list[Run]] = {}
 
     def pieces(self, buffer: Buffer) -> list[Slice]:
         """Return the blocks of each node in ``buffer``; some may be empty."""
@@ -370,6 +372,11 @@ class Stripe:
 
     def runs(self, without: int | None = None) -> list[Run]:
         """Return the longest runs, of all nodes but one."""
+        if without not in self._runs:
+            self._runs[without] = self._find_runs(without)
+        return self._runs[without]
+
+    def _find_runs(self, without: int | None) -> list[Run]:
         found: list[Run] = []
         for node, ranks in enumerate(self.ranks):
             for i, rank in enumerate(ranks if node != without else ()):
@@ -380,6 +387,18 @@ class Stripe:
                 else:
                     found.append(Run(place, rank, rank + 1))
         return found
+
+
+@lru_cache(maxsize=64)
+def _all_stripes(
+    nodes: tuple[tuple[int, ...], ...], stripes: int
+) -> tuple[Stripe, ...]:
+    """Return what is in each stripe; kept, because all ranks ask."""
+    found: list[list[list[int]]] = [[[] for _ in nodes] for _ in range(stripes)]
+    for node, ranks in enumerate(nodes):
+        for i, rank in enumerate(ranks):
+            found[((i + 1) * stripes - 1) // len(ranks)][node].append(rank)
+    return tuple(map(Stripe, found))
 
 
 @algorithm(
@@ -402,7 +421,7 @@ def allgather(b: Builder) -> None:
     for peer in others:
         b.recv(b.out[peer], peer)
     for stripe_number in levels.led():
-        stripe = Stripe(levels, stripe_number)
+        stripe = levels.stripe(stripe_number)
         packed = b.tmp(b.size)
         for place, rank in enumerate(stripe.ranks[levels.node]):
             b.copy(packed[stripe.starts[levels.node] + place], b.out[rank])
@@ -416,7 +435,7 @@ def allgather(b: Builder) -> None:
             b.copy(each.of(b.out), each.packed(packed))
     for stripe_number in range(levels.stripes):
         leader = levels.leader(levels.node, stripe_number)
-        for each in Stripe(levels, stripe_number).runs(without=levels.node):
+        for each in levels.stripe(stripe_number).runs(without=levels.node):
             where = [each.of(b.out)]
             run(
                 *(b, "bcast", b.params["inside"], levels.own),
@@ -442,7 +461,7 @@ def reduce_scatter(b: Builder) -> None:
     sums = {stripe: b.tmp(b.size) for stripe in levels.led()}
     for number in range(levels.stripes):
         leader = levels.leader(levels.node, number)
-        for each in Stripe(levels, number).runs():
+        for each in levels.stripe(number).runs():
             run(
                 *(b, "reduce", b.params["inside"], levels.own),
                 inp=[each.of(b.inp)],
@@ -450,7 +469,7 @@ def reduce_scatter(b: Builder) -> None:
                 root=levels.place(leader),
             )
     for number, packed in sums.items():
-        stripe = Stripe(levels, number)
+        stripe = levels.stripe(number)
         mine = b.tmp(b.size)
         ranks = stripe.ranks[levels.node]
         run(
@@ -465,7 +484,7 @@ def reduce_scatter(b: Builder) -> None:
                 b.send(mine[place], rank)
     for number in range(levels.stripes):
         leader = levels.leader(levels.node, number)
-        if leader != b.rank and b.rank in levels.ranks_in(levels.node, number):
+        if leader != b.rank and b.rank in levels.stripe(number).ranks[levels.node]:
             b.recv(b.out[0], leader)
 
 
@@ -482,7 +501,7 @@ def reduce_scatter(b: Builder) -> None:
 def alltoall(b: Builder) -> None:
     """Hand blocks to the leader for their rank, swap between nodes, hand them out."""
     levels = Levels(b)
-    stripes = [Stripe(levels, number) for number in range(levels.stripes)]
+    stripes = [levels.stripe(number) for number in range(levels.stripes)]
     bundles = {number: b.tmp(b.size * len(levels.own)) for number in levels.led()}
     for number, stripe in enumerate(stripes):
         _collect(b, levels, stripe, levels.leader(levels.node, number), bundles, number)

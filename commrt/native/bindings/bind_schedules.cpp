@@ -341,17 +341,19 @@ void bind_steps(nb::module_& m) {
                    "-> int"),
            "Add a step as it is; return its index.")
       .def("record",
-           [](StepColumns& self, nb::handle op, nb::handle src, nb::handle dst, nb::handle peer,
-              nb::handle after) {
-             return self.record(step_of(op, src, dst, peer), numbers_of(after));
+           [](StepColumns& self, nb::handle op, nb::handle src, nb::handle dst, nb::handle peer) {
+             return self.record(step_of(op, src, dst, peer));
            },
            nb::arg("op"), nb::arg("src").none(), nb::arg("dst").none(), nb::arg("peer"),
-           nb::arg("after"),
            nb::sig("def record(self, op: int, src: tuple[int, int, int] | None, dst: tuple[int, "
-                   "int, int] | None, peer: int, after: tuple[int, ...]) -> int"),
-           "Add a step that waits for what its data and `after` demand; return its index.")
+                   "int, int] | None, peer: int) -> int"),
+           "Add a step that waits for what its data demands; return its index.")
+      .def("next_waits_for", &StepColumns::next_waits_for, nb::arg("steps"),
+           "Make the next step that is recorded wait for these, too.")
       .def("place", &StepColumns::place, nb::arg("first"),
            "Say where the blocks of each space are numbered from.")
+      .def("place_next", &StepColumns::place_next, nb::arg("first"),
+           "Say it of one more space.")
       .def("peers", &StepColumns::peers, "Return the ranks that messages go to or come from.")
       .def("row", &step_row, nb::arg("index"),
            nb::sig("def row(self, index: int) -> tuple[int, tuple[int, int, int] | None, "

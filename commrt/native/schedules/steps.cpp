@@ -81,7 +81,9 @@ std::int32_t StepColumns::append(const ScheduleStep& step, const std::vector<std
   return index;
 }
 
-std::int32_t StepColumns::record(const ScheduleStep& step, std::vector<std::int32_t> after) {
+std::int32_t StepColumns::record(const ScheduleStep& step) {
+  std::vector<std::int32_t> after;
+  after.swap(next_after_);
   if (step.src.given() && step.dst.given() && step.src.count() != step.dst.count())
     throw ScheduleFault("sizes", {step.src.count(), step.dst.count()});
   for (const BlockSlice* end : {&step.src, &step.dst})
@@ -108,6 +110,8 @@ std::int32_t StepColumns::record(const ScheduleStep& step, std::vector<std::int3
                   [this](const BlockSlice& where) { return std::int64_t{first_[where.space]}; },
                   deps_.values);
   if (!after.empty()) {
+    std::sort(after.begin(), after.end());
+    after.erase(std::unique(after.begin(), after.end()), after.end());
     auto& values = deps_.values;
     values.insert(values.end(), after.begin(), after.end());
     const auto first = values.begin() + static_cast<std::ptrdiff_t>(before);

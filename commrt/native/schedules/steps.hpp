@@ -112,11 +112,17 @@ class StepColumns {
   // Adds a step as it is; returns its index.
   std::int32_t append(const ScheduleStep& step, const std::vector<std::int32_t>& deps,
                       std::vector<std::int32_t> after);
-  // Adds a step with the dependencies that its data and `after` demand; one on empty blocks is
-  // left out, and has no index: -1. Throws "sizes" where its ends differ.
-  std::int32_t record(const ScheduleStep& step, std::vector<std::int32_t> after);
+  // Adds a step with the dependencies that its data demands; one on empty blocks is left out, and
+  // has no index: -1. Throws "sizes" where its ends differ.
+  std::int32_t record(const ScheduleStep& step);
+  // The next step that is recorded waits for these, too.
+  void next_waits_for(const std::vector<std::int32_t>& steps) {
+    next_after_.insert(next_after_.end(), steps.begin(), steps.end());
+  }
   // Says where the blocks of each space are numbered from; spaces known before keep theirs.
   void place(std::vector<std::int32_t> first) { first_ = std::move(first); }
+  // The same of one more space.
+  void place_next(std::int32_t first) { first_.push_back(first); }
   std::vector<std::int32_t> peers() const;
 
  private:
@@ -124,6 +130,7 @@ class StepColumns {
   IndexRows deps_;
   std::unordered_map<std::int32_t, std::vector<std::int32_t>> after_;
   std::vector<std::int32_t> first_;
+  std::vector<std::int32_t> next_after_;
   DataDependencies tracker_;
 };
 

@@ -14,6 +14,7 @@ the builder infers what must wait for what, and ``after`` adds what data does no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -130,10 +131,10 @@ class Recorder:
     """The program under construction, shared by a builder and its groups."""
 
     def __init__(
-        self, coll: str, rank: int, size: int, root: int, nodes: Nodes
+        self, coll: str, rank: int, size: int, root: int, nodes: Nodes | None
     ) -> None:
         self.coll, self.rank, self.size, self.root = coll, rank, size, root
-        self.all_ranks = tuple(range(size))
+        self.all_ranks = _all_ranks(size)
         self.nodes = nodes
         self.nblk = 1 if operation(coll).x_count == "none" else size
         self.steps = StepTable()
@@ -250,6 +251,24 @@ def _scratch_space(
     return Space(f"tmp{number}", "tmp", nblk, (part.numerator, part.denominator))
 
 
+@lru_cache(maxsize=8)
+def _all_ranks(size: int) -> tuple[int, ...]:
+    return tuple(range(size))
+
+
+def _place_of(rank: int, ranks: tuple[int, ...]) -> int:
+    """Return the place of ``rank`` among others: at once where they are sorted."""
+    place = bisect_left(ranks, rank)
+    if place < len(ranks) and ranks[place] == rank:
+        return place
+    if rank not in ranks:
+        raise ScheduleError(
+            f"rank {rank} is not in group {ranks}: let only the group's own ranks "
+            f"build its part"
+        )
+    return ranks.index(rank)
+
+
 class Builder:
     """Records the steps of one rank.
 
@@ -270,14 +289,14 @@ class Builder:
         self._record = recorder.record
         self.global_ranks = ranks
         self.params = params
-        self.rank = ranks.index(recorder.rank)
+        self.rank = _place_of(recorder.rank, ranks)
         self.size = len(ranks)
         self.root = root
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks on each node; for algorithms registered with ``spans_nodes``."""
-        return members(self.recorder.nodes)
+        return members(self.recorder.nodes or (0,) * self.recorder.size)
 
     @property
     def nblk(self) -> int:
@@ -358,13 +377,7 @@ class Builder:
 
         It records into the same program: use it to run an algorithm among a group.
         """
-        group = self.group_of(ranks)
-        if self.recorder.rank not in group:
-            raise ScheduleError(
-                f"rank {self.recorder.rank} is not in group {group}: let only the "
-                f"group's own ranks build its part"
-            )
-        return self._among(group, root)
+        return self._among(self.group_of(ranks), root)
 
     def group_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the numbers that ``ranks`` of this builder have in the program."""
@@ -392,6 +405,6 @@ def build_program(
     nodes: Nodes | None = None,
 ) -> RankProgram:
     """Run an algorithm's function for one rank and return its program."""
-    recorder = Recorder(coll, rank, size, root, nodes or (0,) * size)
+    recorder = Recorder(coll, rank, size, root, nodes)
     author(Builder(recorder, recorder.all_ranks, dict(params or {}), root))
     return RankProgram(rank, recorder.spaces(), recorder.steps)

@@ -68,6 +68,9 @@ struct IndexRows {
 };
 
 // Dependencies from data: who must wait for whom because they touch the same block.
+//
+// Neighbouring blocks that were always touched together are one cell, so a step on half of many
+// blocks costs no more than one on few. Once the cells are many, each block has its own.
 class DataDependencies {
  public:
   // Appends to `found`, sorted and each once, what `item` must wait for.
@@ -82,9 +85,21 @@ class DataDependencies {
   }
 
  private:
+  // More cells than this, and more than a block in so many begins one: then each block has one.
+  static constexpr std::size_t kFewCells = 64;
+  static constexpr std::size_t kBlocksPerCell = 8;
+
+  struct Cell {
+    std::int32_t writer = -1;
+    std::int32_t last_reader = -1;  // place in readers_, or -1
+  };
   struct Reader {
     std::int32_t item;
     std::int32_t next;
+  };
+  struct Span {
+    std::size_t begin;
+    std::size_t end;
   };
 
   void read(std::int32_t item, std::int64_t location, std::int32_t count,
@@ -92,10 +107,13 @@ class DataDependencies {
   void write(std::int32_t item, std::int64_t location, std::int32_t count,
              std::vector<std::int32_t>& found);
   static void finish(std::int32_t item, std::size_t before, std::vector<std::int32_t>& found);
-  void cover(std::int64_t end);
+  // Returns the cells of these blocks and no others.
+  Span cells(std::int64_t location, std::int32_t count);
+  std::size_t cut(std::int32_t block);
+  void use_blocks();
 
-  std::vector<std::int32_t> writer_;
-  std::vector<std::int32_t> last_reader_;  // place in readers_, or -1
+  std::vector<Cell> cells_{Cell{}};
+  std::vector<std::int32_t> starts_{0};  // first block of each cell; empty: each block has one
   std::vector<Reader> readers_;
 };
 

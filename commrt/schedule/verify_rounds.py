@@ -99,9 +99,20 @@ def check_rounds(
     rounds: Sequence[RankRounds],
     steps: Sequence[Sequence[Step]],
     shape: GroupShape,
+    once: Sequence[Sequence[Step]] = (),
 ) -> RoundsReport:
-    """Check what all ranks run, in their order, or raise ScheduleError."""
-    return _check(schedule, rounds, [rows_of(own) for own in steps], shape)
+    """Check what all ranks run, in their order, or raise ScheduleError.
+
+    Args:
+        schedule: what is to be reached.
+        rounds: the rounds of all ranks.
+        steps: what each rank runs.
+        shape: how large groups may be.
+        once: what each rank runs for one fragment, if that passed this check: fragments
+            that do the same need no run of their own.
+    """
+    rows, known = ([rows_of(own) for own in each] for each in (steps, once))
+    return _check(schedule, rounds, rows, shape, known)
 
 
 def _check(

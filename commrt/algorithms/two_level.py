@@ -31,12 +31,10 @@ CLUSTER 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
 
 from commrt.algorithms._nested import common_names, cut, run
 from commrt.algorithms._registry import algorithm, get
+from commrt.algorithms._stripes import Stripe, all_stripes, consecutive
 from commrt.schedule.builder import Buffer, Builder
 from commrt.schedule.ir import ParamValue, Slice
 from commrt.schedule.nodes import Nodes, members
@@ -100,7 +98,7 @@ class Levels:
 
     def stripe(self, number: int) -> Stripe:
         """Return which blocks are in a stripe, for operations with a block per rank."""
-        return _all_stripes(self.nodes, self.stripes)[number]
+        return all_stripes(self.nodes, self.stripes)[number]
 
 
 # Parameter values that a caller may name
@@ -330,77 +328,6 @@ def _bcast_among(b: Builder, levels: Levels, blocks: int, home: int) -> None:
 # The operations with a block per rank
 
 
-class Run(NamedTuple):
-    """Blocks of consecutive ranks that lie one behind the other in a stripe, too."""
-
-    place: int
-    """Place of the first block, in the stripe."""
-    first: int
-    """The first rank."""
-    stop: int
-    """The rank behind the last."""
-
-    def of(self, buffer: Buffer) -> Slice:
-        """Return them in a buffer with a block per rank."""
-        return buffer[self.first : self.stop]
-
-    def packed(self, buffer: Buffer) -> Slice:
-        """Return them in a buffer that holds the stripe."""
-        return buffer[self.place : self.place + self.stop - self.first]
-
-
-class Stripe:
-    """The blocks of one stripe, packed: those of a node's ranks lie together.
-
-    Attributes:
-        ranks: the ranks of each node whose blocks are in the stripe.
-        starts: the place of each node's first block.
-    """
-
-    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
-        self.ranks = ranks
-        self.starts = [0, *accumulate(map(len, ranks))][:-1]
-        self._runs: dict[int | None, list[Run]] = {}
-
-    def pieces(self, buffer: Buffer) -> list[Slice]:
-        """Return the blocks of each node in ``buffer``; some may be empty."""
-        space, lo = buffer.space, buffer.lo
-        return [
-            Slice(space, lo + start, lo + start + len(ranks))
-            for start, ranks in zip(self.starts, self.ranks, strict=True)
-        ]
-
-    def runs(self, without: int | None = None) -> list[Run]:
-        """Return the longest runs, of all nodes but one."""
-        if without not in self._runs:
-            self._runs[without] = self._find_runs(without)
-        return self._runs[without]
-
-    def _find_runs(self, without: int | None) -> list[Run]:
-        found: list[Run] = []
-        for node, ranks in enumerate(self.ranks):
-            for i, rank in enumerate(ranks if node != without else ()):
-                place = self.starts[node] + i
-                last = found[-1] if found else None
-                if last and last.stop == rank and sum(last[::2]) - last.first == place:
-                    found[-1] = last._replace(stop=rank + 1)
-                else:
-                    found.append(Run(place, rank, rank + 1))
-        return found
-
-
-@lru_cache(maxsize=64)
-def _all_stripes(
-    nodes: tuple[tuple[int, ...], ...], stripes: int
-) -> tuple[Stripe, ...]:
-    """Return what is in each stripe; kept, because all ranks ask."""
-    found: list[list[list[int]]] = [[[] for _ in nodes] for _ in range(stripes)]
-    for node, ranks in enumerate(nodes):
-        for i, rank in enumerate(ranks):
-            found[((i + 1) * stripes - 1) // len(ranks)][node].append(rank)
-    return tuple(map(Stripe, found))
-
-
 @algorithm(
     "allgather",
     "two_level",
@@ -543,7 +470,7 @@ def _collect(
     """Bring the node's blocks for the ranks of a stripe to its leader."""
     num = len(levels.own)
     for node, ranks in enumerate(stripe.ranks):
-        for each in _consecutive(ranks):
+        for each in consecutive(ranks):
             if leader != b.rank:
                 b.send(b.inp[each.first : each.stop], leader)
                 continue
@@ -555,16 +482,6 @@ def _collect(
                     b.copy(where, b.inp[each.first : each.stop])
                 else:
                     b.recv(where, member)
-
-
-def _consecutive(ranks: Sequence[int]) -> list[Run]:
-    found: list[Run] = []
-    for place, rank in enumerate(ranks):
-        if found and found[-1].stop == rank:
-            found[-1] = found[-1]._replace(stop=rank + 1)
-        else:
-            found.append(Run(place, rank, rank + 1))
-    return found
 
 
 def _arriving(arrived: Buffer, levels: Levels, num: int) -> list[Slice]:
@@ -597,7 +514,7 @@ def _unpack(b: Builder, levels: Levels, packed: Buffer) -> None:
     """Put blocks that lie in the order of the nodes into the order of the ranks."""
     place = 0
     for ranks in levels.nodes:
-        for each in _consecutive(ranks):
+        for each in consecutive(ranks):
             num = each.stop - each.first
             b.copy(b.out[each.first : each.stop], packed[place : place + num])
             place += num

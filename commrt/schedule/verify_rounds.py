@@ -188,6 +188,7 @@ _SHORT = {
     "length": "round {0}: message {1} from rank {2} to rank {3} has another length "
     "there, for some vectors; both ends need the same",
     "never": "rank {0} never comes to round {1}",
+    "work": "rank {0} step {1} works on places of different lengths",
     "row": "rank {0} step {1} names a rank, fragment or place that there is not",
 }
 

@@ -80,6 +80,7 @@ class Memory:
             self.held[rank][where.space][where.lo : where.hi] = value
 
     def combined(self, first: Held, second: Held) -> Held:
+        needs(len(first) == len(second), "lengths")
         return [self._one(*pair) for pair in zip(first, second, strict=True)]
 
     def _one(self, first: Content, second: Content) -> Content:
@@ -370,6 +371,8 @@ def _work(rank: int, left: list[StreamStep], memories: Sequence[Memory]) -> None
         fragment, (kind, dst, src) = left.pop(0)
         memory = memories[fragment]
         value = memory.read(rank, src)
+        like = dst.like if isinstance(dst, Slot) else dst
+        needs(len(value) == like.hi - like.lo, "lengths")
         if kind == "reduce":
             # Kernels take their operands in any order.
             memory.rule = "none" if memory.rule == "none" else "commutative"

@@ -343,6 +343,8 @@ std::int32_t check_rows(const std::vector<RankRounds>& rounds, const std::vector
                          (!message || (row.peer >= 0 && row.peer < size)) &&
                          (!(message || work) || exists(row.place)) && (!work || exists(row.source));
       if (!right) throw ScheduleFault("row", {static_cast<std::int64_t>(rank), at});
+      if (work && row.place.slice.count() != row.source.slice.count())
+        throw ScheduleFault("work", {static_cast<std::int64_t>(rank), at});
       if (message || work) fragments = std::max(fragments, row.fragment + 1);
       left = message ? left - 1 : (work ? 0 : row.k);
     }

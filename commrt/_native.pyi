@@ -50,7 +50,7 @@ class AllRounds:
         messages: int,
         goal: OperationGoal,
         rule: int,
-        in_place_too: bool,
+        once: Sequence[NDArray[Any]],
     ) -> int:
         """Check what all ranks run; return the calls of the largest group."""
 
@@ -915,12 +915,7 @@ class LoweredPrograms:
     ) -> None: ...
     def check(self) -> None: ...
     def check_meaning(
-        self,
-        order: EngineOrder,
-        fragments: int,
-        goal: OperationGoal,
-        rule: int,
-        in_place_too: bool,
+        self, order: EngineOrder, goal: OperationGoal, rule: int
     ) -> None: ...
     def rounds(self) -> AllRounds: ...
     def run(
@@ -1805,11 +1800,17 @@ class StepColumns:
     ) -> int:
         """Add a step as it is; return its index."""
 
+    def next_waits_for(self, steps: Sequence[int]) -> None:
+        """Make the next step that is recorded wait for these, too."""
+
     def peers(self) -> list[int]:
         """Return the ranks that messages go to or come from."""
 
     def place(self, first: Sequence[int]) -> None:
         """Say where the blocks of each space are numbered from."""
+
+    def place_next(self, first: int) -> None:
+        """Say it of one more space."""
 
     def record(
         self,
@@ -1817,11 +1818,8 @@ class StepColumns:
         src: tuple[int, int, int] | None,
         dst: tuple[int, int, int] | None,
         peer: int,
-        after: tuple[int, ...],
     ) -> int:
-        """Add a step that waits for what its data and `after` demand; return its
-        index.
-        """
+        """Add a step that waits for what its data demands; return its index."""
 
     def row(
         self, index: int
@@ -1841,9 +1839,7 @@ class StepPrograms:
     def __init__(self, programs: list[Any]) -> None: ...
     def check_input_lasts(self) -> None: ...
     def check_lengths(self) -> None: ...
-    def check_meaning(
-        self, goal: OperationGoal, rule: int, in_place_too: bool
-    ) -> None: ...
+    def check_meaning(self, goal: OperationGoal, rule: int) -> None: ...
     def check_races(self) -> None: ...
     def check_well_formed(self) -> None: ...
     def events(self) -> tuple[NDArray[Any], NDArray[Any], int]:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import lcm
+from types import MappingProxyType
 
 from commrt.algorithms._registry import get, names, param_choices, schedule
 from commrt.schedule.builder import Builder
-from commrt.schedule.ir import Slice
+from commrt.schedule.ir import ParamValue, Slice
 from commrt.schedule.nested import Nested
 from commrt.vocabulary.operations import operation
 
@@ -49,10 +50,18 @@ def run(
             if dst != src and dst.lo < dst.hi:
                 b.copy(dst, src)
         return
-    choices = param_choices(coll, name, len(ranks))
+    author, params = _by_default(coll, name, len(ranks))
+    author(Nested.of(b, coll, ranks, inp=inp, out=out, root=root, params=params))
+
+
+@lru_cache(maxsize=1024)
+def _by_default(
+    coll: str, name: str, size: int
+) -> tuple[Callable[[Builder], None], Mapping[str, ParamValue]]:
+    """Return an algorithm's function and the default values of its parameters."""
+    choices = param_choices(coll, name, size)
     params = {key: values[0] for key, values in choices.items()}
-    inner = Nested.of(b, coll, ranks, inp=inp, out=out, root=root, params=params)
-    get(coll, name).author(inner)
+    return get(coll, name).author, MappingProxyType(params)
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,8 @@ communications in multiport message-passing systems", IEEE TPDS 8 (1997), sectio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import isqrt
 
 from commrt.algorithms._registry import algorithm
@@ -94,18 +95,14 @@ def _is_offered(size: int, params: Mapping[str, ParamValue]) -> bool:
 )
 def alltoall(b: Builder) -> None:
     """Move the blocks whose number has digit d at place t by d k^t ranks."""
-    radix = b.params["radix"]
     where = [b.inp[b.rank + i] for i in range(b.size)]
-    unit = 1
-    while unit < b.size:
+    for together in moves(b.size, b.params["radix"]):
         arriving = [
-            _move_on(b, where, digit * unit, unit, radix)
-            for digit in range(1, radix)
-            if digit * unit < b.size
+            (_pack_and_send(b, where, distance, moving), distance)
+            for distance, moving in together
         ]
         for arrived, distance in arriving:
             b.recv(arrived[:], b.rank - distance)
-        unit *= radix
     # Only now: in place, the output's blocks are the input's.
     kept = b.tmp(1)
     b.copy(kept[0], where[0])
@@ -114,15 +111,34 @@ def alltoall(b: Builder) -> None:
     b.copy(b.out[b.rank], kept[0])
 
 
-def _move_on(
-    b: Builder, where: list[Slice], distance: int, unit: int, radix: int
-) -> tuple[Buffer, int]:
+@lru_cache(maxsize=64)
+def moves(size: int, radix: int) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Return, step by step, the distances and which blocks move as far; kept, because
+    all ranks ask."""
+    found = []
+    unit = 1
+    while unit < size:
+        moving: list[list[int]] = [[] for _ in range(radix)]
+        for block in range(size):
+            moving[block // unit % radix].append(block)
+        found.append(
+            [
+                (digit * unit, tuple(moving[digit]))
+                for digit in range(1, radix)
+                if digit * unit < size
+            ]
+        )
+        unit *= radix
+    return found
+
+
+def _pack_and_send(
+    b: Builder, where: list[Slice], distance: int, moving: Sequence[int]
+) -> Buffer:
     """Send the blocks that move by ``distance``; return where as many arrive."""
-    digit = distance // unit
-    moving = [i for i in range(b.size) if i // unit % radix == digit]
     packed, arrived = b.tmp(len(moving)), b.tmp(len(moving))
     for place, i in enumerate(moving):
         b.copy(packed[place], where[i])
         where[i] = arrived[place]
     b.send(packed[:], b.rank + distance)
-    return arrived, distance
+    return arrived

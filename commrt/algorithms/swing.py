@@ -61,10 +61,17 @@ class Swing:
         first, self._mirrored = port % len(shape), port >= len(shape)
         self._order = [*_in_turn(shape, first)]
         self.steps = len(self._order)
+        self._peers = [
+            [self._find_peer(rank, step) for rank in range(self.size)]
+            for step in range(self.steps)
+        ]
         self._classes = self._find_classes()
 
     def peer(self, rank: int, step: int) -> int:
         """Return the partner of ``rank``."""
+        return self._peers[step][rank]
+
+    def _find_peer(self, rank: int, step: int) -> int:
         dimension, number = self._order[step]
         length = self._shape[dimension]
         stride = prod(self._shape[dimension + 1 :])

@@ -31,10 +31,10 @@ CLUSTER 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from commrt.algorithms._nested import common_names, cut, run
 from commrt.algorithms._registry import algorithm, get
+from commrt.algorithms._stripes import Stripe, all_stripes, consecutive
 from commrt.schedule.builder import Buffer, Builder
 from commrt.schedule.ir import ParamValue, Slice
 from commrt.schedule.nodes import Nodes, members
@@ -96,14 +96,9 @@ class Levels:
             if self.leader(self.node, stripe) == self._b.rank:
                 yield stripe
 
-    def ranks_in(self, node: int, stripe: int) -> list[int]:
-        """Return the ranks of a node whose blocks are in a stripe."""
-        ranks = self.nodes[node]
-        return [
-            rank
-            for i, rank in enumerate(ranks)
-            if ((i + 1) * self.stripes - 1) // len(ranks) == stripe
-        ]
+    def stripe(self, number: int) -> Stripe:
+        """Return which blocks are in a stripe, for operations with a block per rank."""
+        return all_stripes(self.nodes, self.stripes)[number]
 
 
 # Parameter values that a caller may name
@@ -333,55 +328,6 @@ def _bcast_among(b: Builder, levels: Levels, blocks: int, home: int) -> None:
 # The operations with a block per rank
 
 
-class Run(NamedTuple):
-    """Blocks of consecutive ranks that lie one behind the other in a stripe, too."""
-
-    place: int
-    """Place of the first block, in the stripe."""
-    first: int
-    """The first rank."""
-    stop: int
-    """The rank behind the last."""
-
-    def of(self, buffer: Buffer) -> Slice:
-        """Return them in a buffer with a block per rank."""
-        return buffer[self.first : self.stop]
-
-    def packed(self, buffer: Buffer) -> Slice:
-        """Return them in a buffer that holds the stripe."""
-        return buffer[self.place : self.place + self.stop - self.first]
-
-
-class Stripe:
-    """The blocks of one stripe, packed: those of a node's ranks lie together."""
-
-    def __init__(self, levels: Levels, stripe: int) -> None:
-        nodes = range(len(levels.nodes))
-        self.ranks = [levels.ranks_in(node, stripe) for node in nodes]
-        self.starts = [sum(map(len, self.ranks[:node])) for node in nodes]
-
-    def pieces(self, buffer: Buffer) -> list[Slice]:
-        """Return the blocks of each node in ``buffer``; some may be empty."""
-        space, lo = buffer.space, buffer.lo
-        return [
-            Slice(space, lo + start, lo + start + len(ranks))
-            for start, ranks in zip(self.starts, self.ranks, strict=True)
-        ]
-
-    def runs(self, without: int | None = None) -> list[Run]:
-        """Return the longest runs, of all nodes but one."""
-        found: list[Run] = []
-        for node, ranks in enumerate(self.ranks):
-            for i, rank in enumerate(ranks if node != without else ()):
-                place = self.starts[node] + i
-                last = found[-1] if found else None
-                if last and last.stop == rank and sum(last[::2]) - last.first == place:
-                    found[-1] = last._replace(stop=rank + 1)
-                else:
-                    found.append(Run(place, rank, rank + 1))
-        return found
-
-
 @algorithm(
     "allgather",
     "two_level",
@@ -402,7 +348,7 @@ def allgather(b: Builder) -> None:
     for peer in others:
         b.recv(b.out[peer], peer)
     for stripe_number in levels.led():
-        stripe = Stripe(levels, stripe_number)
+        stripe = levels.stripe(stripe_number)
         packed = b.tmp(b.size)
         for place, rank in enumerate(stripe.ranks[levels.node]):
             b.copy(packed[stripe.starts[levels.node] + place], b.out[rank])
@@ -416,7 +362,7 @@ def allgather(b: Builder) -> None:
             b.copy(each.of(b.out), each.packed(packed))
     for stripe_number in range(levels.stripes):
         leader = levels.leader(levels.node, stripe_number)
-        for each in Stripe(levels, stripe_number).runs(without=levels.node):
+        for each in levels.stripe(stripe_number).runs(without=levels.node):
             where = [each.of(b.out)]
             run(
                 *(b, "bcast", b.params["inside"], levels.own),
@@ -442,7 +388,7 @@ def reduce_scatter(b: Builder) -> None:
     sums = {stripe: b.tmp(b.size) for stripe in levels.led()}
     for number in range(levels.stripes):
         leader = levels.leader(levels.node, number)
-        for each in Stripe(levels, number).runs():
+        for each in levels.stripe(number).runs():
             run(
                 *(b, "reduce", b.params["inside"], levels.own),
                 inp=[each.of(b.inp)],
@@ -450,7 +396,7 @@ def reduce_scatter(b: Builder) -> None:
                 root=levels.place(leader),
             )
     for number, packed in sums.items():
-        stripe = Stripe(levels, number)
+        stripe = levels.stripe(number)
         mine = b.tmp(b.size)
         ranks = stripe.ranks[levels.node]
         run(
@@ -465,7 +411,7 @@ def reduce_scatter(b: Builder) -> None:
                 b.send(mine[place], rank)
     for number in range(levels.stripes):
         leader = levels.leader(levels.node, number)
-        if leader != b.rank and b.rank in levels.ranks_in(levels.node, number):
+        if leader != b.rank and b.rank in levels.stripe(number).ranks[levels.node]:
             b.recv(b.out[0], leader)
 
 
@@ -482,7 +428,7 @@ def reduce_scatter(b: Builder) -> None:
 def alltoall(b: Builder) -> None:
     """Hand blocks to the leader for their rank, swap between nodes, hand them out."""
     levels = Levels(b)
-    stripes = [Stripe(levels, number) for number in range(levels.stripes)]
+    stripes = [levels.stripe(number) for number in range(levels.stripes)]
     bundles = {number: b.tmp(b.size * len(levels.own)) for number in levels.led()}
     for number, stripe in enumerate(stripes):
         _collect(b, levels, stripe, levels.leader(levels.node, number), bundles, number)
@@ -524,7 +470,7 @@ def _collect(
     """Bring the node's blocks for the ranks of a stripe to its leader."""
     num = len(levels.own)
     for node, ranks in enumerate(stripe.ranks):
-        for each in _consecutive(ranks):
+        for each in consecutive(ranks):
             if leader != b.rank:
                 b.send(b.inp[each.first : each.stop], leader)
                 continue
@@ -536,16 +482,6 @@ def _collect(
                     b.copy(where, b.inp[each.first : each.stop])
                 else:
                     b.recv(where, member)
-
-
-def _consecutive(ranks: Sequence[int]) -> list[Run]:
-    found: list[Run] = []
-    for place, rank in enumerate(ranks):
-        if found and found[-1].stop == rank:
-            found[-1] = found[-1]._replace(stop=rank + 1)
-        else:
-            found.append(Run(place, rank, rank + 1))
-    return found
 
 
 def _arriving(arrived: Buffer, levels: Levels, num: int) -> list[Slice]:
@@ -578,7 +514,7 @@ def _unpack(b: Builder, levels: Levels, packed: Buffer) -> None:
     """Put blocks that lie in the order of the nodes into the order of the ranks."""
     place = 0
     for ranks in levels.nodes:
-        for each in _consecutive(ranks):
+        for each in consecutive(ranks):
             num = each.stop - each.first
             b.copy(b.out[each.first : each.stop], packed[place : place + num])
             place += num

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commrt import algorithms
-from commrt.commands.verify import collectives_of, load, nodes_of
+from commrt.commands.verify import collectives_of, load, nodes_of, parse_params
 from commrt.errors import ScheduleError, UsageError
 from commrt.files.write import write_file
 from commrt.schedule.draw import draw
-from commrt.schedule.ir import ParamValue
 from commrt.schedule.verify import verify
 from commrt.vocabulary.operations import SCHEDULED
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = max(args.ranks, 1)
         having = [one for one in known if name in algorithms.names(one, size, where)]
         known = having or known
-        params = _params(args.params)
+        params = parse_params(args.params)
         schedule = algorithms.schedule(
             *(known[0], name, args.ranks, args.root, params, where)
         )
@@ -87,13 +86,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", help="file to write (default: COLL-NAME-RANKS.svg)")
     return parser
-
-
-def _params(text: str) -> dict[str, ParamValue]:
-    params: dict[str, ParamValue] = {}
-    for one in filter(None, text.split(",")):
-        key, _, value = one.partition("=")
-        if not key.isidentifier() or not value.isidentifier() | value.isdecimal():
-            raise UsageError(f"--params {text!r}: expected k=2 or k=2,parts=4")
-        params[key] = int(value) if value.isdecimal() else value
-    return params

@@ -7,8 +7,9 @@ import argparse
 import importlib
 import importlib.util
 import itertools
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,14 @@ from commrt.schedule.verify_lowered import verify_lowered
 from commrt.schedule.verify_rounds import RoundsReport, verify_rounds
 from commrt.vocabulary.operations import SCHEDULED, operation
 
-__all__ = ["collectives_of", "default_nodes", "load", "main", "nodes_of"]
+__all__ = [
+    "collectives_of",
+    "default_nodes",
+    "load",
+    "main",
+    "nodes_of",
+    "parse_params",
+]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         name = load(args.name)
-        colls = collectives_of(name, args.coll)
+        params = parse_params(args.params)
+        colls = _with(params, name, collectives_of(name, args.coll))
         sizes = _sizes(args.ranks, args.nodes)
         failures = sum(
-            not _verify_all(coll, name, size, args.root, args.nodes)
+            not _verify_all(coll, name, size, args, params)
             for coll in colls
             for size in sizes
         )
@@ -64,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--root", default="0", help="a rank or 'all' (0)")
     parser.add_argument(
         "--nodes", help="ranks per node, as 2,3, for algorithms that ask (several)"
+    )
+    parser.add_argument(
+        "--params", default="", help="parameters, as k=2 or k=2,parts=4 (all values)"
     )
     return parser
 
@@ -106,6 +118,30 @@ def collectives_of(name: str, coll: str | None) -> list[str]:
         return having
     algorithms.get(coll, name)
     return [coll]
+
+
+def parse_params(text: str) -> dict[str, ParamValue]:
+    """Return parameters from a text such as ``k=2,parts=4``."""
+    params: dict[str, ParamValue] = {}
+    for one in filter(None, text.split(",")):
+        key, _, value = one.partition("=")
+        if not key.isidentifier() or not re.fullmatch(r"\w+", value):
+            raise UsageError(f"--params {text!r}: expected k=2 or k=2,parts=4")
+        params[key] = int(value) if value.isdecimal() else value
+    return params
+
+
+def _with(params: Mapping[str, ParamValue], name: str, colls: list[str]) -> list[str]:
+    """Return the operations whose algorithm has all of ``params``."""
+    known = {coll: algorithms.param_choices(coll, name, 2) for coll in colls}
+    having = [coll for coll in colls if params.keys() <= known[coll].keys()]
+    if not having:
+        every = sorted({key for choices in known.values() for key in choices})
+        raise UsageError(
+            f"--params: no operation of {name} has {', '.join(params)}; its "
+            f"parameters: {', '.join(every) or 'none'}"
+        )
+    return having
 
 
 def _range(text: str) -> list[int]:
@@ -182,41 +218,56 @@ def nodes_of(coll: str, name: str, size: int, text: str | None) -> list[Nodes | 
     return [nodes]
 
 
-def _verify_all(coll: str, name: str, size: int, roots: str, where: str | None) -> bool:
+def _verify_all(
+    coll: str,
+    name: str,
+    size: int,
+    args: argparse.Namespace,
+    params: dict[str, ParamValue],
+) -> bool:
     """Verify one operation on ``size`` ranks and print a line per set of parameters."""
     found = [
         nodes
-        for nodes in nodes_of(coll, name, size, where)
+        for nodes in nodes_of(coll, name, size, args.nodes)
         if algorithms.get(coll, name).supports(size, nodes)
     ]
     if not found:
         print(f"{coll:14} {size:4} ranks  not supported")
-    return all([_verify_on(coll, name, size, roots, nodes) for nodes in found])
-
-
-def _verify_on(
-    coll: str, name: str, size: int, roots: str, nodes: Nodes | None
-) -> bool:
     good = True
+    for nodes in found:
+        for values in [params] if params else _parameters(coll, name, size, nodes):
+            good &= _verify_with(coll, name, size, args.root, nodes, values)
+    return good
+
+
+def _verify_with(
+    coll: str,
+    name: str,
+    size: int,
+    roots: str,
+    nodes: Nodes | None,
+    params: dict[str, ParamValue],
+) -> bool:
 
     def can_fuse(rank: int, peer: int) -> bool:
         return nodes is None or nodes[rank] == nodes[peer]
 
-    for params in _parameters(coll, name, size, nodes):
-        label = " ".join(f"{key}={value}" for key, value in params.items())
-        if nodes is not None:
-            label = f"nodes={''.join(map(str, nodes))} {label}"
-        try:
-            for root in _roots(coll, size, roots):
-                schedule = algorithms.schedule(coll, name, size, root, params, nodes)
-                report = verify(schedule)
-                verify_lowered(schedule, can_fuse=can_fuse)
-                rounds = verify_rounds(schedule)
-            print(_line(coll, size, label, report, rounds))
-        except ScheduleError as exc:
-            print(f"{coll:14} {size:4} ranks  {label}  WRONG: {exc}")
-            good = False
-    return good
+    label = " ".join(f"{key}={value}" for key, value in params.items())
+    if nodes is not None:
+        label = f"nodes={''.join(map(str, nodes))} {label}"
+    try:
+        for root in _roots(coll, size, roots):
+            schedule = algorithms.schedule(coll, name, size, root, params, nodes)
+            report = verify(schedule)
+            verify_lowered(schedule, can_fuse=can_fuse)
+            rounds = verify_rounds(schedule)
+            # The next one needs as much: hundreds may follow.
+            schedule.forget_programs()
+        print(_line(coll, size, label, report, rounds), flush=True)
+    except ScheduleError as exc:
+        print(f"{coll:14} {size:4} ranks  {label}  WRONG: {exc}", flush=True)
+        return False
+    return True
 
 
 def _line(

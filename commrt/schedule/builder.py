@@ -14,9 +14,11 @@ the builder infers what must wait for what, and ``after`` adds what data does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -39,8 +41,11 @@ from commrt.vocabulary.operations import operation
 __all__ = ["Buffer", "Builder", "Recorder", "build_program"]
 
 IN, OUT = 0, 1
+_SEND, _RECV, _RRED, _RED, _COPY = Op
 NO_STEP = -1
 """The value of a step on empty blocks."""
+_new_slice: Callable[[type[Slice], tuple[int, int, int]], Slice] = tuple.__new__
+"""Makes a Slice without the Python function that NamedTuple puts before it."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +68,34 @@ class Buffer:
         return self.num
 
     def __getitem__(self, index: int | slice) -> Slice:
+        # Most accesses name one block: they take the shortest way.
         if isinstance(index, slice):
             start, stop = self._range(index)
+            group = self.group
+            lo, hi = self.lo + start * group, self.lo + stop * group
         elif self.num:
-            start = index % self.num
-            stop = start + 1
+            group = self.group
+            lo = self.lo + index % self.num * group
+            hi = lo + group
         else:
             raise ScheduleError(
                 f"this rank has no {self.name!r} buffer: index it on the ranks that "
                 f"have one, where len() is not 0"
             )
-        lo, hi = self.lo + start * self.group, self.lo + stop * self.group
-        if self.pieces is not None:
+        if self.pieces is None:
+            return _new_slice(Slice, (self.space, lo, hi))
+        return self._joined(lo, hi)
+
+    def _joined(self, lo: int, hi: int) -> Slice:
+        """Return unequal blocks of the space that lie one behind the other."""
+        assert self.pieces is not None
+        if hi == lo + 1:
+            lo, hi = self.pieces[lo]
+        else:
             run = self.pieces[lo:hi]
             if any(one[1] != two[0] for one, two in pairwise(run)):
                 raise ScheduleError(
-                    f"blocks {start} to {stop - 1} of {self.name} do not lie one "
+                    f"blocks {lo} to {hi - 1} of {self.name} do not lie one "
                     f"behind the other: take them one by one"
                 )
             lo, hi = run[0][0], run[-1][1]
@@ -114,18 +131,26 @@ class Recorder:
     """The program under construction, shared by a builder and its groups."""
 
     def __init__(
-        self, coll: str, rank: int, size: int, root: int, nodes: Nodes
+        self, coll: str, rank: int, size: int, root: int, nodes: Nodes | None
     ) -> None:
         self.coll, self.rank, self.size, self.root = coll, rank, size, root
+        self.all_ranks = _all_ranks(size)
         self.nodes = nodes
         self.nblk = 1 if operation(coll).x_count == "none" else size
         self.steps = StepTable()
         self.scratch: list[Space] = []
-        self._columns = self.steps.columns
-        self._user: tuple[Space, Space] | None = None
-        self._buffers: tuple[Buffer, Buffer] | None = None
-        self._placed = -1
-        self._after: tuple[int, ...] = ()
+        self.record = self.steps.columns.record
+        """Add a step: op, src, dst and peer; return its number."""
+        self._use(self._made_user_spaces())
+
+    def _use(self, user: tuple[Space, Space]) -> None:
+        self._user = user
+        self._buffers = tuple(
+            Buffer(number, 0, space.nblk, 1, space.name)
+            for number, space in enumerate(user)
+        )
+        self.steps.columns.place(locations(user))
+        self._following = sum(space.nblk for space in user)
 
     def set_blocks(self, nblk: int) -> None:
         multiple = full_multiple(self.coll, self.size)
@@ -140,22 +165,10 @@ class Recorder:
                 f"multiple of {multiple}"
             )
         self.nblk = nblk
-        self._user = self._buffers = None
+        self._use(self._made_user_spaces())
 
-    def user_spaces(self) -> tuple[Space, Space]:
-        """Return ``in`` and ``out`` as this rank has them."""
-        if self._user is None:
-            self._user = self._made_user_spaces()
-        return self._user
-
-    def user_buffers(self) -> tuple[Buffer, Buffer]:
+    def user_buffers(self) -> tuple[Buffer, ...]:
         """Return ``in`` and ``out`` as an author sees them."""
-        if self._buffers is None:
-            inp, out = self.user_spaces()
-            self._buffers = (
-                Buffer(IN, 0, inp.nblk, 1, inp.name),
-                Buffer(OUT, 0, out.nblk, 1, out.name),
-            )
         return self._buffers
 
     def _made_user_spaces(self) -> tuple[Space, Space]:
@@ -188,22 +201,16 @@ class Recorder:
         return Space(name, kind, self.nblk, (1, 1), alias=alias)
 
     def add_scratch(self, nblk: int, scale: tuple[int, int] | None) -> Space:
-        part = Fraction(nblk, self.nblk) if scale is None else Fraction(*scale)
-        if operation(self.coll).x_count == "none":
-            part = Fraction(0)
-        if (part * full_multiple(self.coll, self.size)).denominator != 1:
-            raise ScheduleError(
-                f"scratch of {nblk} blocks, {part} of the full vector, is not a whole "
-                f"number of elements for every length: take b.tmp(b.nblk)"
-            )
-        space = Space(
-            f"tmp{len(self.scratch)}", "tmp", nblk, (part.numerator, part.denominator)
-        )
+        number, whole = len(self.scratch), self.nblk
+        space = _scratch_space(self.coll, self.size, number, nblk, whole, scale)
         self.scratch.append(space)
+        # It gets numbers after all others: those known stay valid.
+        self.steps.columns.place_next(self._following)
+        self._following += nblk
         return space
 
     def spaces(self) -> tuple[Space, ...]:
-        return (*self.user_spaces(), *self.scratch)
+        return (*self._user, *self.scratch)
 
     def after(self, steps: tuple[int, ...]) -> None:
         for step in steps:
@@ -212,22 +219,54 @@ class Recorder:
                     f"after({step}): there are {len(self.steps)} steps; expected the "
                     f"number that an earlier step returned"
                 )
-        self._after = tuple(sorted({*self._after, *steps} - {NO_STEP}))
+        self.steps.columns.next_waits_for(tuple({*steps} - {NO_STEP}))
 
-    def add(self, op: Op, src: Slice | None, dst: Slice | None, peer: int = -1) -> int:
-        if self._placed != len(self.scratch):
-            # Scratch added later gets numbers after all others: those known stay valid.
-            self._placed = len(self.scratch)
-            self._columns.place(locations(self.spaces()))
-        after, self._after = self._after, ()
-        try:
-            return self._columns.record(op, src, dst, peer, after)
-        except _native.ScheduleFaultError as fault:
-            _, (num_src, num_dst), _ = fault.args
-            raise ScheduleError(
-                f"rank {self.rank} step {len(self.steps)} ({op.name.lower()}): "
-                f"{num_src} blocks into {num_dst}; both sides need the same number"
-            ) from None
+    def unequal(self, op: Op, fault: _native.ScheduleFaultError) -> ScheduleError:
+        """Return what is wrong with a step whose ends differ in length."""
+        _, (num_src, num_dst), _ = fault.args
+        return ScheduleError(
+            f"rank {self.rank} step {len(self.steps)} ({op.name.lower()}): "
+            f"{num_src} blocks into {num_dst}; both sides need the same number"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _scratch_space(
+    coll: str,
+    size: int,
+    number: int,
+    nblk: int,
+    whole: int,
+    scale: tuple[int, int] | None,
+) -> Space:
+    """Return scratch of ``nblk`` blocks, where the full vector has ``whole``."""
+    part = Fraction(nblk, whole) if scale is None else Fraction(*scale)
+    if operation(coll).x_count == "none":
+        part = Fraction(0)
+    if (part * full_multiple(coll, size)).denominator != 1:
+        raise ScheduleError(
+            f"scratch of {nblk} blocks, {part} of the full vector, is not a whole "
+            f"number of elements for every length: take b.tmp(b.nblk)"
+        )
+    return Space(f"tmp{number}", "tmp", nblk, (part.numerator, part.denominator))
+
+
+@lru_cache(maxsize=8)
+def _all_ranks(size: int) -> tuple[int, ...]:
+    return tuple(range(size))
+
+
+def _place_of(rank: int, ranks: tuple[int, ...]) -> int:
+    """Return the place of ``rank`` among others: at once where they are sorted."""
+    place = bisect_left(ranks, rank)
+    if place < len(ranks) and ranks[place] == rank:
+        return place
+    if rank not in ranks:
+        raise ScheduleError(
+            f"rank {rank} is not in group {ranks}: let only the group's own ranks "
+            f"build its part"
+        )
+    return ranks.index(rank)
 
 
 class Builder:
@@ -247,16 +286,17 @@ class Builder:
         root: int,
     ) -> None:
         self.recorder = recorder
+        self._record = recorder.record
         self.global_ranks = ranks
         self.params = params
-        self.rank = ranks.index(recorder.rank)
+        self.rank = _place_of(recorder.rank, ranks)
         self.size = len(ranks)
         self.root = root
 
     @property
-    def nodes(self) -> Sequence[Sequence[int]]:
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks on each node; for algorithms registered with ``spans_nodes``."""
-        return members(self.recorder.nodes)
+        return members(self.recorder.nodes or (0,) * self.recorder.size)
 
     @property
     def nblk(self) -> int:
@@ -292,23 +332,41 @@ class Builder:
 
     def send(self, src: Slice, peer: int) -> int:
         """Send ``src`` to ``peer``."""
-        return self.recorder.add(Op.SEND, src, None, self._peer(peer))
+        peer %= self.size
+        if peer == self.rank:
+            raise self._to_itself()
+        return self._record(_SEND, src, None, self.global_ranks[peer])
 
     def recv(self, dst: Slice, peer: int) -> int:
         """Receive into ``dst`` from ``peer``."""
-        return self.recorder.add(Op.RECV, None, dst, self._peer(peer))
+        peer %= self.size
+        if peer == self.rank:
+            raise self._to_itself()
+        return self._record(_RECV, None, dst, self.global_ranks[peer])
 
     def rred(self, dst: Slice, peer: int, src: Slice | None = None) -> int:
         """Receive from ``peer`` and reduce: ``dst = (src or dst) ⊕ received``."""
-        return self.recorder.add(Op.RRED, src or dst, dst, self._peer(peer))
+        peer %= self.size
+        if peer == self.rank:
+            raise self._to_itself()
+        try:
+            return self._record(_RRED, src or dst, dst, self.global_ranks[peer])
+        except _native.ScheduleFaultError as fault:
+            raise self.recorder.unequal(_RRED, fault) from None
 
     def reduce(self, dst: Slice, src: Slice) -> int:
         """Reduce locally: ``dst = dst ⊕ src``."""
-        return self.recorder.add(Op.RED, src, dst)
+        try:
+            return self._record(_RED, src, dst, -1)
+        except _native.ScheduleFaultError as fault:
+            raise self.recorder.unequal(_RED, fault) from None
 
     def copy(self, dst: Slice, src: Slice) -> int:
         """Copy locally: ``dst = src``. Copies that nobody needs cost nothing."""
-        return self.recorder.add(Op.COPY, src, dst)
+        try:
+            return self._record(_COPY, src, dst, -1)
+        except _native.ScheduleFaultError as fault:
+            raise self.recorder.unequal(_COPY, fault) from None
 
     def after(self, *steps: int) -> None:
         """Make the next step also wait for ``steps`` (what send, recv… returned)."""
@@ -319,25 +377,22 @@ class Builder:
 
         It records into the same program: use it to run an algorithm among a group.
         """
-        group = tuple(map(self.global_ranks.__getitem__, ranks))
-        if self.recorder.rank not in group:
-            raise ScheduleError(
-                f"rank {self.recorder.rank} is not in group {group}: let only the "
-                f"group's own ranks build its part"
-            )
-        return self._among(group, root)
+        return self._among(self.group_of(ranks), root)
+
+    def group_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers that ``ranks`` of this builder have in the program."""
+        if self.global_ranks is self.recorder.all_ranks:
+            return tuple(ranks)
+        return tuple(map(self.global_ranks.__getitem__, ranks))
 
     def _among(self, ranks: tuple[int, ...], root: int) -> Builder:
         return Builder(self.recorder, ranks, self.params, root)
 
-    def _peer(self, peer: int) -> int:
-        rank = self.global_ranks[peer % self.size]
-        if rank == self.recorder.rank:
-            raise ScheduleError(
-                f"rank {rank} step {len(self.recorder.steps)}: a message to itself; "
-                f"use copy"
-            )
-        return rank
+    def _to_itself(self) -> ScheduleError:
+        return ScheduleError(
+            f"rank {self.recorder.rank} step {len(self.recorder.steps)}: a message to "
+            f"itself; use copy"
+        )
 
 
 def build_program(
@@ -350,6 +405,6 @@ def build_program(
     nodes: Nodes | None = None,
 ) -> RankProgram:
     """Run an algorithm's function for one rank and return its program."""
-    recorder = Recorder(coll, rank, size, root, nodes or (0,) * size)
-    author(Builder(recorder, tuple(range(size)), dict(params or {}), root))
+    recorder = Recorder(coll, rank, size, root, nodes)
+    author(Builder(recorder, recorder.all_ranks, dict(params or {}), root))
     return RankProgram(rank, recorder.spaces(), recorder.steps)

@@ -23,11 +23,6 @@ def of_contents(kind: str, numbers: Sequence[int], contents: Sequence[Held]) -> 
         return f"it reads block {numbers[0]}, which holds nothing yet; write it first"
     if kind == "empty slot":
         return f"it reads slot {numbers[0]}, which holds nothing yet; write it first"
-    if kind == "in place":
-        return (
-            "in place, where in and out are the same memory, it sends something else; "
-            "read in before out is written"
-        )
     if kind == "no reduction":
         return "it reduces, but the operation has no reduction; copy or receive instead"
     told = [_describe(one) for one in contents]

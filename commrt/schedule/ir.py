@@ -305,6 +305,10 @@ class Schedule:
         """Return the programs of all ranks, in rank order."""
         return [self.program(rank) for rank in range(self.size)]
 
+    def forget_programs(self) -> None:
+        """Free the memory of all programs; they are made again when asked for."""
+        self._programs.clear()
+
     def to_json(self) -> str:
         """Return the canonical JSON text, with the programs of all ranks."""
         where = {} if self.nodes is None else {"nodes": self.nodes}

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -132,10 +133,7 @@ def lower(
     messages_in, messages_out, used, num_publishes = found[6:]
     return Lowered(
         rank=program.rank,
-        spaces=tuple(
-            space if space.kind != "tmp" or is_used else replace(space, scale=(0, 1))
-            for space, is_used in zip(program.spaces, used, strict=True)
-        ),
+        spaces=_without_unused(program.spaces, tuple(used)),
         inputs=inputs,
         input_ptr=input_ptr,
         outputs=outputs,
@@ -145,4 +143,15 @@ def lower(
         messages_in=dict(messages_in),
         messages_out=dict(messages_out),
         num_publishes=num_publishes,
+    )
+
+
+@lru_cache(maxsize=256)
+def _without_unused(
+    spaces: tuple[Space, ...], used: tuple[int, ...]
+) -> tuple[Space, ...]:
+    """Return the spaces, scratch that is not used without a length; ranks share it."""
+    return tuple(
+        space if space.kind != "tmp" or is_used else replace(space, scale=(0, 1))
+        for space, is_used in zip(spaces, used, strict=True)
     )

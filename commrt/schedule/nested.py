@@ -48,9 +48,9 @@ class Nested(Builder):
     def __init__(
         self, outer: Builder, ranks: Sequence[int], root: int, params: Mapping[str, Any]
     ) -> None:
-        group = tuple(outer.global_ranks[rank] for rank in ranks)
-        super().__init__(outer.recorder, group, params, root)
+        super().__init__(outer.recorder, outer.group_of(ranks), params, root)
         self._view: _View
+        self._buffers: dict[int, Buffer] = {}
 
     @classmethod
     def of(
@@ -96,8 +96,14 @@ class Nested(Builder):
                 f"{self._view.num}"
             )
         self._view.cuts = nblk // self._view.num
+        self._buffers.clear()
 
     def _user(self, space: int) -> Buffer:
+        if space not in self._buffers:
+            self._buffers[space] = self._made_user(space)
+        return self._buffers[space]
+
+    def _made_user(self, space: int) -> Buffer:
         name, slices = (("in", self._view.inp), ("out", self._view.out))[space]
         if not slices:
             return Buffer(space, 0, 0, 1, name)
@@ -106,6 +112,8 @@ class Nested(Builder):
 
     def _cut(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         cuts = self._view.cuts
+        if cuts == 1:
+            return tuple(pieces)
         return tuple(
             (lo + i * (hi - lo) // cuts, lo + (i + 1) * (hi - lo) // cuts)
             for lo, hi in pieces
@@ -151,5 +159,5 @@ class Nested(Builder):
     def _among(self, ranks: tuple[int, ...], root: int) -> Builder:
         made = Nested.__new__(Nested)
         Builder.__init__(made, self.recorder, ranks, self.params, root)
-        made._view = self._view
+        made._view, made._buffers = self._view, self._buffers
         return made

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from commrt.errors import UsageError
 
@@ -26,6 +27,7 @@ def check_nodes(numbers: Iterable[int], size: int) -> Nodes:
     return found
 
 
+@lru_cache(maxsize=64)
 def members(nodes: Nodes) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each node."""
     found: list[list[int]] = [[] for _ in range(max(nodes) + 1)]

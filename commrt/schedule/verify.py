@@ -19,7 +19,8 @@ what the engine runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -34,6 +35,7 @@ from commrt.schedule.ir import (
     RankProgram,
     Schedule,
     Slice,
+    Space,
     Step,
     full_multiple,
 )
@@ -82,9 +84,7 @@ def _verify(schedule: Schedule) -> Report:
         native.check_races()
         with explained(programs):
             longest = native.longest_chain()
-        in_place = operation(schedule.coll).in_place
-        rule = RULES[schedule.redop_class]
-        native.check_meaning(operation_goal(schedule), rule, in_place)
+        native.check_meaning(operation_goal(schedule), RULES[schedule.redop_class])
     except _native.ScheduleFaultError as fault:
         raise ScheduleError(_said(schedule, programs, fault)) from None
     return _report(programs, native, longest)
@@ -235,16 +235,25 @@ def _report(
     programs: Sequence[RankProgram], native: _native.StepPrograms, longest: int
 ) -> Report:
     sent = [Fraction(0)]
-    scratch = [Fraction(0)]
     most = 0
     for rank, program in enumerate(programs):
         blocks, messages = native.sent(rank)
-        total = Fraction(0)
+        widths = Counter[tuple[int, int]]()
         for space, count in zip(program.spaces, blocks, strict=True):
-            if count:
-                total += count * (block_width(space, 1) or Fraction(0))
-        sent.append(total)
-        tmp = [Fraction(*each.scale) for each in program.spaces if each.kind == "tmp"]
-        scratch.append(sum(tmp, Fraction(0)))
+            if count and space.split == "even":
+                widths[space.scale[0], space.scale[1] * space.nblk] += count
+        sent.append(_total(widths))
         most = max(most, messages)
-    return Report(native.num_steps, longest, max(sent), max(scratch), most)
+    scratch = max(map(_scratch, {program.spaces for program in programs}))
+    return Report(native.num_steps, longest, max(sent), scratch, most)
+
+
+def _scratch(spaces: Sequence[Space]) -> Fraction:
+    """Return the scratch of a rank, as a part of the full vector."""
+    lengths = Counter(space.scale for space in spaces if space.kind == "tmp")
+    return _total(lengths)
+
+
+def _total(parts: Mapping[tuple[int, int], int]) -> Fraction:
+    """Return the sum of fractions, each so many times."""
+    return sum((n * Fraction(*part) for part, n in parts.items()), Fraction(0))

@@ -18,7 +18,6 @@ from commrt.schedule.faults import of_contents
 from commrt.schedule.ir import Schedule
 from commrt.schedule.lower import LOCAL, Lowered, lower
 from commrt.schedule.verify import race
-from commrt.vocabulary.operations import operation
 
 __all__ = ["verify_lowered"]
 
@@ -43,14 +42,12 @@ def verify_lowered(
         for rank in range(schedule.size)
     ]
     programs = lowered_programs(lowered)
-    in_place = operation(schedule.coll).in_place
     rule = RULES[schedule.redop_class]
     try:
         try:
             programs.check()
             order = run_engine(programs, fragments, lines)
-            goal = operation_goal(schedule)
-            programs.check_meaning(order, fragments, goal, rule, in_place)
+            programs.check_meaning(order, operation_goal(schedule), rule)
         except _native.ScheduleFaultError as fault:
             raise ScheduleError(_said(lowered, fault)) from None
     except ScheduleError as exc:

@@ -36,7 +36,6 @@ from commrt.schedule.rounds import (
     rows_of,
     sequence_rows,
 )
-from commrt.vocabulary.operations import operation
 
 __all__ = ["RoundsReport", "check_rounds", "verify_rounds"]
 
@@ -73,9 +72,11 @@ def verify_rounds(
     shape = shape or GroupShape.of(schedule.size)
     try:
         rounds = lower_to_rounds(schedule)
-        report = _check(schedule, rounds, _rows(rounds, 1, 1, shape), shape)
+        once = _rows(rounds, 1, 1, shape)
+        report = _check(schedule, rounds, once, shape)
         if fragments > 1:
-            _check(schedule, rounds, _rows(rounds, fragments, lag, shape), shape)
+            rows = _rows(rounds, fragments, lag, shape)
+            _check(schedule, rounds, rows, shape, once)
     except ScheduleError as exc:
         raise ScheduleError(
             f"{schedule.coll} {schedule.algorithm} on {schedule.size} ranks, in "
@@ -98,9 +99,20 @@ def check_rounds(
     rounds: Sequence[RankRounds],
     steps: Sequence[Sequence[Step]],
     shape: GroupShape,
+    once: Sequence[Sequence[Step]] = (),
 ) -> RoundsReport:
-    """Check what all ranks run, in their order, or raise ScheduleError."""
-    return _check(schedule, rounds, [rows_of(own) for own in steps], shape)
+    """Check what all ranks run, in their order, or raise ScheduleError.
+
+    Args:
+        schedule: what is to be reached.
+        rounds: the rounds of all ranks.
+        steps: what each rank runs.
+        shape: how large groups may be.
+        once: what each rank runs for one fragment, if that passed this check: fragments
+            that do the same need no run of their own.
+    """
+    rows, known = ([rows_of(own) for own in each] for each in (steps, once))
+    return _check(schedule, rounds, rows, shape, known)
 
 
 def _check(
@@ -108,6 +120,7 @@ def _check(
     rounds: Sequence[RankRounds],
     rows: Sequence[Rows],
     shape: GroupShape,
+    once: Sequence[Rows] = (),
 ) -> RoundsReport:
     # Kernels take their operands in any order.
     rule = RULES["none" if schedule.redop_class == "none" else "commutative"]
@@ -118,7 +131,7 @@ def _check(
             messages=shape.messages,
             goal=operation_goal(schedule),
             rule=rule,
-            in_place_too=operation(schedule.coll).in_place,
+            once=once,
         )
     except _native.ScheduleFaultError as fault:
         raise ScheduleError(_said(schedule, rows, shape, fault)) from None
@@ -175,6 +188,7 @@ _SHORT = {
     "length": "round {0}: message {1} from rank {2} to rank {3} has another length "
     "there, for some vectors; both ends need the same",
     "never": "rank {0} never comes to round {1}",
+    "work": "rank {0} step {1} works on places of different lengths",
     "row": "rank {0} step {1} names a rank, fragment or place that there is not",
 }
 

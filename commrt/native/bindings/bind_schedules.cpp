@@ -283,11 +283,11 @@ std::vector<RowsView> views_of(const std::vector<TableIn>& rows) {
 
 std::int32_t check_rounds(const AllRounds& rounds, const std::vector<TableIn>& rows,
                           std::int32_t distances, std::int32_t messages, const OperationGoal& goal,
-                          int rule, bool in_place_too) {
-  if (rows.size() != rounds.ranks.size())
+                          int rule, const std::vector<TableIn>& once) {
+  if (rows.size() != rounds.ranks.size() || (!once.empty() && once.size() != rows.size()))
     throw nb::value_error("check_rounds: expected rows for each rank");
   return check_stream_rows(rounds.ranks, views_of(rows), {distances, messages}, goal,
-                           static_cast<CombineRule>(rule), in_place_too);
+                           static_cast<CombineRule>(rule), views_of(once));
 }
 
 // A round's messages and work, in rows like those of a sequence.
@@ -341,17 +341,19 @@ void bind_steps(nb::module_& m) {
                    "-> int"),
            "Add a step as it is; return its index.")
       .def("record",
-           [](StepColumns& self, nb::handle op, nb::handle src, nb::handle dst, nb::handle peer,
-              nb::handle after) {
-             return self.record(step_of(op, src, dst, peer), numbers_of(after));
+           [](StepColumns& self, nb::handle op, nb::handle src, nb::handle dst, nb::handle peer) {
+             return self.record(step_of(op, src, dst, peer));
            },
            nb::arg("op"), nb::arg("src").none(), nb::arg("dst").none(), nb::arg("peer"),
-           nb::arg("after"),
            nb::sig("def record(self, op: int, src: tuple[int, int, int] | None, dst: tuple[int, "
-                   "int, int] | None, peer: int, after: tuple[int, ...]) -> int"),
-           "Add a step that waits for what its data and `after` demand; return its index.")
+                   "int, int] | None, peer: int) -> int"),
+           "Add a step that waits for what its data demands; return its index.")
+      .def("next_waits_for", &StepColumns::next_waits_for, nb::arg("steps"),
+           "Make the next step that is recorded wait for these, too.")
       .def("place", &StepColumns::place, nb::arg("first"),
            "Say where the blocks of each space are numbered from.")
+      .def("place_next", &StepColumns::place_next, nb::arg("first"),
+           "Say it of one more space.")
       .def("peers", &StepColumns::peers, "Return the ranks that messages go to or come from.")
       .def("row", &step_row, nb::arg("index"),
            nb::sig("def row(self, index: int) -> tuple[int, tuple[int, int, int] | None, "
@@ -415,11 +417,11 @@ void bind_proofs(nb::module_& m) {
       .def("sent", &StepPrograms::sent, nb::arg("rank"),
            "Return the blocks that a rank sends, by space, and its most messages to one rank.")
       .def("check_meaning",
-           [](StepPrograms& self, const OperationGoal& goal, int rule, bool in_place_too) {
+           [](StepPrograms& self, const OperationGoal& goal, int rule) {
              check_meaning(self.views(), self.all(), self.events(), goal,
-                           static_cast<CombineRule>(rule), in_place_too);
+                           static_cast<CombineRule>(rule));
            },
-           nb::arg("goal"), nb::arg("rule"), nb::arg("in_place_too"));
+           nb::arg("goal"), nb::arg("rule"));
   nb::class_<EngineOrder>(m, "EngineOrder", "An order in which all ranks run.")
       .def("__len__", [](const EngineOrder& self) { return self.places.size(); })
       .def("rows",
@@ -441,13 +443,12 @@ void bind_proofs(nb::module_& m) {
            nb::arg("fragments"), nb::arg("lines"), nb::arg("has_lines").none(),
            "Return an order in which all of it runs.")
       .def("check_meaning",
-           [](const LoweredPrograms& self, const EngineOrder& order, std::int32_t fragments,
-              const OperationGoal& goal, int rule, bool in_place_too) {
-             check_lowered_meaning(self.programs, order.places, fragments, goal,
-                                   static_cast<CombineRule>(rule), in_place_too);
+           [](const LoweredPrograms& self, const EngineOrder& order, const OperationGoal& goal,
+              int rule) {
+             check_lowered_meaning(self.programs, order.places, goal,
+                                   static_cast<CombineRule>(rule));
            },
-           nb::arg("order"), nb::arg("fragments"), nb::arg("goal"), nb::arg("rule"),
-           nb::arg("in_place_too"))
+           nb::arg("order"), nb::arg("goal"), nb::arg("rule"))
       .def("rounds", [](const LoweredPrograms& self) { return AllRounds{rounds_of(self.programs)}; });
 }
 
@@ -474,7 +475,7 @@ void bind_rounds(nb::module_& m) {
            nb::arg("rank"), nb::kw_only(), nb::arg("size"), nb::arg("fragments"), nb::arg("lag"),
            nb::arg("distances"), nb::arg("messages"), "Return what a rank's stream runs.")
       .def("check", &check_rounds, nb::arg("rows"), nb::kw_only(), nb::arg("distances"),
-           nb::arg("messages"), nb::arg("goal"), nb::arg("rule"), nb::arg("in_place_too"),
+           nb::arg("messages"), nb::arg("goal"), nb::arg("rule"), nb::arg("once"),
            "Check what all ranks run; return the calls of the largest group.");
 }
 

@@ -25,7 +25,31 @@ RankSets::Number RankSets::range(std::int32_t lo, std::int32_t hi) {
   return keep(merged_);
 }
 
+RankSets::Intervals RankSets::intervals(Number one) const {
+  if (is_arc(one)) return {arc(one), size_};
+  const Set& set = sets_[one];
+  return {intervals_.data() + set.begin, set.end - set.begin};
+}
+
+RankSets::Number RankSets::joined(const Arc& one, const Arc& other) const {
+  const std::int32_t count = one.count + other.count;
+  if (count > size_) return -1;
+  const auto follows = [this](const Arc& first, const Arc& second) {
+    const std::int32_t end = first.lo + first.count;
+    return (end >= size_ ? end - size_ : end) == second.lo;
+  };
+  if (follows(one, other)) return number({one.lo, count});
+  if (follows(other, one)) return number({other.lo, count});
+  return -1;
+}
+
 RankSets::Number RankSets::keep(const std::vector<Interval>& intervals) {
+  if (size_ <= kMostInArcs) {
+    const Interval &first = intervals.front(), &last = intervals.back();
+    if (intervals.size() == 1) return number({first.lo, first.hi - first.lo});
+    if (intervals.size() == 2 && first.lo == 0 && last.hi == size_)
+      return number({last.lo, first.hi + size_ - last.lo});
+  }
   std::uint64_t hash = 0xCBF29CE484222325ull;
   for (const Interval& one : intervals)
     hash = mixed(hash ^ pair_of(one.lo, one.hi));
@@ -49,17 +73,21 @@ RankSets::Number RankSets::keep(const std::vector<Interval>& intervals) {
 }
 
 RankSets::Number RankSets::unite(Number one, Number other) {
+  if (is_arc(one) && is_arc(other)) {
+    const Number arc_of_both = joined(arc(one), arc(other));
+    if (arc_of_both >= 0) return arc_of_both;
+  }
   const auto [low, high] = std::minmax(one, other);
   const std::uint64_t key = pair_of(low, high);
   const Number known =
       united_.find(mixed(key), [this, key](Number each) { return pairs_[each] == key; });
   if (known >= 0) return unions_[known];
   merged_.clear();
-  std::size_t a = sets_[one].begin, b = sets_[other].begin;
-  while (a < sets_[one].end || b < sets_[other].end) {
-    const bool take_a =
-        b == sets_[other].end || (a < sets_[one].end && intervals_[a].lo <= intervals_[b].lo);
-    const Interval next = intervals_[take_a ? a++ : b++];
+  const Intervals of_one = intervals(one), of_other = intervals(other);
+  const Interval *a = of_one.begin(), *b = of_other.begin();
+  while (a != of_one.end() || b != of_other.end()) {
+    const bool take_a = b == of_other.end() || (a != of_one.end() && a->lo <= b->lo);
+    const Interval next = take_a ? *a++ : *b++;
     if (!merged_.empty() && merged_.back().hi >= next.lo) {
       merged_.back().hi = std::max(merged_.back().hi, next.hi);
     } else {
@@ -75,11 +103,12 @@ RankSets::Number RankSets::unite(Number one, Number other) {
 }
 
 bool RankSets::overlap(Number one, Number other) const {
-  std::size_t a = sets_[one].begin, b = sets_[other].begin;
-  while (a < sets_[one].end && b < sets_[other].end) {
-    if (intervals_[a].hi <= intervals_[b].lo) {
+  const Intervals of_one = intervals(one), of_other = intervals(other);
+  const Interval *a = of_one.begin(), *b = of_other.begin();
+  while (a != of_one.end() && b != of_other.end()) {
+    if (a->hi <= b->lo) {
       ++a;
-    } else if (intervals_[b].hi <= intervals_[a].lo) {
+    } else if (b->hi <= a->lo) {
       ++b;
     } else {
       return true;
@@ -90,9 +119,8 @@ bool RankSets::overlap(Number one, Number other) const {
 
 std::vector<std::int32_t> RankSets::ranks(Number one) const {
   std::vector<std::int32_t> found;
-  for (std::size_t i = sets_[one].begin; i < sets_[one].end; ++i)
-    for (std::int32_t rank = intervals_[i].lo; rank < intervals_[i].hi; ++rank)
-      found.push_back(rank);
+  for (const Interval& each : intervals(one))
+    for (std::int32_t rank = each.lo; rank < each.hi; ++rank) found.push_back(rank);
   return found;
 }
 
@@ -132,6 +160,13 @@ std::size_t Held::find(std::int32_t block) const {
 
 void Held::read(std::int32_t lo, std::int32_t hi, Value& value) const {
   value.clear();
+  if (!cells_.empty()) {
+    for (std::int32_t block = lo; block < hi; ++block) {
+      if (cells_[block].ranks < 0) throw ScheduleFault("nothing", {block});
+      value.add({1, cells_[block].part, cells_[block].ranks});
+    }
+    return;
+  }
   for (std::size_t i = find(lo); i < runs_.size() && runs_[i].lo < hi; ++i) {
     const std::int32_t from = std::max(lo, runs_[i].lo), to = std::min(hi, end_of(i));
     if (runs_[i].ranks < 0) throw ScheduleFault("nothing", {from});
@@ -139,7 +174,24 @@ void Held::read(std::int32_t lo, std::int32_t hi, Value& value) const {
   }
 }
 
+void Held::write_cells(std::int32_t lo, const Value& value) {
+  for (const Run& run : value)
+    for (std::int32_t i = 0; i < run.count; ++i) cells_[lo++] = {run.part + i, run.ranks};
+}
+
+void Held::use_cells() {
+  std::vector<Cell> cells;
+  cells.reserve(static_cast<std::size_t>(nblk_));
+  each([&cells](std::int32_t, const Run& run) {
+    for (std::int32_t i = 0; i < run.count; ++i) cells.push_back({run.part + i, run.ranks});
+  });
+  cells_ = std::move(cells);
+  runs_ = {};
+  made_ = {};
+}
+
 void Held::write(std::int32_t lo, std::int32_t hi, const Value& value) {
+  if (!cells_.empty()) return write_cells(lo, value);
   const std::size_t from = find(lo);
   if (value.size() == 1 && runs_[from].lo == lo && end_of(from) == hi) {
     const Run& run = *value.begin();
@@ -180,6 +232,8 @@ void Held::write(std::int32_t lo, std::int32_t hi, const Value& value) {
     runs_.erase(place + static_cast<std::ptrdiff_t>(now), place + static_cast<std::ptrdiff_t>(old));
   }
   std::copy(made_.begin(), made_.end(), runs_.begin() + static_cast<std::ptrdiff_t>(begin));
+  if (runs_.size() > kFewRuns && runs_.size() * kBlocksPerRun > static_cast<std::size_t>(nblk_))
+    use_cells();
 }
 
 SymbolicMemory::SymbolicMemory(const OperationGoal& goal,

@@ -49,7 +49,10 @@ class NumberTable {
   std::size_t count_ = 0;
 };
 
-// Sets of ranks, each kept once and known by its number: unions are looked up.
+// Sets of ranks, known by their numbers: equal sets have equal numbers.
+//
+// Most sets are arcs, ranks that follow one another round the ring: the number of an arc says
+// which one it is. All others are kept once, and their unions are looked up.
 class RankSets {
  public:
   using Number = std::int32_t;
@@ -58,22 +61,59 @@ class RankSets {
     std::int32_t hi;
   };
 
+  explicit RankSets(std::int32_t size) : size_(size) {}
+
   Number range(std::int32_t lo, std::int32_t hi);
   Number unite(Number one, Number other);
   bool overlap(Number one, Number other) const;
-  std::int32_t lowest(Number one) const { return intervals_[sets_[one].begin].lo; }
-  std::int32_t highest(Number one) const { return intervals_[sets_[one].end - 1].hi - 1; }
+  std::int32_t lowest(Number one) const { return intervals(one).begin()->lo; }
+  std::int32_t highest(Number one) const { return (intervals(one).end() - 1)->hi - 1; }
   std::vector<std::int32_t> ranks(Number one) const;
   std::vector<std::int32_t> common(Number one, Number other) const;
 
  private:
+  // Arcs have the numbers from here on; so many ranks have them all below 2^31.
+  static constexpr Number kArcs = 1 << 30;
+  static constexpr std::int32_t kMostInArcs = 1 << 15;
+
   struct Set {
     std::size_t begin;
     std::size_t end;
   };
+  // `count` ranks from `lo` on, and on from rank 0 behind the last.
+  struct Arc {
+    std::int32_t lo;
+    std::int32_t count;
+  };
+  // Rising and apart; those of an arc are made when asked for.
+  class Intervals {
+   public:
+    Intervals(const Interval* begin, std::size_t count) : kept_(begin), count_(count) {}
+    Intervals(const Arc& arc, std::int32_t size) : count_(arc.lo + arc.count > size ? 2 : 1) {
+      const std::int32_t end = arc.lo + arc.count;
+      if (count_ == 2) own_[0] = {0, end - size};
+      own_[count_ - 1] = {arc.lo, count_ == 2 ? size : end};
+    }
+    const Interval* begin() const { return kept_ != nullptr ? kept_ : own_; }
+    const Interval* end() const { return begin() + count_; }
 
+   private:
+    const Interval* kept_ = nullptr;
+    std::size_t count_;
+    Interval own_[2] = {};
+  };
+
+  static bool is_arc(Number one) { return one >= kArcs; }
+  Arc arc(Number one) const { return {(one - kArcs) / size_, (one - kArcs) % size_ + 1}; }
+  Number number(const Arc& arc) const {
+    return kArcs + (arc.count == size_ ? 0 : arc.lo) * size_ + arc.count - 1;
+  }
+  // Returns the number of the arc that joins two, where one follows the other, or -1.
+  Number joined(const Arc& one, const Arc& other) const;
+  Intervals intervals(Number one) const;
   Number keep(const std::vector<Interval>& intervals);
 
+  std::int32_t size_;
   std::vector<Interval> intervals_;
   std::vector<Set> sets_;
   std::vector<std::uint64_t> hashes_;  // by set
@@ -117,7 +157,7 @@ class Value {
   std::vector<Run> many_;
 };
 
-// The content of one space.
+// The content of one space: runs of blocks, or block by block once the runs are many.
 class Held {
  public:
   Held(std::int32_t nblk, std::int32_t part, RankSets::Number ranks);
@@ -129,13 +169,23 @@ class Held {
   // Calls `see(lo, run)` for each run, in order.
   template <class See>
   void each(const See& see) const {
+    for (std::size_t i = 0; i < cells_.size(); ++i)
+      see(static_cast<std::int32_t>(i), Run{1, cells_[i].part, cells_[i].ranks});
     for (std::size_t i = 0; i < runs_.size(); ++i)
       see(runs_[i].lo, Run{end_of(i) - runs_[i].lo, runs_[i].part, runs_[i].ranks});
   }
 
  private:
+  // More runs than this, and more than a block in so many begins one: then cells take over.
+  static constexpr std::size_t kFewRuns = 16;
+  static constexpr std::size_t kBlocksPerRun = 8;
+
   struct Piece {
     std::int32_t lo;
+    std::int32_t part;
+    RankSets::Number ranks;
+  };
+  struct Cell {
     std::int32_t part;
     RankSets::Number ranks;
   };
@@ -144,9 +194,12 @@ class Held {
     return i + 1 < runs_.size() ? runs_[i + 1].lo : nblk_;
   }
   std::size_t find(std::int32_t block) const;
+  void write_cells(std::int32_t lo, const Value& value);
+  void use_cells();
 
   std::int32_t nblk_;
-  std::vector<Piece> runs_;
+  std::vector<Piece> runs_;  // empty where there are cells
+  std::vector<Cell> cells_;
   std::vector<Piece> made_;
 };
 
@@ -163,6 +216,36 @@ struct OperationGoal {
 };
 
 enum class CombineRule { kCommutative, kOrdered, kNone };
+
+// Finds out, read by read and write by write in the order of a rank's program, whether a block
+// of `in` is read after another thing was written to the block of `out` that may be its memory.
+// Where none is, a program without races does in place what it does out of place.
+class InputWatch {
+ public:
+  explicit InputWatch(const BlockSpaces& spaces) {
+    if (spaces.size() > 1 && spaces[1].may_be_input)
+      gone_.assign(static_cast<std::size_t>(spaces[1].nblk), 0);
+  }
+
+  // Returns the first block of what is read that is gone, or -1.
+  std::int32_t read(const BlockSlice& where) const {
+    if (gone_.empty() || where.space != 0) return -1;
+    for (std::int32_t block = where.lo; block < where.hi; ++block)
+      if (gone_[block] != 0) return block;
+    return -1;
+  }
+  void write(const BlockSlice& where) {
+    if (!gone_.empty() && where.space == 1)
+      std::fill(gone_.begin() + where.lo, gone_.begin() + where.hi, std::uint8_t{1});
+  }
+  // A copy from `in` to the same blocks of `out` changes nothing in place.
+  static bool changes_nothing(const BlockSlice& src, const BlockSlice& dst) {
+    return src.space == 0 && dst.space == 1 && src.lo == dst.lo && src.hi == dst.hi;
+  }
+
+ private:
+  std::vector<std::uint8_t> gone_;
+};
 
 // The contents of all ranks' spaces, `in` and `out` shared or not.
 class SymbolicMemory {

@@ -4,7 +4,6 @@
 #include "schedules/engine_run.hpp"
 
 #include <algorithm>
-#include <memory>
 #include <queue>
 #include <tuple>
 
@@ -26,6 +25,8 @@ struct MessageEnds {
   };
   std::vector<End> maker, taker;
   std::vector<std::int32_t> k, count;  // its place among the pair's messages, and their number
+  // By rank and entry of its table: the number of the message, or -1.
+  std::vector<std::vector<std::int64_t>> of_input, of_output;
 
   MessageEnds(const std::vector<LoweredProgram>& programs, const MessageNumbers& numbers)
       : maker(static_cast<std::size_t>(numbers.size())),
@@ -33,18 +34,23 @@ struct MessageEnds {
         k(maker.size()),
         count(maker.size()) {
     for (const LoweredProgram& one : programs) {
+      std::vector<std::int64_t>& made = of_output.emplace_back(one.outputs.entries.size(), -1);
+      std::vector<std::int64_t>& taken = of_input.emplace_back(one.inputs.entries.size(), -1);
       for (std::int32_t index = 0; index < one.size(); ++index) {
         for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e) {
           if (e->local()) continue;
           const std::int64_t id = numbers.of(one.rank, e->a, e->b);
+          made[e - one.outputs.entries.data()] = id;
           if (id < 0) continue;
           maker[id] = {one.rank, index};
           k[id] = e->b;
           count[id] = numbers.count(one.rank, e->a);
         }
-        for (const auto* e = one.inputs.begin(index); e != one.inputs.end(index); ++e)
-          if (const std::int64_t id = e->local() ? -1 : numbers.of(e->a, one.rank, e->b); id >= 0)
-            taker[id] = {one.rank, index};
+        for (const auto* e = one.inputs.begin(index); e != one.inputs.end(index); ++e) {
+          const std::int64_t id = e->local() ? -1 : numbers.of(e->a, one.rank, e->b);
+          taken[e - one.inputs.entries.data()] = id;
+          if (id >= 0) taker[id] = {one.rank, index};
+        }
       }
     }
   }
@@ -68,7 +74,7 @@ class EngineRun {
       followers_.push_back(followers_of(one));
       for (const InstructionEntry& entry : one.outputs.entries) {
         if (entry.local()) continue;
-        const std::int64_t message = numbers_.of(one.rank, entry.a, entry.b);
+        const std::int64_t message = output_of(one, &entry);
         if (message < 0) throw ScheduleFault("uses", {one.rank, 0});
         if (has_lines && !has_lines(one.rank, entry.a)) uses_lines_[message] = 0;
       }
@@ -119,6 +125,14 @@ class EngineRun {
     return made;
   }
 
+  // The numbers of the messages of entries.
+  std::int64_t input_of(const LoweredProgram& one, const InstructionEntry* entry) const {
+    return ends_.of_input[one.rank][entry - one.inputs.entries.data()];
+  }
+  std::int64_t output_of(const LoweredProgram& one, const InstructionEntry* entry) const {
+    return ends_.of_output[one.rank][entry - one.outputs.entries.data()];
+  }
+
   // Calls `see(fact, a, b, id)` for what a place waits for; ids count over fragments.
   template <class See>
   void each_need(std::int32_t rank, std::int32_t position, const See& see) const {
@@ -127,11 +141,14 @@ class EngineRun {
     for (const auto* dep = one.deps.begin(index); dep != one.deps.end(index); ++dep)
       see(kDone, rank, fragment * one.size() + *dep, std::int64_t{0});
     for (const auto* e = one.inputs.begin(index); e != one.inputs.end(index); ++e)
-      if (!e->local())
-        see(kSent, e->a, rank, std::int64_t{fragment} * numbers_.count(e->a, rank) + e->b);
+      if (!e->local()) {
+        const std::int64_t message = input_of(one, e);
+        const std::int64_t count = message < 0 ? 0 : ends_.count[message];
+        see(kSent, e->a, rank, fragment * count + e->b);
+      }
     for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e) {
-      if (e->local() || !uses_lines_[numbers_.of(rank, e->a, e->b)]) continue;
-      const std::int64_t count = numbers_.count(rank, e->a);
+      if (e->local() || !uses_lines_[output_of(one, e)]) continue;
+      const std::int64_t count = ends_.count[output_of(one, e)];
       const std::int64_t message = fragment * count + e->b;
       if (message >= lines_) see(kAcked, rank, e->a, message - lines_);
       // Slot p - Q: the same publish of the fragment before.
@@ -153,11 +170,11 @@ class EngineRun {
     if (first_[rank] != before) active_.push_back(rank);
     for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e) {
       if (e->local()) continue;
-      const MessageEnds::End& taker = ends_.taker[numbers_.of(rank, e->a, e->b)];
+      const MessageEnds::End& taker = ends_.taker[output_of(one, e)];
       if (taker.rank >= 0) meet(taker.rank, fragment * programs_[taker.rank].size() + taker.index);
     }
     for (const auto* e = one.inputs.begin(index); e != one.inputs.end(index); ++e)
-      if (!e->local()) acknowledge(numbers_.of(e->a, rank, e->b), fragment);
+      if (!e->local()) acknowledge(input_of(one, e), fragment);
   }
 
   void acknowledge(std::int64_t message, std::int32_t fragment) {
@@ -257,31 +274,41 @@ void check_lowered_races(const LoweredProgram& one) {
   }
 }
 
-// One way in which buffers may lie: its memories and messages, fragment by fragment.
+// Returns whether some instruction reads input that the program overwrites before, in place.
+bool loses_input(const LoweredProgram& one) {
+  InputWatch input(one.spaces);
+  for (std::int32_t index = 0; index < one.size(); ++index) {
+    const auto *inputs = one.inputs.begin(index), *inputs_end = one.inputs.end(index);
+    for (const auto* e = inputs; e != inputs_end; ++e)
+      if (e->local() && input.read(e->slice()) >= 0) return true;
+    const bool copies = inputs_end - inputs == 1 && inputs->local();
+    for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e)
+      if (e->local() && !(copies && InputWatch::changes_nothing(inputs->slice(), e->slice())))
+        input.write(e->slice());
+  }
+  return false;
+}
+
+// One way in which buffers may lie: the memories and messages of one fragment.
 class LoweredMeaning {
  public:
   LoweredMeaning(const std::vector<LoweredProgram>& programs, const MessageNumbers& numbers,
-                 std::int32_t fragments, const OperationGoal& goal, CombineRule rule,
-                 RankSets& sets, bool in_place)
+                 const OperationGoal& goal, CombineRule rule, RankSets& sets, bool in_place)
       : programs_(programs), numbers_(numbers), goal_(goal), rule_(rule), sets_(sets),
-        messages_(static_cast<std::size_t>(numbers.size()) * static_cast<std::size_t>(fragments)) {
-    std::vector<const BlockSpaces*> spaces;
-    for (const LoweredProgram& one : programs) spaces.push_back(&one.spaces);
-    for (std::int32_t fragment = 0; fragment < fragments; ++fragment)
-      memories_.push_back(std::make_unique<SymbolicMemory>(goal, spaces, sets, in_place));
-  }
+        memory_(goal, spaces_of(programs), sets, in_place),
+        messages_(static_cast<std::size_t>(numbers.size())) {}
 
-  void run(const EnginePlace& place) {
-    const LoweredProgram& one = programs_[place.rank];
-    SymbolicMemory& memory = *memories_[place.fragment];
+  void run(std::int32_t rank, std::int32_t index) {
+    const LoweredProgram& one = programs_[rank];
     bool first = true;
-    for (const auto* e = one.inputs.begin(place.index); e != one.inputs.end(place.index); ++e) {
+    for (const auto* e = one.inputs.begin(index); e != one.inputs.end(index); ++e) {
       Value& operand = first ? value_ : operand_;
       if (e->local()) {
-        memory.read(one.rank, e->slice(), operand);
+        memory_.read(rank, e->slice(), operand);
       } else {
-        operand = std::move(message(place.fragment, e->a, one.rank, e->b));
-        message(place.fragment, e->a, one.rank, e->b) = Value();
+        Value& message = messages_[static_cast<std::size_t>(numbers_.of(e->a, rank, e->b))];
+        operand = std::move(message);
+        message = Value();
       }
       if (!first) {
         combine_values(value_, operand_, rule_, goal_.idempotent, sets_, result_);
@@ -289,24 +316,22 @@ class LoweredMeaning {
       }
       first = false;
     }
-    for (const auto* e = one.outputs.begin(place.index); e != one.outputs.end(place.index); ++e) {
+    for (const auto* e = one.outputs.begin(index); e != one.outputs.end(index); ++e) {
       if (e->local()) {
-        memory.write(one.rank, e->slice(), value_);
+        memory_.write(rank, e->slice(), value_);
       } else {
-        message(place.fragment, one.rank, e->a, e->b) = value_;
+        messages_[static_cast<std::size_t>(numbers_.of(rank, e->a, e->b))] = value_;
       }
     }
   }
 
-  void check() const {
-    for (const auto& memory : memories_) memory->check(goal_);
-  }
+  void check() const { memory_.check(goal_); }
 
  private:
-  Value& message(std::int32_t fragment, std::int32_t sender, std::int32_t receiver,
-                 std::int32_t k) {
-    return messages_[static_cast<std::size_t>(fragment * numbers_.size() +
-                                              numbers_.of(sender, receiver, k))];
+  static std::vector<const BlockSpaces*> spaces_of(const std::vector<LoweredProgram>& programs) {
+    std::vector<const BlockSpaces*> spaces;
+    for (const LoweredProgram& one : programs) spaces.push_back(&one.spaces);
+    return spaces;
   }
 
   const std::vector<LoweredProgram>& programs_;
@@ -314,7 +339,7 @@ class LoweredMeaning {
   const OperationGoal& goal_;
   CombineRule rule_;
   RankSets& sets_;
-  std::vector<std::unique_ptr<SymbolicMemory>> memories_;
+  SymbolicMemory memory_;
   std::vector<Value> messages_;
   Value value_, operand_, result_;
 };
@@ -359,12 +384,18 @@ std::vector<EnginePlace> run_engine(const std::vector<LoweredProgram>& programs,
 }
 
 void check_lowered(const std::vector<LoweredProgram>& programs) {
+  std::vector<PeerCounts> received;
+  for (const LoweredProgram& one : programs) {
+    received.push_back(one.messages_in);
+    std::sort(received.back().begin(), received.back().end());
+  }
   for (const LoweredProgram& one : programs) {
     for (const auto& [peer, count] : one.messages_out) {
       std::int32_t expected = 0;
       if (peer < static_cast<std::int32_t>(programs.size())) {
-        for (const auto& [other, received] : programs[peer].messages_in)
-          if (other == one.rank) expected = received;
+        const auto at = std::lower_bound(received[peer].begin(), received[peer].end(),
+                                         std::pair{one.rank, std::int32_t{0}});
+        if (at != received[peer].end() && at->first == one.rank) expected = at->second;
       }
       if (count != expected) throw ScheduleFault("counts", {one.rank, peer, count, expected});
     }
@@ -377,15 +408,17 @@ void check_lowered(const std::vector<LoweredProgram>& programs) {
 }
 
 void check_lowered_meaning(const std::vector<LoweredProgram>& programs,
-                           const std::vector<EnginePlace>& order, std::int32_t fragments,
-                           const OperationGoal& goal, CombineRule rule, bool in_place_too) {
+                           const std::vector<EnginePlace>& order, const OperationGoal& goal,
+                           CombineRule rule) {
   const MessageNumbers numbers(programs);
-  RankSets sets;
+  const bool in_place_too = std::any_of(programs.begin(), programs.end(), loses_input);
+  RankSets sets(goal.size);
   for (int mode = 0; mode < (in_place_too ? 2 : 1); ++mode) {
-    LoweredMeaning meaning(programs, numbers, fragments, goal, rule, sets, mode == 1);
+    LoweredMeaning meaning(programs, numbers, goal, rule, sets, mode == 1);
     for (const EnginePlace& place : order) {
+      if (place.fragment != 0) continue;
       try {
-        meaning.run(place);
+        meaning.run(place.rank, place.index);
       } catch (ScheduleFault& fault) {
         fault.numbers.insert(fault.numbers.begin(), {place.rank, place.fragment, place.index});
         throw;

@@ -51,9 +51,11 @@ std::vector<EnginePlace> run_engine(const std::vector<LoweredProgram>& programs,
 // Throws "counts": rank, peer, sent, received; "uses": rank, 1 if inputs; or "race".
 void check_lowered(const std::vector<LoweredProgram>& programs);
 
-// Throws what the first instruction of `order` does wrong.
+// Throws what the first instruction of `order` does wrong. It runs the first fragment: once
+// `check_lowered` has passed, each fragment does the same in every order that the engine allows.
+// In place it runs only where a rank reads input that it has overwritten; else it is the same.
 void check_lowered_meaning(const std::vector<LoweredProgram>& programs,
-                           const std::vector<EnginePlace>& order, std::int32_t fragments,
-                           const OperationGoal& goal, CombineRule rule, bool in_place_too);
+                           const std::vector<EnginePlace>& order, const OperationGoal& goal,
+                           CombineRule rule);
 
 }  // namespace commrt

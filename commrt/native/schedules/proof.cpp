@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
 
 namespace commrt {
 
@@ -36,16 +35,13 @@ bool may_be_malformed(const RankProgramView& program, std::int32_t rank, std::in
   return shift != 0 && std::abs(shift) < step.src.count();
 }
 
-// Runs every step once, in memories where `in` and `out` are two buffers, and one.
+// Runs every step once, with `in` and `out` as two buffers.
 class MeaningRun {
  public:
   MeaningRun(const std::vector<RankProgramView>& programs, const AllSteps& all,
-             const OperationGoal& goal, CombineRule rule, bool in_place_too)
-      : all_(all), goal_(goal), rule_(rule), moved_(in_place_too ? 2 : 1) {
-    std::vector<const BlockSpaces*> spaces;
-    for (const RankProgramView& one : programs) spaces.push_back(one.spaces);
-    for (std::size_t mode = 0; mode < moved_.size(); ++mode)
-      memories_.push_back(std::make_unique<SymbolicMemory>(goal, spaces, sets_, mode == 1));
+             const OperationGoal& goal, CombineRule rule)
+      : all_(all), goal_(goal), rule_(rule), sets_(goal.size),
+        memory_(goal, spaces_of(programs), sets_, false) {
     for (std::size_t rank = 0; rank < all.size(); ++rank)
       rank_of_.insert(rank_of_.end(), static_cast<std::size_t>(all[rank].steps->size()),
                       static_cast<std::int32_t>(rank));
@@ -53,56 +49,57 @@ class MeaningRun {
 
   void run(const Events& events) {
     for (std::size_t i = 0; i < events.done.size(); ++i) {
-      const std::int64_t place = events.done[i], sender = events.sent_by[i];
+      const std::int64_t place = events.done[i];
       try {
-        for (std::size_t mode = 0; mode < moved_.size(); ++mode) perform(mode, place, sender);
-        // Equal messages either way: then any mixture of ranks in place is right.
-        if (moved_.front() != moved_.back()) throw ScheduleFault("in place", {});
+        perform(place, events.sent_by[i]);
       } catch (ScheduleFault& fault) {
         const std::int32_t rank = rank_of_[place];
         fault.numbers.insert(fault.numbers.begin(), {rank, place - all_[rank].base});
         throw;
       }
     }
-    for (const auto& memory : memories_) memory->check(goal_);
+    memory_.check(goal_);
   }
 
  private:
+  static std::vector<const BlockSpaces*> spaces_of(const std::vector<RankProgramView>& programs) {
+    std::vector<const BlockSpaces*> spaces;
+    for (const RankProgramView& one : programs) spaces.push_back(one.spaces);
+    return spaces;
+  }
+
   const ScheduleStep& step_at(std::int64_t place) const {
     const RankSteps& own = all_[rank_of_[place]];
     return own.steps->row(static_cast<std::int32_t>(place - own.base));
   }
 
   // Carries out a local step or a message.
-  void perform(std::size_t mode, std::int64_t place, std::int64_t sender) {
-    SymbolicMemory& memory = *memories_[mode];
+  void perform(std::int64_t place, std::int64_t sender) {
     const std::int32_t rank = rank_of_[place];
     const ScheduleStep& step = step_at(place);
-    Value& moved = moved_[mode];
     if (sender >= 0) {
-      memory.read(rank_of_[sender], step_at(sender).src, moved);
+      memory_.read(rank_of_[sender], step_at(sender).src, moved_);
     } else {
-      memory.read(rank, step.src, moved);
+      memory_.read(rank, step.src, moved_);
     }
     if (step.op != kRredStep && step.op != kRedStep) {
-      memory.write(rank, step.dst, moved);
+      memory_.write(rank, step.dst, moved_);
       return;
     }
-    memory.read(rank, step.op == kRredStep ? step.src : step.dst, own_);
+    memory_.read(rank, step.op == kRredStep ? step.src : step.dst, own_);
     const bool peer_first = step.op == kRredStep && step.peer < rank;
-    combine_values(peer_first ? moved : own_, peer_first ? own_ : moved, rule_, goal_.idempotent,
-                   sets_, result_);
-    memory.write(rank, step.dst, result_);
+    combine_values(peer_first ? moved_ : own_, peer_first ? own_ : moved_, rule_,
+                   goal_.idempotent, sets_, result_);
+    memory_.write(rank, step.dst, result_);
   }
 
   const AllSteps& all_;
   const OperationGoal& goal_;
   CombineRule rule_;
   RankSets sets_;
-  std::vector<std::unique_ptr<SymbolicMemory>> memories_;
+  SymbolicMemory memory_;
   std::vector<std::int32_t> rank_of_;
-  std::vector<Value> moved_;
-  Value own_, result_;
+  Value moved_, own_, result_;
 };
 
 }  // namespace
@@ -116,18 +113,16 @@ void check_well_formed(const std::vector<RankProgramView>& programs) {
 }
 
 void check_input_lasts(std::int32_t rank, const RankProgramView& program) {
-  const BlockSpaces& spaces = *program.spaces;
-  if (spaces.size() < 2 || !spaces[1].may_be_input) return;
-  std::vector<std::uint8_t> gone(static_cast<std::size_t>(spaces[1].nblk), 0);
+  InputWatch input(*program.spaces);
   for (std::int32_t index = 0; index < program.steps->size(); ++index) {
     const ScheduleStep& step = program.steps->row(index);
-    if (step.src.given() && step.src.space == 0) {
-      for (std::int32_t block = step.src.lo; block < step.src.hi; ++block)
-        if (gone[block]) throw ScheduleFault("gone", {rank, index, block});
+    if (step.src.given()) {
+      const std::int32_t block = input.read(step.src);
+      if (block >= 0) throw ScheduleFault("gone", {rank, index, block});
     }
-    if (step.dst.space != 1) continue;
-    if (step.op == kCopyStep && step.src == BlockSlice{0, step.dst.lo, step.dst.hi}) continue;
-    std::fill(gone.begin() + step.dst.lo, gone.begin() + step.dst.hi, std::uint8_t{1});
+    if (step.dst.given() &&
+        !(step.op == kCopyStep && InputWatch::changes_nothing(step.src, step.dst)))
+      input.write(step.dst);
   }
 }
 
@@ -191,9 +186,8 @@ void check_step_races(std::int32_t rank, const RankProgramView& program) {
 }
 
 void check_meaning(const std::vector<RankProgramView>& programs, const AllSteps& all,
-                   const Events& events, const OperationGoal& goal, CombineRule rule,
-                   bool in_place_too) {
-  MeaningRun(programs, all, goal, rule, in_place_too).run(events);
+                   const Events& events, const OperationGoal& goal, CombineRule rule) {
+  MeaningRun(programs, all, goal, rule).run(events);
 }
 
 }  // namespace commrt

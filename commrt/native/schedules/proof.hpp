@@ -33,9 +33,9 @@ bool equally_long(const BlockSpace& one, const BlockSlice& src, const BlockSpace
 
 void check_step_races(std::int32_t rank, const RankProgramView& program);
 
-// Throws what the first step does wrong, and "sends another thing" where it is in place.
+// Throws what the first step does wrong, or "ends". It runs the steps out of place: in place
+// they do the same, once `check_input_lasts` and `check_step_races` have passed.
 void check_meaning(const std::vector<RankProgramView>& programs, const AllSteps& all,
-                   const Events& events, const OperationGoal& goal, CombineRule rule,
-                   bool in_place_too);
+                   const Events& events, const OperationGoal& goal, CombineRule rule);
 
 }  // namespace commrt

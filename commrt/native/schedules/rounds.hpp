@@ -86,9 +86,11 @@ struct RowsView {
 };
 
 // Checks what all ranks run, knowing nothing of how it was made. Returns the number of sends and
-// receives of the largest group, or throws ScheduleFault.
+// receives of the largest group, or throws ScheduleFault. `once` are rows of one fragment that
+// were checked before, or nothing: if each fragment does the same, their contents are known.
 std::int32_t check_stream_rows(const std::vector<RankRounds>& rounds,
                                const std::vector<RowsView>& rows, const GroupLimits& limits,
-                               const OperationGoal& goal, CombineRule rule, bool in_place_too);
+                               const OperationGoal& goal, CombineRule rule,
+                               const std::vector<RowsView>& once);
 
 }  // namespace commrt

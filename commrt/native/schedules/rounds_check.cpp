@@ -7,6 +7,7 @@
 
 #include "schedules/proof.hpp"
 #include "schedules/rounds.hpp"
+#include "schedules/stream_rows.hpp"
 
 namespace commrt {
 
@@ -26,22 +27,6 @@ struct Key {
 
 Key key_of(const StreamRow& group) { return {group.fragment, group.peer}; }
 
-// Walks over a rank's rows, group by group.
-struct Cursor {
-  RowsView rows;
-  std::int64_t at = 0;
-
-  bool ended() const { return at >= rows.count; }
-  const StreamRow& row() const { return rows.rows[at]; }
-  bool at_group() const { return !ended() && row().kind == StreamRowKind::kGroup; }
-  void skip_work() {
-    while (!ended() && !at_group()) ++at;
-  }
-  const StreamRow* messages() const { return rows.rows + at + 1; }
-  std::int32_t num_messages() const { return row().k; }
-  void pass_group() { at += 1 + row().k; }
-};
-
 struct End {
   std::int32_t src;
   std::int32_t dst;
@@ -55,7 +40,7 @@ class AllGroups {
       : rounds_(rounds), rows_(rows) {
     std::map<Key, bool> keys;
     for (std::size_t rank = 0; rank < rows.size(); ++rank) {
-      Cursor cursor{rows[rank]};
+      RowCursor cursor{rows[rank]};
       Key before{-1, -1};
       for (cursor.skip_work(); !cursor.ended(); cursor.pass_group(), cursor.skip_work()) {
         const Key key = key_of(cursor.row());
@@ -76,13 +61,13 @@ class AllGroups {
   // In each group the messages from one rank to another are, at both ends, the same ones in the
   // same order, and equally long for every vector.
   void check_closed() const {
-    std::vector<Cursor> cursors = start();
+    std::vector<RowCursor> cursors = start();
     std::vector<End> sent, received;
     for (const Key& key : keys_) {
       sent.clear();
       received.clear();
       for (std::size_t at = 0; at < cursors.size(); ++at) {
-        Cursor& cursor = cursors[at];
+        RowCursor& cursor = cursors[at];
         const auto rank = static_cast<std::int32_t>(at);
         if (cursor.ended() || !(key_of(cursor.row()) == key)) continue;
         for (std::int32_t i = 0; i < cursor.num_messages(); ++i) {
@@ -101,8 +86,8 @@ class AllGroups {
   }
 
  private:
-  std::vector<Cursor> start() const {
-    std::vector<Cursor> cursors;
+  std::vector<RowCursor> start() const {
+    std::vector<RowCursor> cursors;
     for (const RowsView& own : rows_) {
       cursors.push_back({own});
       cursors.back().skip_work();
@@ -160,7 +145,7 @@ std::int32_t check_sizes(std::int32_t rank, std::int32_t size, const RowsView& r
                          const GroupLimits& limits) {
   std::int32_t most = 0;
   std::vector<std::int32_t> count(static_cast<std::size_t>(size), 0);
-  Cursor cursor{rows};
+  RowCursor cursor{rows};
   for (cursor.skip_work(); !cursor.ended(); cursor.pass_group(), cursor.skip_work()) {
     most = std::max(most, cursor.num_messages());
     for (const StreamRowKind kind : {StreamRowKind::kSend, StreamRowKind::kRecv}) {
@@ -181,51 +166,12 @@ std::int32_t check_sizes(std::int32_t rank, std::int32_t size, const RowsView& r
 }
 
 // Within a group nothing is received where something else is received or sent from.
-class Undisturbed {
- public:
-  Undisturbed(const RankRounds& own, std::int32_t fragments)
-      : own_(own), blocks_(num_locations(own.spaces)),
-        stride_(blocks_ + own.num_slots),
-        taken_(static_cast<std::size_t>(stride_) * static_cast<std::size_t>(fragments), 0) {}
-
-  void check(const RowsView& rows) {
-    Cursor cursor{rows};
-    for (cursor.skip_work(); !cursor.ended(); cursor.pass_group(), cursor.skip_work()) {
-      ++group_;
-      const StreamRow *begin = cursor.messages(), *end = begin + cursor.num_messages();
-      for (const StreamRow* row = begin; row != end; ++row)
-        if (row->kind == StreamRowKind::kSend) take(*row);
-      for (const StreamRow* row = begin; row != end; ++row)
-        if (row->kind == StreamRowKind::kRecv && take(*row))
-          throw ScheduleFault("disturbed", {cursor.row().fragment, own_.rank, row->k, row->peer});
-    }
-  }
-
- private:
-  // Takes the memory of a message; returns whether some was taken already.
-  bool take(const StreamRow& row) {
-    const RoundPlace& place = row.place;
-    std::int64_t at = std::int64_t{stride_} * row.fragment;
-    std::int32_t count = 1;
-    if (place.slot >= 0) {
-      at += blocks_ + place.slot;
-    } else {
-      at += own_.spaces[place.slice.space].first + place.slice.lo;
-      count = place.slice.count();
-    }
-    bool found = false;
-    for (std::int64_t one = at; one < at + count; ++one) {
-      found = found || taken_[one] == group_;
-      taken_[one] = group_;
-    }
-    return found;
-  }
-
-  const RankRounds& own_;
-  std::int32_t blocks_, stride_;
-  std::vector<std::int32_t> taken_;  // the group that took it last
-  std::int32_t group_ = 0;
-};
+void check_undisturbed(const RankRounds& own, const RowsView& rows, std::int32_t fragments) {
+  DisturbedReceives disturbed(own, fragments);
+  const auto [group, receive] = disturbed.find(rows, DisturbedReceives::Unit::kGroup);
+  if (receive == nullptr) return;
+  throw ScheduleFault("disturbed", {group->fragment, own.rank, receive->k, receive->peer});
+}
 
 // All ranks' memory, for one way in which buffers may lie, run round by round.
 class RoundsMeaning {
@@ -250,7 +196,7 @@ class RoundsMeaning {
     for (const Key& key : keys) {
       moving_.clear();
       for (std::size_t rank = 0; rank < cursors_.size(); ++rank) {
-        Cursor& cursor = cursors_[rank];
+        RowCursor& cursor = cursors_[rank];
         do_work(static_cast<std::int32_t>(rank), &key);
         if (cursor.ended() || !(key_of(cursor.row()) == key)) continue;
         moving_.push_back(static_cast<std::int32_t>(rank));
@@ -267,7 +213,7 @@ class RoundsMeaning {
 
  private:
   void do_work(std::int32_t rank, const Key* key) {
-    Cursor& cursor = cursors_[rank];
+    RowCursor& cursor = cursors_[rank];
     for (; !cursor.ended() && !cursor.at_group(); ++cursor.at) {
       const StreamRow& row = cursor.row();
       try {
@@ -326,7 +272,7 @@ class RoundsMeaning {
 
   template <class See>
   void each_message(std::int32_t rank, StreamRowKind kind, const See& see) const {
-    const Cursor& cursor = cursors_[rank];
+    const RowCursor& cursor = cursors_[rank];
     const StreamRow *begin = cursor.messages(), *end = begin + cursor.num_messages();
     for (const StreamRow* row = begin; row != end; ++row)
       if (row->kind == kind) see(*row);
@@ -367,7 +313,7 @@ class RoundsMeaning {
   CombineRule rule_;
   RankSets& sets_;
   std::vector<std::unique_ptr<SymbolicMemory>> memories_;
-  std::vector<Cursor> cursors_;
+  std::vector<RowCursor> cursors_;
   std::vector<std::int32_t> num_slots_;
   std::vector<std::vector<Value>> slots_;
   std::vector<std::int32_t> moving_;
@@ -397,6 +343,8 @@ std::int32_t check_rows(const std::vector<RankRounds>& rounds, const std::vector
                          (!message || (row.peer >= 0 && row.peer < size)) &&
                          (!(message || work) || exists(row.place)) && (!work || exists(row.source));
       if (!right) throw ScheduleFault("row", {static_cast<std::int64_t>(rank), at});
+      if (work && row.place.slice.count() != row.source.slice.count())
+        throw ScheduleFault("work", {static_cast<std::int64_t>(rank), at});
       if (message || work) fragments = std::max(fragments, row.fragment + 1);
       left = message ? left - 1 : (work ? 0 : row.k);
     }
@@ -409,17 +357,25 @@ std::int32_t check_rows(const std::vector<RankRounds>& rounds, const std::vector
 
 std::int32_t check_stream_rows(const std::vector<RankRounds>& rounds,
                                const std::vector<RowsView>& rows, const GroupLimits& limits,
-                               const OperationGoal& goal, CombineRule rule, bool in_place_too) {
+                               const OperationGoal& goal, CombineRule rule,
+                               const std::vector<RowsView>& once) {
   const std::int32_t fragments = check_rows(rounds, rows);
-  const auto size = static_cast<std::int32_t>(rounds.size());
+  const std::size_t size = rounds.size();
   const AllGroups groups(rounds, rows);
   groups.check_closed();
   std::int32_t most = 0;
-  for (std::int32_t rank = 0; rank < size; ++rank)
-    most = std::max(most, check_sizes(rank, size, rows[rank], limits));
-  for (std::int32_t rank = 0; rank < size; ++rank)
-    Undisturbed(rounds[rank], fragments).check(rows[rank]);
-  RankSets sets;
+  for (std::size_t rank = 0; rank < size; ++rank)
+    most = std::max(most, check_sizes(static_cast<std::int32_t>(rank),
+                                      static_cast<std::int32_t>(size), rows[rank], limits));
+  for (std::size_t rank = 0; rank < size; ++rank)
+    check_undisturbed(rounds[rank], rows[rank], fragments);
+  bool in_place_too = false, all_repeat = !once.empty();
+  for (std::size_t rank = 0; all_repeat && rank < size; ++rank)
+    all_repeat = repeats(rounds[rank], rows[rank], fragments, once[rank]);
+  if (all_repeat) return most;
+  for (std::size_t rank = 0; !in_place_too && rank < size; ++rank)
+    in_place_too = stream_loses_input(rounds[rank], rows[rank], fragments);
+  RankSets sets(goal.size);
   for (int mode = 0; mode < (in_place_too ? 2 : 1); ++mode)
     RoundsMeaning(rounds, rows, fragments, goal, rule, sets, mode == 1).run(groups.keys());
   return most;

@@ -18,42 +18,72 @@ std::int32_t num_locations(const BlockSpaces& spaces) {
   return most;
 }
 
-void DataDependencies::cover(std::int64_t end) {
-  if (end <= static_cast<std::int64_t>(writer_.size())) return;
+DataDependencies::Span DataDependencies::cells(std::int64_t location, std::int32_t count) {
+  const std::int64_t end = location + count;
   if (end > kMostLocations) {
     throw std::out_of_range("a step on block " + std::to_string(end - 1) +
                             " of a rank, which is more than any schedule has");
   }
-  const auto size = std::max<std::size_t>(static_cast<std::size_t>(end), 2 * writer_.size());
-  writer_.resize(size, -1);
-  last_reader_.resize(size, -1);
+  const auto lo = static_cast<std::int32_t>(std::max<std::int64_t>(location, 0));
+  if (end <= lo) return {0, 0};
+  const auto hi = static_cast<std::int32_t>(end);
+  if (!starts_.empty()) {
+    const std::size_t begin = cut(lo), stop = cut(hi);
+    const std::size_t many = starts_.size();
+    if (many <= kFewCells || many * kBlocksPerCell <= static_cast<std::size_t>(starts_.back()))
+      return {begin, stop};
+    use_blocks();
+  }
+  if (cells_.size() < static_cast<std::size_t>(hi))
+    cells_.resize(std::max<std::size_t>(static_cast<std::size_t>(hi), 2 * cells_.size()));
+  return {static_cast<std::size_t>(lo), static_cast<std::size_t>(hi)};
+}
+
+// Lets a cell begin at `block`; returns its place.
+std::size_t DataDependencies::cut(std::int32_t block) {
+  const auto after = std::upper_bound(starts_.begin(), starts_.end(), block);
+  const auto at = static_cast<std::size_t>(after - starts_.begin());
+  if (starts_[at - 1] == block) return at - 1;
+  const Cell same = cells_[at - 1];
+  starts_.insert(after, block);
+  cells_.insert(cells_.begin() + static_cast<std::ptrdiff_t>(at), same);
+  return at;
+}
+
+void DataDependencies::use_blocks() {
+  // Nothing has touched the last cell, which has no end.
+  std::vector<Cell> blocks(static_cast<std::size_t>(starts_.back()));
+  for (std::size_t i = 0; i + 1 < starts_.size(); ++i)
+    std::fill(blocks.begin() + starts_[i], blocks.begin() + starts_[i + 1], cells_[i]);
+  cells_ = std::move(blocks);
+  starts_.clear();
 }
 
 void DataDependencies::read(std::int32_t item, std::int64_t location, std::int32_t count,
                             std::vector<std::int32_t>& found) {
-  cover(location + count);
+  const Span span = cells(location, count);
   std::int32_t last = -1;
-  for (std::int64_t at = std::max<std::int64_t>(location, 0); at < location + count; ++at) {
-    const std::int32_t writer = writer_[at];
-    if (writer >= 0 && writer != last) found.push_back(last = writer);
-    const std::int32_t before = last_reader_[at];
+  for (std::size_t at = span.begin; at < span.end; ++at) {
+    Cell& cell = cells_[at];
+    if (cell.writer >= 0 && cell.writer != last) found.push_back(last = cell.writer);
+    const std::int32_t before = cell.last_reader;
     if (before >= 0 && readers_[before].item == item) continue;
-    last_reader_[at] = static_cast<std::int32_t>(readers_.size());
+    cell.last_reader = static_cast<std::int32_t>(readers_.size());
     readers_.push_back({item, before});
   }
 }
 
 void DataDependencies::write(std::int32_t item, std::int64_t location, std::int32_t count,
                              std::vector<std::int32_t>& found) {
-  cover(location + count);
+  const Span span = cells(location, count);
   std::int32_t last = -1;
-  for (std::int64_t at = std::max<std::int64_t>(location, 0); at < location + count; ++at) {
+  for (std::size_t at = span.begin; at < span.end; ++at) {
+    Cell& cell = cells_[at];
     // The readers have waited for the writer before them.
-    for (std::int32_t one = last_reader_[at]; one >= 0; one = readers_[one].next)
+    for (std::int32_t one = cell.last_reader; one >= 0; one = readers_[one].next)
       if (readers_[one].item != last) found.push_back(last = readers_[one].item);
-    last_reader_[at] = -1;
-    if (writer_[at] >= 0 && writer_[at] != last) found.push_back(last = writer_[at]);
-    writer_[at] = item;
+    if (cell.writer >= 0 && cell.writer != last) found.push_back(last = cell.writer);
+    cell = {item, -1};
   }
 }
 
@@ -81,7 +111,9 @@ std::int32_t StepColumns::append(const ScheduleStep& step, const std::vector<std
   return index;
 }
 
-std::int32_t StepColumns::record(const ScheduleStep& step, std::vector<std::int32_t> after) {
+std::int32_t StepColumns::record(const ScheduleStep& step) {
+  std::vector<std::int32_t> after;
+  after.swap(next_after_);
   if (step.src.given() && step.dst.given() && step.src.count() != step.dst.count())
     throw ScheduleFault("sizes", {step.src.count(), step.dst.count()});
   for (const BlockSlice* end : {&step.src, &step.dst})
@@ -108,6 +140,8 @@ std::int32_t StepColumns::record(const ScheduleStep& step, std::vector<std::int3
                   [this](const BlockSlice& where) { return std::int64_t{first_[where.space]}; },
                   deps_.values);
   if (!after.empty()) {
+    std::sort(after.begin(), after.end());
+    after.erase(std::unique(after.begin(), after.end()), after.end());
     auto& values = deps_.values;
     values.insert(values.end(), after.begin(), after.end());
     const auto first = values.begin() + static_cast<std::ptrdiff_t>(before);

@@ -68,6 +68,9 @@ struct IndexRows {
 };
 
 // Dependencies from data: who must wait for whom because they touch the same block.
+//
+// Neighbouring blocks that were always touched together are one cell, so a step on half of many
+// blocks costs no more than one on few. Once the cells are many, each block has its own.
 class DataDependencies {
  public:
   // Appends to `found`, sorted and each once, what `item` must wait for.
@@ -82,9 +85,21 @@ class DataDependencies {
   }
 
  private:
+  // More cells than this, and more than a block in so many begins one: then each block has one.
+  static constexpr std::size_t kFewCells = 64;
+  static constexpr std::size_t kBlocksPerCell = 8;
+
+  struct Cell {
+    std::int32_t writer = -1;
+    std::int32_t last_reader = -1;  // place in readers_, or -1
+  };
   struct Reader {
     std::int32_t item;
     std::int32_t next;
+  };
+  struct Span {
+    std::size_t begin;
+    std::size_t end;
   };
 
   void read(std::int32_t item, std::int64_t location, std::int32_t count,
@@ -92,10 +107,13 @@ class DataDependencies {
   void write(std::int32_t item, std::int64_t location, std::int32_t count,
              std::vector<std::int32_t>& found);
   static void finish(std::int32_t item, std::size_t before, std::vector<std::int32_t>& found);
-  void cover(std::int64_t end);
+  // Returns the cells of these blocks and no others.
+  Span cells(std::int64_t location, std::int32_t count);
+  std::size_t cut(std::int32_t block);
+  void use_blocks();
 
-  std::vector<std::int32_t> writer_;
-  std::vector<std::int32_t> last_reader_;  // place in readers_, or -1
+  std::vector<Cell> cells_{Cell{}};
+  std::vector<std::int32_t> starts_{0};  // first block of each cell; empty: each block has one
   std::vector<Reader> readers_;
 };
 
@@ -112,11 +130,17 @@ class StepColumns {
   // Adds a step as it is; returns its index.
   std::int32_t append(const ScheduleStep& step, const std::vector<std::int32_t>& deps,
                       std::vector<std::int32_t> after);
-  // Adds a step with the dependencies that its data and `after` demand; one on empty blocks is
-  // left out, and has no index: -1. Throws "sizes" where its ends differ.
-  std::int32_t record(const ScheduleStep& step, std::vector<std::int32_t> after);
+  // Adds a step with the dependencies that its data demands; one on empty blocks is left out, and
+  // has no index: -1. Throws "sizes" where its ends differ.
+  std::int32_t record(const ScheduleStep& step);
+  // The next step that is recorded waits for these, too.
+  void next_waits_for(const std::vector<std::int32_t>& steps) {
+    next_after_.insert(next_after_.end(), steps.begin(), steps.end());
+  }
   // Says where the blocks of each space are numbered from; spaces known before keep theirs.
   void place(std::vector<std::int32_t> first) { first_ = std::move(first); }
+  // The same of one more space.
+  void place_next(std::int32_t first) { first_.push_back(first); }
   std::vector<std::int32_t> peers() const;
 
  private:
@@ -124,6 +148,7 @@ class StepColumns {
   IndexRows deps_;
   std::unordered_map<std::int32_t, std::vector<std::int32_t>> after_;
   std::vector<std::int32_t> first_;
+  std::vector<std::int32_t> next_after_;
   DataDependencies tracker_;
 };
 

@@ -53,6 +53,36 @@ def test_one_operation_and_all_parameters(capsys: pytest.CaptureFixture[str]) ->
     assert [line.split()[-1] for line in lines[:2]] == ["shots=1", "shots=2"]
 
 
+def test_named_parameters_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dissemination", "--ranks", "9,10", "--params", "radix=4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        ["alltoall", "9"],
+        ["alltoall", "10"],
+    ]
+    assert all(line.endswith("radix=4") for line in lines[:-1])
+    assert lines[-1] == "dissemination is right for alltoall on 9..10 ranks"
+    swing = ["swing", "--ranks", "8", "--params", "torus=2x4,ports=all"]
+    assert main(swing) == 0
+    assert "torus=2x4 ports=all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ("radix=99", "radix=99 is not one of 2, 3, 4, 5"),
+        ("shots=2", "no operation of dissemination has shots; its parameters: radix"),
+        ("radix", "expected k=2 or k=2,parts=4"),
+        ("radix=;", "expected k=2 or k=2,parts=4"),
+    ],
+)
+def test_parameters_that_there_are_not_are_refused(
+    params: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dissemination", "--ranks", "5", "--params", params]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(ALGORITHM.format(name="my_flat", condition=""))

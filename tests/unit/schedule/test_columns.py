@@ -40,9 +40,9 @@ def test_a_step_on_a_space_that_there_is_not_is_refused() -> None:
     columns = _native.StepColumns()
     columns.place([0, 4])
     with pytest.raises(IndexError, match="space 2 of 2"):
-        columns.record(Op.SEND, (2, 0, 1), None, 1, ())
+        columns.record(Op.SEND, (2, 0, 1), None, 1)
     with pytest.raises(IndexError, match="more than any schedule has"):
-        columns.record(Op.SEND, (0, 0, 2**31 - 1), None, 1, ())
+        columns.record(Op.SEND, (0, 0, 2**31 - 1), None, 1)
     with pytest.raises(IndexError):
         columns.row(0)
 

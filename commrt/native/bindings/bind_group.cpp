@@ -369,7 +369,7 @@ void bind_group(nb::module_& m) {
              } else {
                const VectorKey vector{key, std::move(counts)};
                found = g.plans.find(vector, nullptr, 0);
-               if (found == nullptr) found = g.plans.make(vector, count, *g.comm);
+               if (found == nullptr) found = g.plans.make(vector, nullptr, 0, count, *g.comm);
              }
              return found == nullptr ? nullptr : *found;
            }, nb::arg("family"), nb::arg("count"), nb::arg("counts"),

@@ -105,6 +105,26 @@ class Bells:
     def ring(self, member: int) -> None:
         """Wake a member, if it sleeps."""
 
+class BoxTemplate:
+    """What calls that move boxes have in common, but for where boxes lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    def plan(
+        self, group: Group, numbers: Sequence[int], strides: Sequence[int]
+    ) -> Plan:
+        """The plan of one call."""
+
+    def program(
+        self, numbers: Sequence[int], strides: Sequence[int]
+    ) -> tuple[Any, ...]:
+        """Return a call's boxes, steps, their dependencies, peers, the longest
+        message's bytes, how far ahead steps are tried, and the fewest slots. For
+        tests.
+        """
+
 class CallShape:
     """A call without its lengths, and how those of its arrays follow."""
 
@@ -642,6 +662,16 @@ class Group:
     def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
     def attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
+
+    def box_family(self, template: BoxTemplate) -> PlanFamily:
+        """Make a family of calls that move boxes."""
+
+    def box_plan(
+        self, family: PlanFamily, numbers: Sequence[int], strides: Sequence[int]
+    ) -> Plan:
+        """Return the plan of a call that moves boxes, made if need be: where they
+        begin and end, and the strides of all arrays.
+        """
 
     def drop_family(self, family: PlanFamily) -> None:
         """Drop a family with its plans."""
@@ -2041,6 +2071,46 @@ def make_box_plan(
     """Plan of one rank that moves boxes of arrays; its buffer is a table of their
     addresses.
     """
+
+def make_box_template(
+    *,
+    rank: int,
+    size: int,
+    coll: int,
+    label: str,
+    redop: int,
+    reduces: bool,
+    stated: bool,
+    limit_nbytes: int,
+    lane_nbytes: int,
+    spins: int,
+    most_inline: int,
+    learns_from: int,
+    stores: Sequence[tuple[int, int]],
+    arrays: Sequence[tuple[int, int]],
+    moves: Sequence[
+        tuple[
+            int,
+            int,
+            int,
+            tuple[
+                int,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]],
+                Sequence[int],
+                Sequence[int],
+            ],
+            tuple[
+                int,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]],
+                Sequence[int],
+                Sequence[int],
+            ],
+        ]
+    ],
+) -> BoxTemplate:
+    """Plans of calls whose boxes begin and end at the call's numbers."""
 
 def make_gloo_plan(
     group: GlooGroup,

@@ -60,6 +60,7 @@ const PlanTemplate* PlanFamily::at(int64_t num_elements) const {
 
 void PlanFamily::count_bytes() {
   nbytes_ = kFamilyBytes + ranges_.capacity() * sizeof(Range);
+  if (boxes_ != nullptr) nbytes_ += boxes_->nbytes();
   for (size_t i = 0; i < ranges_.size(); ++i) {
     const auto same = [&](const Range& one) { return one.by == ranges_[i].by; };
     const auto here = ranges_.begin() + static_cast<std::ptrdiff_t>(i);
@@ -249,6 +250,35 @@ FamilyPtr PlanCache::add_family(const PlanKey& key, int64_t unit, bool is_plain)
   made->last_used_ = ++uses_;
   families_nbytes_ += made->nbytes();
   families_[found] = made;
+  return made;
+}
+
+FamilyPtr PlanCache::add_family(std::shared_ptr<const BoxTemplate> boxes) {
+  const uint32_t what = PlanKey::pack(boxes->kind.coll, DType::U8, 0, kHost);
+  FamilyPtr made = add_family(PlanKey{kNoCount, what, 0}, 1, false);
+  families_nbytes_ -= made->nbytes();
+  made->boxes_ = std::move(boxes);
+  made->count_bytes();
+  families_nbytes_ += made->nbytes();
+  return made;
+}
+
+PlanPtr PlanCache::box_plan(PlanFamily& family, std::vector<int64_t> numbers,
+                            const std::vector<int64_t>& strides, Comm& comm) {
+  family.last_used_ = ++uses_;
+  const size_t num = numbers.size();
+  VectorKey key{family.key(), std::move(numbers)};
+  key.plain.count = static_cast<int64_t>(num);
+  key.counts.insert(key.counts.end(), strides.begin(), strides.end());
+  const auto it = vector_plans_.find(key);
+  if (it != vector_plans_.end()) {
+    note_use(it->second);
+    return it->second->plan;
+  }
+  PlanPtr made = family.boxes()->make(key.counts.data(), num, strides.data(), strides.size(), comm);
+  // Nobody asks again for the plans of a family that was dropped meanwhile.
+  const auto kept = families_.find(family.key());
+  if (kept != families_.end() && kept->second.get() == &family) keep(key, made);
   return made;
 }
 

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/box_template.hpp"
 #include "engine/plan_template.hpp"
 
 namespace commrt {
@@ -78,6 +79,8 @@ class PlanFamily {
   size_t nbytes() const { return nbytes_; }
   const PlanKey& key() const { return key_; }
   int64_t unit() const { return unit_; }
+  // Makes the plans of calls that move boxes; null where this is no family of such calls.
+  const BoxTemplate* boxes() const { return boxes_.get(); }
 
  private:
   friend class PlanCache;
@@ -92,6 +95,7 @@ class PlanFamily {
   PlanKey key_;
   int64_t unit_;
   std::vector<Range> ranges_;  // in order, none overlaps another
+  std::shared_ptr<const BoxTemplate> boxes_;
   size_t nbytes_ = 0;
   uint64_t last_used_ = 0;  // a number of the cache's
 };
@@ -134,6 +138,11 @@ class PlanCache {
 
   // A family that the dispatcher finds by itself, or else, with `is_plain` false, by its number.
   FamilyPtr add_family(const PlanKey& key, int64_t unit, bool is_plain);
+  // A family of calls that move boxes.
+  FamilyPtr add_family(std::shared_ptr<const BoxTemplate> boxes);
+  // The plan of a call of such a family, made if need be: its numbers, then its arrays' strides.
+  PlanPtr box_plan(PlanFamily& family, std::vector<int64_t> numbers,
+                   const std::vector<int64_t>& strides, Comm& comm);
   // Lets a family make the plans of full vectors of `lo` to below `hi` elements.
   void add_range(PlanFamily& family, int64_t lo, int64_t hi, std::shared_ptr<PlanTemplate> made);
   // Drops a family with its plans.

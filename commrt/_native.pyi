@@ -961,6 +961,10 @@ class MpiDevicePlan:
 
     backend: str = "mpi"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
 class MpiWork(DeviceWork):
     """A communicator's operations of MPI on device memory."""
 
@@ -1156,6 +1160,10 @@ class NcclPlan:
 
     backend: str = "nccl"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
 class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
@@ -1220,6 +1228,10 @@ class PeerPlan:
     """Plan of a call over memory of peers."""
 
     backend: str = "ipc"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
 
 class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
@@ -1723,6 +1735,10 @@ class StagedPlan:
     @by_kernel.setter
     def by_kernel(self, arg: bool, /) -> None: ...
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes, with the plans that it runs on the host."""
+
+    @property
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
@@ -1911,6 +1927,9 @@ def cache_device_call(
     is something in the list `detours`.
     """
 
+def cached_device_calls_nbytes(group: Group) -> int:
+    """Bytes of memory that they take, with their plans."""
+
 def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
 
@@ -2085,6 +2104,8 @@ def make_box_template(
     lane_nbytes: int,
     spins: int,
     most_inline: int,
+    slots_nbytes: int,
+    fewest_slots: int,
     learns_from: int,
     stores: Sequence[tuple[int, int]],
     arrays: Sequence[tuple[int, int]],

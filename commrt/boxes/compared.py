@@ -27,6 +27,7 @@ import numpy as np
 from commrt import _native
 from commrt.boxes.device_plans import DeviceBoxes
 from commrt.calls import arguments
+from commrt.calls.kept_plans import KeptPlans
 from commrt.group.agreed_calls import AgreedCalls, Sums
 from commrt.vocabulary.operations import operation
 
@@ -35,8 +36,6 @@ __all__ = ["ComparedBoxes", "Facts", "Planner"]
 Facts = Mapping[str, Any]
 """Facts that ranks must agree on, by name. A value is None if this rank does not know
 it. All ranks have the same names in the same order."""
-
-_MOST_PLANS = 1024
 
 
 class Planner(Sums, Protocol):
@@ -50,6 +49,11 @@ class Planner(Sums, Protocol):
     @property
     def size(self) -> int:
         """Number of ranks."""
+        ...
+
+    @property
+    def plans_limit_nbytes(self) -> int:
+        """Most bytes of plans that it keeps."""
         ...
 
     @property
@@ -69,7 +73,7 @@ class ComparedBoxes:
         self._ranks = ranks
         self.agreed = AgreedCalls(ranks)
         """Asks all ranks whether their calls fit."""
-        self.kept: dict[Any, DeviceBoxes] = {}
+        self.kept: KeptPlans[DeviceBoxes] = KeptPlans(ranks)
         """Plans of device arrays, by the operation and this rank's arguments."""
         self._compared: set[str] = set()
         """Operations on device arrays of which the ranks have compared a call."""
@@ -98,15 +102,13 @@ class ComparedBoxes:
         if checks or is_first:
             compare()
         key = what, repr(mine)
-        found = self.kept.get(key)
+        found = self.kept.find(key)
         if found is None:
             found = make()
             self._compared.add(what)
             if not checks:
                 found.agree_on(*self.agreement({"the operation": what, **facts()}))
-            if len(self.kept) >= _MOST_PLANS:
-                self.kept.clear()
-            self.kept[key] = found
+            self.kept.keep(key, found)
         return found, not (checks or is_first)
 
     def agreement(self, facts: Facts) -> tuple[_native.Plan, list[int], list[str]]:

@@ -127,6 +127,8 @@ def box_template(
         lane_nbytes=LANE_NBYTES,
         spins=_BY_LINK_CLASS,
         most_inline=transport.most_inline(reduces),
+        slots_nbytes=_SLOTS_NBYTES,
+        fewest_slots=_FEWEST_SLOTS,
         learns_from=learns_from,
         stores=[(a & _SLOT_STORES, b & _SLOT_STORES) for a, b in (short, long)],
         arrays=[(dtype.code, ndim) for dtype, ndim in arrays],

@@ -25,6 +25,7 @@ from commrt.arrays.plain import as_array
 from commrt.boxes.host_plans import Place, box_template
 from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
+from commrt.calls.kept_plans import KeptPlans
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError, shown
 from commrt.grids.halo_arguments import HALO_CALLS
@@ -49,7 +50,6 @@ __all__ = [
 ]
 
 _X, _OUT = 0, 1
-_MOST_PLANS = 1024
 _LARGEST = 2**63 - 1
 Counts = Sequence[int] | None
 _Ranges = tuple[tuple[int, int], ...]
@@ -146,7 +146,8 @@ class NeighborCalls:
         self._group, self._around = group, around
         self._devices, self._comparison = devices, comparison
         self._families = families
-        self._plans: dict[Any, Any] = {}
+        self.plans: KeptPlans[Any] = KeptPlans(group)
+        """Plans of calls on device arrays."""
 
     def neighbor_allgather(
         self,
@@ -333,14 +334,14 @@ class NeighborCalls:
         carrier = self._devices.box_carrier(bound.on, bound.what, handle, timeout_s)
         where = self._devices.name_of(carrier)
         key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
-        plan = self._plans.get(key)
+        plan = self.plans.find(key)
         if plan is None:
             if carrier is not None:
                 code = other_call(bound.what).code
                 plan = carried_neighbors(carrier, bound, code)
             else:
                 plan = staged_neighbors(self._around, bound, self._host_plan(bound))
-            self._keep(key, plan)
+            self.plans.keep(key, plan)
         return plan
 
     def _host_plan(self, bound: _Bound) -> _native.Plan:
@@ -367,11 +368,6 @@ class NeighborCalls:
             label="boxes/direct",
             stated=True,
         )
-
-    def _keep(self, key: Any, plan: Any) -> None:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
 
     def _compare(self, bound: _Bound, timeout_s: float) -> None:
         """Raise the same MismatchError on all ranks unless sends fit receives."""

@@ -132,12 +132,14 @@ BoxTemplate::End read_end(const EndOf& given, const BoxTemplate& made) {
 
 std::shared_ptr<BoxTemplate> make_box_template(
     int rank, int size, int coll, const std::string& label, int redop, bool reduces, bool stated,
-    int64_t limit_nbytes, int64_t lane_nbytes, int spins, int64_t most_inline, uint64_t learns_from,
-    const std::vector<std::pair<int, int>>& stores, const std::vector<std::pair<int, int>>& arrays,
-    const std::vector<MoveOf>& moves) {
+    int64_t limit_nbytes, int64_t lane_nbytes, int spins, int64_t most_inline, uint64_t slots_nbytes,
+    uint64_t fewest_slots, uint64_t learns_from, const std::vector<std::pair<int, int>>& stores,
+    const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves) {
   auto made = std::make_shared<BoxTemplate>();
   made->kind = {coll, label, static_cast<RedOp>(redop), reduces, stated, limit_nbytes,
                 static_cast<size_t>(lane_nbytes), spins, static_cast<size_t>(most_inline)};
+  made->slots_nbytes = slots_nbytes;
+  made->fewest_slots = fewest_slots;
   made->stores.learns_from = learns_from;
   for (size_t i = 0; i < 2; ++i) {
     Store* const kinds = i == 0 ? made->stores.is_short : made->stores.is_long;
@@ -202,7 +204,7 @@ void bind_boxes(nb::module_& m) {
         nb::arg("coll"),
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),
         nb::arg("limit_nbytes"), nb::arg("lane_nbytes"), nb::arg("spins"), nb::arg("most_inline"),
-        nb::arg("learns_from"), nb::arg("stores"), nb::arg("arrays"), nb::arg("moves"),
+        nb::arg("slots_nbytes"), nb::arg("fewest_slots"), nb::arg("learns_from"), nb::arg("stores"), nb::arg("arrays"), nb::arg("moves"),
         "Plans of calls whose boxes begin and end at the call's numbers.");
 }
 

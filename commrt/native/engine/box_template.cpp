@@ -7,15 +7,6 @@
 
 namespace commrt {
 
-namespace {
-
-// Payloads that may be unread at once: enough to pack ahead, and few enough to stay in the cache
-// for the next exchange.
-constexpr size_t kSlotsBytes = 1 << 20;
-constexpr size_t kFewestSlots = 4;
-
-}  // namespace
-
 BoxProgram BoxTemplate::program(const int64_t* numbers, size_t num, const int64_t* strides,
                                 size_t num_strides) const {
   std::vector<size_t> first_stride;
@@ -66,7 +57,7 @@ std::shared_ptr<Plan> BoxTemplate::make(const int64_t* numbers, size_t num, cons
                                         size_t num_strides, Comm& comm) const {
   BoxProgram made = program(numbers, num, strides, num_strides);
   const size_t longest = made.longest_nbytes;
-  const size_t slots = std::max({kSlotsBytes / std::max<size_t>(1, longest), kFewestSlots,
+  const size_t slots = std::max({slots_nbytes / std::max<size_t>(1, longest), fewest_slots,
                                  static_cast<size_t>(made.fewest_slots)});
   const Store* const kinds = longest < stores.learns_from ? stores.is_short : stores.is_long;
   return plan_of_boxes(std::move(made), kind, static_cast<int>(slots), kinds[0], kinds[1], comm);

@@ -42,6 +42,7 @@ class BoxTemplate {
   std::vector<int> dims;     // their dimensions
   std::vector<Move> moves;
   Stores stores;
+  size_t slots_nbytes = 0, fewest_slots = 1;  // payloads that may be unread at once
   int rank = 0, size = 1;
 
   // The program of a call: `numbers` of the template's places, and all arrays' strides. Throws

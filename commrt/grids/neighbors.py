@@ -359,7 +359,7 @@ class NeighborCalls:
         around = self._around
         ways = len(around.destinations), len(around.sources)
         places: list[Any] = [(Place(2 * i), Place(2 * i + 1)) for i in range(sum(ways))]
-        blocks = places[: ways[0]], places[ways[0] :]
+        blocks = tuple(places[: ways[0]]), tuple(places[ways[0] :])
         return box_template(
             self._group,
             _moves(around, self._group.rank, *blocks),

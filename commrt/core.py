@@ -136,7 +136,7 @@ class Core(Channel):
         self.subgroups = _Subgroups(self, self.comparison, _KINDS)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
-            self, self.devices, self.comparison, self.box_plans
+            self, self.devices, self.comparison, self.box_plans, self.families
         )
         self.binders: Binders = {
             **self.collectives.binders,
@@ -323,8 +323,11 @@ class CartCore(Core):
         self.grid = grid
         """Its geometry, without ranks."""
         around = grid_neighborhood(self.neighbors)
-        self.around = NeighborCalls(self, around, self.devices, self.comparison)
-        self.halos = Halos(self, grid, self.devices, self.comparison, self.box_plans)
+        self.around = NeighborCalls(
+            self, around, self.devices, self.comparison, self.families
+        )
+        services = self.devices, self.comparison, self.box_plans, self.families
+        self.halos = Halos(self, grid, *services)
         self.binders = {
             **self.binders,
             **self.around.binders,
@@ -353,7 +356,9 @@ class GraphCore(Core):
         super().__init__(*args, **kwargs)
         self.neighborhood = around
         """The ranks beside this one."""
-        self.around = NeighborCalls(self, around, self.devices, self.comparison)
+        self.around = NeighborCalls(
+            self, around, self.devices, self.comparison, self.families
+        )
         self.binders = {**self.binders, **self.around.binders}
 
     def sent_to_neighbors(

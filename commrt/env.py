@@ -249,8 +249,9 @@ VARIABLES: tuple[Variable, ...] = (
         "COMMRT_PLAN_CACHE_NBYTES",
         "bytes",
         "1048576",
-        "Most memory that a communicator keeps plans in; those that were not used for "
-        "longest go first, and the last one stays.",
+        "Most memory that a communicator keeps plans in, and for each kind of calls on "
+        "devices as much again; those that were not used for longest go first, and "
+        "the last one stays.",
         False,
         _count,
     ),

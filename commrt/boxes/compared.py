@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of calls that move boxes, kept where the caller has none at hand.
 
-For arrays on the host, the ranks agree that all have a plan
-(``group/agreed_plans.py``).
+For arrays on the host, the ranks agree that their arguments fit
+(``group/agreed_calls.py``), and each plans by itself.
 
 Calls on device arrays block no host. A rank's own arguments decide which boxes leave,
 which come and which kernels run. The arguments of others have to fit, and the ranks
@@ -27,7 +27,8 @@ import numpy as np
 from commrt import _native
 from commrt.boxes.device_plans import DeviceBoxes
 from commrt.calls import arguments
-from commrt.group.agreed_plans import AgreedPlans, Sums
+from commrt.calls.kept_plans import KeptPlans
+from commrt.group.agreed_calls import AgreedCalls, Sums
 from commrt.vocabulary.operations import operation
 
 __all__ = ["ComparedBoxes", "Facts", "Planner"]
@@ -36,15 +37,23 @@ Facts = Mapping[str, Any]
 """Facts that ranks must agree on, by name. A value is None if this rank does not know
 it. All ranks have the same names in the same order."""
 
-_MOST_PLANS = 1024
-
 
 class Planner(Sums, Protocol):
     """A communicator that plans calls of its own, without the other ranks."""
 
     @property
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
+        ...
+
+    @property
+    def plans_limit_nbytes(self) -> int:
+        """Most bytes of plans that it keeps."""
         ...
 
     @property
@@ -62,9 +71,9 @@ class ComparedBoxes:
 
     def __init__(self, ranks: Planner) -> None:
         self._ranks = ranks
-        self.agreed = AgreedPlans(ranks)
-        """Plans that the ranks have compared."""
-        self.kept: dict[Any, DeviceBoxes] = {}
+        self.agreed = AgreedCalls(ranks)
+        """Asks all ranks whether their calls fit."""
+        self.kept: KeptPlans[DeviceBoxes] = KeptPlans(ranks)
         """Plans of device arrays, by the operation and this rank's arguments."""
         self._compared: set[str] = set()
         """Operations on device arrays of which the ranks have compared a call."""
@@ -75,7 +84,7 @@ class ComparedBoxes:
         mine: tuple[Any, ...],
         facts: Callable[[], Facts],
         *,
-        compare: Callable[[], DeviceBoxes],
+        compare: Callable[[], None],
         make: Callable[[], DeviceBoxes],
     ) -> tuple[DeviceBoxes, bool]:
         """Return the plan of a call, and whether the call itself has to compare.
@@ -84,24 +93,23 @@ class ComparedBoxes:
             what: the operation.
             mine: all that this rank's plan depends on.
             facts: returns what is to fit.
-            compare: compares in full and plans; collective.
+            compare: raises an error on all ranks unless their calls fit; collective.
             make: plans, without the other ranks.
         """
-        if self._ranks.checker is not None:  # which names all ranks' arguments
-            return compare(), False
+        checks = self._ranks.checker is not None  # which names all ranks' arguments
         # Equal on all ranks, as they make the same calls.
         is_first = what not in self._compared
+        if checks or is_first:
+            compare()
         key = what, repr(mine)
-        found = self.kept.get(key)
-        if found is not None:
-            return found, True
-        boxes = compare() if is_first else make()
-        self._compared.add(what)
-        boxes.agree_on(*self.agreement({"the operation": what, **facts()}))
-        if len(self.kept) >= _MOST_PLANS:
-            self.kept.clear()
-        self.kept[key] = boxes
-        return boxes, not is_first
+        found = self.kept.find(key)
+        if found is None:
+            found = make()
+            self._compared.add(what)
+            if not checks:
+                found.agree_on(*self.agreement({"the operation": what, **facts()}))
+            self.kept.keep(key, found)
+        return found, not (checks or is_first)
 
     def agreement(self, facts: Facts) -> tuple[_native.Plan, list[int], list[str]]:
         """Return what the host runs, the words, and what they stand for."""

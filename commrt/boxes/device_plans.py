@@ -41,6 +41,10 @@ from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 __all__ = ["BoundBoxes", "DeviceBoxes"]
 
 _ALIGNED = 64
+_OWN_NBYTES = 2048
+"""Python's objects of a plan."""
+_DEVICE_SHARE = 256
+"""Bytes of the device that count as one: a limit of 1 MiB is one of 256 MiB there."""
 _BYTE = next(dtype for dtype in DTYPES if dtype.name == "uint8")
 _BYTES = ArrayLayout(_BYTE, (1,))
 
@@ -133,6 +137,7 @@ class DeviceBoxes:
         """Offsets at which each launch's part begins, from the start of the send
         buffer."""
         self._memory: list[int] = []
+        self._device_nbytes = 0
         devices.memory.add(self)
         if carrier is None:
             devices.stager(device)
@@ -187,6 +192,16 @@ class DeviceBoxes:
         longest = max(_pinned(sent) + taken.nbytes for sent, taken in sides)
         self._staged = _native.staged_plan(parts, phases, longest, serial=phases > 1)
         self.plan = self._staged
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it counts for where plans are kept.
+
+        Memory of the device counts for a little of its bytes: there is much of it.
+        """
+        plans = {id(each): each for each in (self.plan, self._agreeing) if each}
+        own = sum(each.nbytes for each in plans.values())
+        return own + _OWN_NBYTES + self._device_nbytes // _DEVICE_SHARE
 
     def agree_on(self, runs: _native.Plan, words: list[int], names: list[str]) -> None:
         """Say what the ranks compare in calls that ``run`` is told have to."""
@@ -299,6 +314,7 @@ class DeviceBoxes:
     def _alloc(self, nbytes: int) -> int:
         address: int = self._device.alloc(max(1, nbytes))
         self._memory.append(address)
+        self._device_nbytes += nbytes
         return address
 
     def _filled(self, tables: Sequence[tuple[BoxTable, int]], nbytes: int) -> int:

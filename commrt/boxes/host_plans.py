@@ -12,10 +12,17 @@ import numpy as np
 from commrt import _native
 from commrt.group.group import Group
 from commrt.planning.host_plans import LANE_NBYTES, TransportParams
-from commrt.schedule.boxes import LIMIT_NBYTES, BoxProgram, Move, compile_moves
+from commrt.schedule.boxes import LIMIT_NBYTES, Box, BoxProgram, Move, compile_moves
 from commrt.vocabulary.dtypes import DType, ReduceOp
 
-__all__ = ["MOST_DIMS", "ArrayLayout", "box_plan", "compile_for"]
+__all__ = [
+    "MOST_DIMS",
+    "ArrayLayout",
+    "Place",
+    "box_plan",
+    "box_template",
+    "compile_for",
+]
 
 MOST_DIMS = 8
 """Most dimensions of an array; in a box, each may count as two."""
@@ -28,6 +35,8 @@ _SLOT_OVERHEAD_NBYTES = 192
 _SLOT_STORES = 2
 """Bit of a store kind's code that concerns slots."""
 _BY_LINK_CLASS = -1
+_NOBODY = -1
+"""The engine's number for no rank, no array and no number of a call."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,19 @@ class ArrayLayout:
     dtype: DType
     strides: tuple[int, ...]
     """Bytes from element to element, in each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in a dimension that calls of one kind have at different numbers."""
+
+    number: int
+    """Which of the call's numbers."""
+    offset: int = 0
+    """Cells behind it."""
+
+    def __sub__(self, cells: int) -> Place:
+        return Place(self.number, self.offset - cells)
 
 
 def compile_for(
@@ -51,7 +73,6 @@ def compile_for(
 
     As many as there are other ranks may be unread at once, see ``schedule.boxes``.
     """
-    limit = min(LIMIT_NBYTES, LANE_NBYTES // group.size - _SLOT_OVERHEAD_NBYTES)
     return compile_moves(
         moves,
         itemsizes,
@@ -59,8 +80,89 @@ def compile_for(
         size=group.size,
         reduces=reduces,
         stated=stated,
-        limit=limit,
+        limit=_most_nbytes(group.size),
     )
+
+
+def _most_nbytes(size: int) -> int:
+    """Return the bytes that a message's box may touch."""
+    return min(LIMIT_NBYTES, LANE_NBYTES // size - _SLOT_OVERHEAD_NBYTES)
+
+
+def box_template(
+    group: Group,
+    moves: Sequence[Move],
+    arrays: Sequence[tuple[DType, int]],
+    *,
+    coll: int,
+    label: str,
+    reduction: ReduceOp | None = None,
+    stated: bool = False,
+) -> _native.BoxTemplate:
+    """Return what makes the plans of calls with these moves, as ``box_plan`` does.
+
+    Args:
+        group: the ranks.
+        moves: this rank's. Where its boxes begin and end may be given as ``Place``.
+        arrays: element type and number of dimensions of each.
+        coll: the engine's code of the operation.
+        label: the plans' name.
+        reduction: how what arrives is combined with what is there; None: it is not.
+        stated: as in ``schedule.boxes.compile_moves``.
+    """
+    transport = TransportParams()
+    reduces = reduction is not None
+    learns_from, _, (short, long, _) = transport.store_rule(
+        group.facts.link_class, combines=False
+    ).plain()
+    return _native.make_box_template(
+        rank=group.rank,
+        size=group.size,
+        coll=coll,
+        label=label,
+        redop=int(ReduceOp.SUM if reduction is None else reduction),
+        reduces=reduces,
+        stated=stated,
+        limit_nbytes=_most_nbytes(group.size),
+        lane_nbytes=LANE_NBYTES,
+        spins=_BY_LINK_CLASS,
+        most_inline=transport.most_inline(reduces),
+        slots_nbytes=_SLOTS_NBYTES,
+        fewest_slots=_FEWEST_SLOTS,
+        learns_from=learns_from,
+        stores=[(a & _SLOT_STORES, b & _SLOT_STORES) for a, b in (short, long)],
+        arrays=[(dtype.code, ndim) for dtype, ndim in arrays],
+        moves=[
+            (
+                move.phase,
+                move.number,
+                _NOBODY if move.peer is None else move.peer,
+                _end(move.source),
+                _end(move.target),
+            )
+            for move in moves
+        ],
+    )
+
+
+def _end(box: Box | None) -> tuple[Any, ...]:
+    """Return one side of a move, as the engine takes it."""
+    if box is None:
+        return _NOBODY, [], [], [], []
+    axes = box.axes or [(axis, 1) for axis in range(len(box.start))]
+    return (
+        box.array,
+        [_place(each) for each in box.start],
+        [_place(each) for each in box.stop],
+        [axis for axis, _ in axes],
+        [step for _, step in axes],
+    )
+
+
+def _place(given: int | Place) -> tuple[int, int]:
+    if isinstance(given, Place):
+        return given.offset, given.number
+    return given, _NOBODY
 
 
 def box_plan(

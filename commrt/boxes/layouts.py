@@ -12,7 +12,15 @@ from typing import Any
 from commrt.errors import UsageError, shown
 from commrt.vocabulary.checks import as_integer, as_items
 
-__all__ = ["Block", "Cyclic", "Layout", "Runs", "common_runs"]
+__all__ = [
+    "Block",
+    "Cyclic",
+    "Layout",
+    "Runs",
+    "common_runs",
+    "kinds_of",
+    "numbers_of",
+]
 
 _LARGEST = 2**63 - 1
 
@@ -241,6 +249,21 @@ class Layout:
             low = sum(kind.sizes[:place])
             return _Place(low, low + kind.sizes[place])
         return _Place(extent * place // places, extent * (place + 1) // places)
+
+
+def kinds_of(layout: Layout) -> tuple[Any, ...]:
+    """Return what a layout has in common with those of other lengths."""
+    dims = [
+        (kind.dim, kind.sizes is None) if isinstance(kind, Block) else kind
+        for kind in layout.dims
+    ]
+    return layout.grid, *dims
+
+
+def numbers_of(layout: Layout) -> tuple[int, ...]:
+    """Return all in which a layout differs from others of its ``kinds_of``."""
+    blocks = [kind for kind in layout.dims if isinstance(kind, Block)]
+    return *layout.shape, *(size for kind in blocks for size in kind.sizes or ())
 
 
 def common_runs(

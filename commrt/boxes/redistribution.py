@@ -15,8 +15,14 @@ from commrt.arrays.device import place_of
 from commrt.arrays.host import empty_like_array, view_anywhere
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
-from commrt.boxes.host_plans import box_plan, compile_for
-from commrt.boxes.layouts import Layout, Runs, common_runs
+from commrt.boxes.host_plans import box_template
+from commrt.boxes.layouts import (
+    Layout,
+    Runs,
+    common_runs,
+    kinds_of,
+    numbers_of,
+)
 from commrt.boxes.strided import (
     StridedArray,
     address_table,
@@ -25,8 +31,10 @@ from commrt.boxes.strided import (
     strided,
 )
 from commrt.calls.bound_call import Binders
+from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, UsageError, shown
+from commrt.group.agreed_calls import SharedFact
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
@@ -102,6 +110,7 @@ class Redistributions:
         devices: moves arrays on devices.
         comparison: compares the arguments of all ranks.
         plans: keeps plans for calls that have none at hand.
+        families: keeps what host calls have in common that differ in shapes.
     """
 
     def __init__(
@@ -110,9 +119,11 @@ class Redistributions:
         devices: DeviceCollectives,
         comparison: Comparison,
         plans: ComparedBoxes,
+        families: Families,
     ) -> None:
         self._group, self._devices = group, devices
         self._comparison, self._plans = comparison, plans
+        self._families = families
 
     def redistribute(
         self,
@@ -128,35 +139,36 @@ class Redistributions:
         """Move an array from one distribution to another; return this rank's part.
 
         As ``plan.redistribute``, with its arguments. A call whose arrays are laid out
-        like those of an earlier call uses its plan. With host arrays the ranks find
-        that out by a reduction of 8 bytes, and a nonblocking call waits for it, too.
-        With arrays on devices they compare their arguments on the way.
+        like those of an earlier call uses its plan. With host arrays the ranks find out
+        by a reduction of 8 bytes whether their arguments fit, and a nonblocking call
+        waits for it, too. With arrays on devices they compare them on the way.
         """
         limit = self._group.limit(_NAME, timeout_s)
         moved = self._moved(x, source, target, out, nonblocking, stream)
         arrays = [moved.sent, moved.taken]
-        strides = [each.layout.strides for each in arrays]
-        said = str(moved.source), str(moved.target), moved.sent.dtype.name
-        mine = (*said, strides, id(moved.on) if moved.on else None)
 
-        def compared() -> Any:
-            return self._plans.agreed.plan(
-                _NAME, mine, limit, lambda: self._agreed_boxes(moved)
-            )
+        def compare() -> None:
+            facts = (_NAME, common_facts(moved), moved.on is None)
+            group = self._group
+            shared = SharedFact(facts, group.size, group.rank == 0)
+            if not self._plans.agreed.fit(_NAME, [shared], limit):
+                self._compare(moved)
 
         if moved.on is not None:
+            strides = [each.strides for each in arrays]
             boxes, agrees = self._plans.on_device(
                 _NAME,
-                mine,
+                (*common_facts(moved).values(), strides, id(moved.on)),
                 lambda: common_facts(moved),
-                compare=compared,
+                compare=compare,
                 make=lambda: self._device_boxes(moved),
             )
             return boxes.run(
                 *(arrays, moved.out, _NAME, bool(nonblocking), limit, stream),
                 agrees=agrees,
             )
-        plan = compared()
+        compare()
+        plan = self._host_plan(moved)
         table = address_table(arrays)
         owners = (table, *(array.owner for array in arrays))
         address, result = table.ctypes.data, moved.out
@@ -205,21 +217,42 @@ class Redistributions:
         on = place_of(_NAME, [sent, taken], stream)
         return Redistribution(source, target, sent, taken, out, on)
 
-    def _agreed_boxes(self, moved: Redistribution) -> Any:
-        """Return the plan of a call that is the same on all ranks; collective."""
-        sent, taken = moved.sent, moved.taken
-        said = f"source={moved.source}, target={moved.target}, dtype={sent.dtype.name}"
+    def _compare(self, moved: Redistribution) -> None:
+        """Raise MismatchError on all ranks unless their calls fit; collective."""
+        said = (
+            f"source={moved.source}, target={moved.target}, "
+            f"dtype={moved.sent.dtype.name}"
+        )
         if moved.on is not None:
             said += ", on a device"
         self._comparison.meet_equal(_NAME, said)
-        if moved.on is not None:
-            return self._device_boxes(moved)
-        group = self._group
-        moves = redistribution_moves(moved.source, moved.target, group.rank)
-        layouts = [sent.layout, taken.layout]
-        sizes = [sent.dtype.itemsize] * 2
-        program = compile_for(group, moves, sizes, reduces=False)
-        return box_plan(group, program, layouts, coll=_CODE, label="boxes/direct")
+
+    def _agreed_boxes(self, moved: Redistribution) -> Any:
+        """Return the plan of a call that is the same on all ranks; collective."""
+        self._compare(moved)
+        return self._host_plan(moved) if moved.on is None else self._device_boxes(moved)
+
+    def _host_plan(self, moved: Redistribution) -> _native.Plan:
+        """Return the plan of arrays on the host, without the other ranks."""
+        group, sent, taken = self._group, moved.sent, moved.taken
+        arrays = [(sent.dtype, len(sent.shape)), (taken.dtype, len(taken.shape))]
+        family = self._families.get(
+            (_NAME, kinds_of(moved.source), kinds_of(moved.target), sent.dtype.name),
+            lambda: group.plan_family(
+                _CODE, sent.dtype.code, 0, 0, unit=1, is_plain=False
+            ),
+        )
+        numbers = [*numbers_of(moved.source), *numbers_of(moved.target)]
+        strides = [*sent.strides, *taken.strides]
+        plan = group.find_plan(family, len(numbers), [*numbers, *strides])
+        if plan is None:
+            moves = redistribution_moves(moved.source, moved.target, group.rank)
+            template = box_template(
+                group, moves, arrays, coll=_CODE, label="boxes/direct"
+            )
+            plan = template.plan(group, [], strides)
+            group.keep_plan(family, len(numbers), [*numbers, *strides], plan)
+        return plan
 
     def _device_boxes(self, moved: Redistribution) -> DeviceBoxes:
         """Return the plan of arrays on a device, without the other ranks."""

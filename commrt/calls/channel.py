@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from commrt import _native
 from commrt.backends.attaching import attach_all
 from commrt.calls.collectives import Collectives
+from commrt.calls.families import Families
 from commrt.calls.host_route import HostRoute
 from commrt.calls.methods import method_of
 from commrt.calls.selection import Selection
@@ -120,7 +121,9 @@ class Channel(Group, Operations):
         self.selection = Selection(self, self.attached, self.table, self.wishes)
         self.policy = self.selection.policy
         self.comparison = Comparison(self)
-        self.host = HostRoute(self, self.selection)
+        self.families = Families(self)
+        """What its calls have in common that differ in lengths."""
+        self.host = HostRoute(self, self.selection, self.families)
         self.collectives = Collectives(self, self.comparison, (self.host,))
 
     # -- making ------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from commrt import _native, env
 from commrt.calls.arguments import Bound, Call
+from commrt.calls.families import Families
 from commrt.calls.selection import Selection
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import engine_factor
@@ -29,6 +30,7 @@ class HostRoute:
     Args:
         group: the ranks.
         selection: chooses among the backends' candidates.
+        families: what the group's calls have in common.
     """
 
     asked_by: ClassVar[tuple[str, ...]] = ()
@@ -36,9 +38,9 @@ class HostRoute:
     again = None
     """The engine itself starts calls like one before."""
 
-    def __init__(self, group: Group, selection: Selection) -> None:
+    def __init__(self, group: Group, selection: Selection, families: Families) -> None:
         self._group, self._selection = group, selection
-        self._families: dict[Any, _native.PlanFamily] = {}
+        self._families = families
         group.plans_limit_nbytes = int(env.read_float("COMMRT_PLAN_CACHE_NBYTES"))
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
@@ -123,7 +125,7 @@ class HostRoute:
         size, item = self._group.size, bound.dtype.itemsize
         lo, hi = elements_of(call.spec.name, span.lo, span.hi, item, size)
         self._group.add_template(family, lo, hi, template)
-        self._drop_families()
+        self._families.drop_least_used()
         return plan
 
     def _family(self, call: Call, bound: Bound) -> _native.PlanFamily:
@@ -145,9 +147,9 @@ class HostRoute:
             params,
             is_plain,
         )
-        family = self._families.get(key)
-        if family is None:
-            family = self._group.plan_family(
+
+        def make() -> _native.PlanFamily:
+            return self._group.plan_family(
                 spec.code,
                 bound.dtype.code if spec.x_count != "none" else NO_DTYPE,
                 int(call.reduction),
@@ -155,22 +157,12 @@ class HostRoute:
                 unit=count_unit(spec, self._group.size),
                 is_plain=is_plain,
             )
-            self._families[key] = family
-            self._drop_families()
-        return family
 
-    def _drop_families(self) -> None:
-        """Drop the families that were not used for longest, if they take too much."""
-        while (least := self._group.least_used_family()) is not None:
-            self._group.drop_family(least)
-            kept = self._families.items()
-            self._families = {key: one for key, one in kept if one is not least}
+        return self._families.get(key, make)
 
     def forget(self) -> None:
         """Plan all calls anew from here on."""
-        for family in self._families.values():
-            self._group.drop_family(family)
-        self._families.clear()
+        self._families.forget()
 
     def plan_alone(self, call: Call, bound: Bound) -> Any:
         """Return the plan of a call by a schedule, which this rank makes alone."""

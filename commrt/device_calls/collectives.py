@@ -19,6 +19,7 @@ from commrt.arrays.device import as_stream, current_stream_of, device_number
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.calls.channel import Channel
+from commrt.calls.kept_plans import KeptPlans
 from commrt.device_calls.host_collectives import (
     BoundHostCall,
     Compressed,
@@ -50,7 +51,6 @@ _SLOTS = 4
 that is combined, one on its way back, and one to spare."""
 _FIRST_NBYTES = 1 << 20
 _MOST_NBYTES = 256 << 20
-_MOST_PLANS = 4096
 
 
 class DevicePlan(Protocol):
@@ -108,7 +108,8 @@ class DeviceCollectives:
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
         self.host_jobs = HostJobs(comm, self.options, make_host_channel)
-        self._plans: dict[Any, DevicePlan] = {}
+        self.plans: KeptPlans[DevicePlan] = KeptPlans(comm)
+        """Plans of calls that Python has looked at."""
         self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}
         """Events by thread and device: no other thread may record one between two
         calls."""
@@ -358,12 +359,10 @@ class DeviceCollectives:
             bound.in_elements,
             bound.out_elements,
         )
-        plan = self._plans.get(key)
+        plan = self.plans.find(key)
         if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
             plan = self.selection.planned(call, bound)
-            self._plans[key] = plan
+            self.plans.keep(key, plan)
         return plan
 
     def check(self, call: Call, bound: Bound) -> None:
@@ -446,7 +445,7 @@ class DeviceCollectives:
 
     def forget_plans(self) -> None:
         """Make plans anew from here on."""
-        self._plans.clear()
+        self.plans.forget()
         _native.forget_device_calls(self.comm)
 
     @property

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import HaloShape
 from commrt.grids.halo_order import choose_direct, needs_order
+from commrt.group.agreed_calls import SharedFact
 from commrt.group.group import Group
 from commrt.vocabulary.checks import as_integer, as_items, check_flag
 from commrt.vocabulary.dtypes import ReduceOp, check_reduction
@@ -27,6 +29,7 @@ __all__ = [
     "check_halo",
     "common_facts",
     "equal_everywhere",
+    "shared_facts",
 ]
 
 EXCHANGE, REDUCE = "halo_exchange", "halo_reduce"
@@ -108,6 +111,22 @@ def common_facts(grid: Grid, rank: int, halo: Halo) -> dict[str, Any]:
             name = f"cells at place {place} of dimension {dim}"
             facts[name] = extents if is_here else None
     return facts
+
+
+def shared_facts(grid: Grid, rank: int, halo: Halo) -> Iterator[SharedFact]:
+    """Yield the facts of ``common_facts`` with the ranks that share them."""
+    shape, arrays = halo.shape, halo.arrays
+    size = math.prod(grid.dims)
+    cells = [
+        [extent for axis, extent in enumerate(array.shape) if axis not in shape.axes]
+        for array in arrays
+    ]
+    yield SharedFact((halo.what, equal_everywhere(halo), cells), size, rank == 0)
+    here = grid.coords_of(rank)
+    for dim, length in enumerate(grid.dims):
+        extents = [array.shape[shape.axes[dim]] for array in arrays]
+        is_first = not any(place for other, place in enumerate(here) if other != dim)
+        yield SharedFact((dim, here[dim], extents), size // length, is_first)
 
 
 def equal_everywhere(halo: Halo) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any
 from commrt import _native
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
-from commrt.boxes.host_plans import box_plan, compile_for
+from commrt.boxes.host_plans import Place, box_template
 from commrt.boxes.strided import address_table
 from commrt.calls.bound_call import Binders
+from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import halo_moves
@@ -25,6 +26,7 @@ from commrt.grids.halo_arguments import (
     check_halo,
     common_facts,
     equal_everywhere,
+    shared_facts,
 )
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
@@ -48,6 +50,7 @@ class Halos:
         devices: moves boxes of arrays on devices.
         comparison: compares the arguments of all ranks.
         plans: keeps plans for calls that have none at hand.
+        families: keeps what host calls have in common that differ in shapes.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class Halos:
         devices: DeviceCollectives,
         comparison: Comparison,
         plans: ComparedBoxes,
+        families: Families,
     ) -> None:
         self._group, self._grid, self._devices = group, grid, devices
         self._comparison, self._plans = comparison, plans
+        self._families = families
 
     def halo_exchange(
         self,
@@ -76,9 +81,9 @@ class Halos:
         """Fill the halos of ``fields`` with the neighbours' cells; return ``fields``.
 
         As ``plan.halo_exchange``, with its arguments. Calls whose arrays are laid out
-        like those of an earlier call use its plan. With host arrays the ranks find that
-        out by a reduction of 8 bytes, and a nonblocking call waits for it, too. With
-        arrays on devices they compare their arguments on the way.
+        like those of an earlier call use its plan. With host arrays the ranks find out
+        by a reduction of 8 bytes whether their arguments fit, and a nonblocking call
+        waits for it, too. With arrays on devices they compare them on the way.
         """
         how = nonblocking, timeout_s, stream
         return self._halo(EXCHANGE, None, fields, width, axes, corners, direct, *how)
@@ -189,27 +194,26 @@ class Halos:
         given = fields, width, axes, corners, direct, op
         halo = self._checked(what, given, nonblocking, stream)
         arrays = halo.arrays
-        places = [(each.shape, each.layout.strides, each.dtype.name) for each in arrays]
-        mine = halo.shape, halo.reduction, places, id(halo.on) if halo.on else None
 
-        def compared() -> Any:
-            return self._plans.agreed.plan(
-                what, mine, limit, lambda: self._agreed_plan(halo)
-            )
+        def compare() -> None:
+            facts = shared_facts(self._grid, self._group.rank, halo)
+            if not self._plans.agreed.fit(what, facts, limit):
+                self._compare(halo)
 
         if halo.on is not None:
             boxes, agrees = self._plans.on_device(
                 what,
-                mine,
+                _own_arguments(halo),
                 lambda: common_facts(self._grid, self._group.rank, halo),
-                compare=compared,
+                compare=compare,
                 make=lambda: self._device_boxes(halo),
             )
             return boxes.run(
                 *(arrays, fields, what, bool(nonblocking), limit, stream),
                 agrees=agrees,
             )
-        plan = compared()
+        compare()
+        plan = self._host_plan(halo)
         table = address_table(arrays)
         owners = (table, *(array.owner for array in arrays))
         address = table.ctypes.data
@@ -217,27 +221,42 @@ class Halos:
             plan, address, 0, owners, None, fields, what, bool(nonblocking), limit
         )
 
-    def _agreed_plan(self, halo: Halo) -> Any:
-        """Return the engine's plan of a call that fits all ranks' calls; collective."""
-        group = self._group
+    def _compare(self, halo: Halo) -> None:
+        """Raise MismatchError on all ranks unless their calls fit; collective."""
         shapes = [array.shape for array in halo.arrays]
         mine = {**equal_everywhere(halo), "shapes": shapes}
         said = self._comparison.meet(halo.what, mine)
-        check_agreement(group.name, self._grid, halo, said)
-        if halo.on is not None:
-            return self._device_boxes(halo)
-        moves = self._moves(halo)
-        layouts = [array.layout for array in halo.arrays]
-        program = compile_for(
-            group,
-            moves,
-            [array.dtype.itemsize for array in halo.arrays],
-            reduces=halo.reduction is not None,
+        check_agreement(self._group.name, self._grid, halo, said)
+
+    def _agreed_plan(self, halo: Halo) -> Any:
+        """Return the engine's plan of a call that fits all ranks' calls; collective."""
+        self._compare(halo)
+        return self._host_plan(halo) if halo.on is None else self._device_boxes(halo)
+
+    def _host_plan(self, halo: Halo) -> _native.Plan:
+        """Return the plan of arrays on the host, without the other ranks."""
+        group, arrays = self._group, halo.arrays
+        types = tuple((array.dtype.name, len(array.shape)) for array in arrays)
+        family = self._families.get(
+            (halo.what, halo.shape, halo.reduction, types),
+            lambda: group.box_family(self._template(halo)),
         )
-        return box_plan(
-            group,
-            program,
-            layouts,
+        extents = [extent for array in arrays for extent in array.shape]
+        strides = [stride for array in arrays for stride in array.strides]
+        return group.box_plan(family, extents, strides)
+
+    def _template(self, halo: Halo) -> _native.BoxTemplate:
+        """Return what makes the plans of all shapes: their extents are its numbers."""
+        shapes: list[Any] = []
+        for array in halo.arrays:
+            first = sum(map(len, shapes))
+            shapes.append(
+                tuple(Place(first + axis) for axis in range(len(array.shape)))
+            )
+        return box_template(
+            self._group,
+            self._moves(halo, shapes),
+            [(array.dtype, len(array.shape)) for array in halo.arrays],
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
@@ -259,12 +278,20 @@ class Halos:
             reduction=halo.reduction,
         )
 
-    def _moves(self, halo: Halo) -> list[Move]:
-        shapes = [array.shape for array in halo.arrays]
+    def _moves(self, halo: Halo, shapes: Any = None) -> list[Move]:
+        """Return this rank's moves; ``shapes`` stand for those of the arrays."""
+        if shapes is None:
+            shapes = [array.shape for array in halo.arrays]
         reverse = halo.what == REDUCE
         return halo_moves(
             self._grid, self._group.rank, halo.shape, shapes, reverse=reverse
         )
+
+
+def _own_arguments(halo: Halo) -> tuple[Any, ...]:
+    """Return all that this rank's plan depends on."""
+    places = [(one.shape, one.strides, one.dtype.name) for one in halo.arrays]
+    return halo.shape, halo.reduction, places, id(halo.on) if halo.on else None
 
 
 def _label(halo: Halo) -> str:

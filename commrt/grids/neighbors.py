@@ -22,9 +22,10 @@ from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.arrays.plain import as_array
-from commrt.backends.base import Attached
-from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
+from commrt.boxes.host_plans import Place, box_template
 from commrt.calls.bound_call import Binders
+from commrt.calls.families import Families
+from commrt.calls.kept_plans import KeptPlans
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError, shown
 from commrt.grids.halo_arguments import HALO_CALLS
@@ -37,6 +38,7 @@ from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import as_integer, as_items, check_flag
+from commrt.vocabulary.dtypes import DType
 from commrt.vocabulary.operations import names_of, other_call
 
 __all__ = [
@@ -48,7 +50,6 @@ __all__ = [
 ]
 
 _X, _OUT = 0, 1
-_MOST_PLANS = 1024
 _LARGEST = 2**63 - 1
 Counts = Sequence[int] | None
 _Ranges = tuple[tuple[int, int], ...]
@@ -107,8 +108,13 @@ class _Bound:
     """Begin and end in x of each destination's block."""
     receives: _Ranges
     """Begin and end in out of each source's block."""
-    moves: list[Move]
-    """The blocks of a call among neighbours, by this rank's counts."""
+    around: Neighborhood
+    rank: int
+
+    @property
+    def moves(self) -> list[Move]:
+        """The blocks of a call among neighbours, by this rank's counts."""
+        return _moves(self.around, self.rank, self.sends, self.receives)
 
     @property
     def on(self) -> Any:
@@ -126,6 +132,7 @@ class NeighborCalls:
         around: who is beside this rank.
         devices: moves blocks of arrays on devices.
         comparison: compares the calls of all ranks in check mode.
+        families: keeps what host calls have in common that differ in counts.
     """
 
     def __init__(
@@ -134,10 +141,13 @@ class NeighborCalls:
         around: Neighborhood,
         devices: DeviceCollectives,
         comparison: Comparison,
+        families: Families,
     ) -> None:
         self._group, self._around = group, around
         self._devices, self._comparison = devices, comparison
-        self._plans: dict[Any, Any] = {}
+        self._families = families
+        self.plans: KeptPlans[Any] = KeptPlans(group)
+        """Plans of calls on device arrays."""
 
     def neighbor_allgather(
         self,
@@ -315,41 +325,49 @@ class NeighborCalls:
 
     def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
         """Return the engine's plan; the first one of device arrays is collective."""
-        carrier: Attached | None = None
-        if bound.on is not None:
-            if stream is None:
-                handle = current_stream_of(bound.x.array, bound.on)
-            else:
-                handle = as_stream(stream, bound.on, bound.what)
-            carrier = self._devices.box_carrier(bound.on, bound.what, handle, timeout_s)
-        where = "" if bound.on is None else self._devices.name_of(carrier)
+        if bound.on is None:
+            return self._host_plan(bound)
+        if stream is None:
+            handle = current_stream_of(bound.x.array, bound.on)
+        else:
+            handle = as_stream(stream, bound.on, bound.what)
+        carrier = self._devices.box_carrier(bound.on, bound.what, handle, timeout_s)
+        where = self._devices.name_of(carrier)
         key = (bound.what, bound.x.dtype.code, bound.sends, bound.receives, where)
-        plan, code = self._plans.get(key), other_call(bound.what).code
-        if plan is None and carrier is not None:
-            plan = carried_neighbors(carrier, bound, code)
-            self._keep(key, plan)
-        elif plan is None:
-            size = bound.x.dtype.itemsize
-            program = compile_for(
-                self._group, bound.moves, [size, size], reduces=False, stated=True
-            )
-            layout = ArrayLayout(bound.x.dtype, (size,))
-            plan = box_plan(
-                self._group,
-                program,
-                [layout, layout],
-                coll=code,
-                label="boxes/direct",
-            )
-            if bound.on is not None:
-                plan = staged_neighbors(self._around, bound, plan)
-            self._keep(key, plan)
+        plan = self.plans.find(key)
+        if plan is None:
+            if carrier is not None:
+                code = other_call(bound.what).code
+                plan = carried_neighbors(carrier, bound, code)
+            else:
+                plan = staged_neighbors(self._around, bound, self._host_plan(bound))
+            self.plans.keep(key, plan)
         return plan
 
-    def _keep(self, key: Any, plan: Any) -> None:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
+    def _host_plan(self, bound: _Bound) -> _native.Plan:
+        """Return the plan of a call on the host, without the other ranks."""
+        group, dtype = self._group, bound.x.dtype
+        family = self._families.get(
+            (bound.what, dtype.code),
+            lambda: group.box_family(self._template(bound.what, dtype)),
+        )
+        numbers = [at for pair in (*bound.sends, *bound.receives) for at in pair]
+        return group.box_plan(family, numbers, [dtype.itemsize, dtype.itemsize])
+
+    def _template(self, what: str, dtype: DType) -> _native.BoxTemplate:
+        """Return what makes the plans of all counts: where blocks begin and end."""
+        around = self._around
+        ways = len(around.destinations), len(around.sources)
+        places: list[Any] = [(Place(2 * i), Place(2 * i + 1)) for i in range(sum(ways))]
+        blocks = tuple(places[: ways[0]]), tuple(places[ways[0] :])
+        return box_template(
+            self._group,
+            _moves(around, self._group.rank, *blocks),
+            [(dtype, 1), (dtype, 1)],
+            coll=other_call(what).code,
+            label="boxes/direct",
+            stated=True,
+        )
 
     def _compare(self, bound: _Bound, timeout_s: float) -> None:
         """Raise the same MismatchError on all ranks unless sends fit receives."""
@@ -432,8 +450,8 @@ def _bind(
         out = zeros_like_array(source, shape)
     target = view_anywhere(out, f"{what}: out")
     _check_out(what, source, target, total)
-    moves = _moves(around, rank, what, leaving, coming)
-    return _Bound(name, source, target, out, leaving, coming, moves)
+    _check_own(around, rank, what, leaving, coming)
+    return _Bound(name, source, target, out, leaving, coming, around, rank)
 
 
 def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:
@@ -475,8 +493,24 @@ def _ranges(counts: list[int]) -> _Ranges:
     return tuple(pairwise(ends))
 
 
-def _moves(
+def _check_own(
     around: Neighborhood, rank: int, what: str, sends: _Ranges, receives: _Ranges
+) -> None:
+    """Raise UsageError where a rank expects other counts of itself than it sends."""
+    if rank not in around.sources:
+        return
+    for move in _moves(around, rank, sends, receives):
+        if move.source is None or move.target is None:
+            continue
+        if move.source.count != move.target.count:
+            raise UsageError(
+                f"{what}: it sends itself {move.source.count} elements and expects "
+                f"{move.target.count}; the counts must be equal"
+            )
+
+
+def _moves(
+    around: Neighborhood, rank: int, sends: _Ranges, receives: _Ranges
 ) -> list[Move]:
     own: dict[int, Box] = {}
     moves = []
@@ -493,11 +527,6 @@ def _moves(
     ):
         box = Box(_OUT, (low,), (high,))
         if peer == rank:
-            if own[number].count != box.count:
-                raise UsageError(
-                    f"{what}: it sends itself {own[number].count} elements and expects "
-                    f"{box.count}; the counts must be equal"
-                )
             moves.append(Move(0, number, None, own[number], box))
         elif peer is not None:
             moves.append(Move(0, number, peer, None, box))

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes plans that move boxes of arrays.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,9 +9,12 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "engine/box_template.hpp"
 
 namespace commrt {
 
@@ -22,23 +26,22 @@ using Steps = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 
 constexpr size_t kBoxColumns = 3;   // array, dtype, offset; then shape and strides
 constexpr size_t kStepColumns = 6;  // kind, lo, hi, peer, k, first box of the source
-enum StepKind { kSend = 0, kReceive = 1, kReceiveReduce = 2, kCopy = 3, kReduce = 4 };
 
-SpaceSpec read_boxes(const Rows& rows, RedOp redop, bool reduces) {
+std::vector<Box> read_boxes(const Rows& rows, const BoxCallKind& kind) {
   const size_t ndim = (rows.shape(1) - kBoxColumns) / 2;
   if (rows.shape(1) < kBoxColumns || ndim > kMostDims) {
     throw std::invalid_argument("a row of boxes has " + std::to_string(rows.shape(1)) +
                                 " columns; expected 3 (array, dtype, offset) and 2 for each of at "
                                 "most " + std::to_string(kMostDims) + " dimensions");
   }
-  SpaceSpec space{SpaceKind::In, {0}, 0, {}};
+  std::vector<Box> boxes;
   for (size_t i = 0; i < rows.shape(0); ++i) {
     const int64_t* row = rows.data() + i * rows.shape(1);
     const auto dtype = static_cast<DType>(row[1]);
     Box box;
     box.array = static_cast<int>(row[0]);
     box.itemsize = item_size(dtype);
-    box.combine = reduces ? combine_for(dtype, redop) : nullptr;
+    box.combine = kind.reduces ? combine_for(dtype, kind.redop) : nullptr;
     box.offset = row[2];
     box.ndim = static_cast<int>(ndim);
     std::copy_n(row + kBoxColumns, ndim, box.shape);
@@ -48,44 +51,15 @@ SpaceSpec read_boxes(const Rows& rows, RedOp redop, bool reduces) {
                                   "less: leave empty boxes out");
     }
     box.settle();
-    space.boxes.push_back(box);
-    space.offsets.push_back(space.offsets.back() + static_cast<int64_t>(box.nbytes));
+    boxes.push_back(box);
   }
-  return space;
+  return boxes;
 }
 
-// Without boxes there is nothing to run, but the operation is one like any other.
-PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, int redop,
-                      bool reduces, Rows boxes, Steps steps, Numbers deps, Numbers dep_ptr,
-                      const std::vector<std::tuple<int, int, int>>& peers, int64_t lane_nbytes,
-                      int most_slots, int ahead, int spins, int64_t most_inline, int store, int adaptive) {
-  auto plan = std::make_shared<Plan>();
-  plan->coll = coll;
-  plan->dtype = DType::U8;
-  plan->redop = static_cast<RedOp>(redop);
-  plan->label = label;
-  plan->returns_out = true;
-  plan->depth = 1;
-  plan->spins = spins;
-  plan->inline_nbytes =
-      std::clamp(static_cast<size_t>(most_inline), kInlineBytes, kMostInlineBytes);
-  plan->store = static_cast<Store>(store);
-  plan->adaptive = static_cast<Store>(adaptive);
-  plan->choice.start_with(plan->store, plan->adaptive);
-  plan->most_slots = std::max(1, most_slots);
-  plan->ahead = static_cast<uint64_t>(std::max(1, ahead));
-  plan->spaces.push_back(read_boxes(boxes, plan->redop, reduces));
-  const int num_boxes = static_cast<int>(plan->spaces[0].boxes.size());
-  std::vector<int> peer_index(static_cast<size_t>(group.comm->size), -1);
-  for (const auto& [rank, sends, recvs] : peers) {
-    if (rank < 0 || rank >= group.comm->size || rank == group.comm->rank) {
-      throw std::invalid_argument("peer " + std::to_string(rank) + " is not another rank: expected "
-                                  "0 to " + std::to_string(group.comm->size - 1) + " without " +
-                                  std::to_string(group.comm->rank) + ", which is this rank");
-    }
-    peer_index[rank] = static_cast<int>(plan->peers.size());
-    plan->peers.push_back({rank, sends, recvs});
-  }
+BoxProgram read_program(const Rows& boxes, const Steps& steps, const Numbers& deps,
+                        const Numbers& dep_ptr,
+                        const std::vector<std::tuple<int, int, int>>& peers, int ahead,
+                        const BoxCallKind& kind) {
   if (steps.shape(1) != kStepColumns || dep_ptr.shape(0) != steps.shape(0) + 1) {
     throw std::invalid_argument("steps and their dependencies do not fit each other: " +
                                 std::to_string(steps.shape(0)) + " steps have " +
@@ -94,52 +68,94 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
                                 std::to_string(kStepColumns) + " columns, and one entry more than "
                                 "steps");
   }
+  BoxProgram program;
+  program.boxes = read_boxes(boxes, kind);
+  program.ahead = ahead;
+  for (const auto& [rank, sends, recvs] : peers) program.peers.push_back({rank, sends, recvs});
   for (size_t i = 0; i < steps.shape(0); ++i) {
     const int32_t* row = steps.data() + i * kStepColumns;
-    const int32_t kind = row[0], lo = row[1], hi = row[2], count = hi - lo;
-    const bool local = kind == kCopy || kind == kReduce;
-    auto slice = [&](int first) {
-      // A message without boxes is empty: it tells the other side that nothing comes.
-      if (first < 0 || count < (local ? 1 : 0) || first + count > num_boxes) {
-        throw std::invalid_argument("step " + std::to_string(i) + " asks for " +
-                                    std::to_string(count) + " boxes from number " +
-                                    std::to_string(first) + " on, but the table has " +
-                                    std::to_string(num_boxes) + "; only a message may have none");
-      }
-      Ref ref{};
-      ref.lo = first;
-      ref.hi = first + count;
-      return ref;
-    };
-    Instr& ins = plan->instrs.emplace_back();
-    ins.boxed = true;
-    Ref message{};
-    if (!local) {
-      if (row[3] < 0 || row[3] >= group.comm->size || peer_index[row[3]] < 0) {
-        throw std::invalid_argument("step " + std::to_string(i) + " has a message with rank " +
-                                    std::to_string(row[3]) + ", which is not among the plan's "
-                                    "peers: add the rank to `peers`");
-      }
-      message.is_message = true;
-      message.peer = peer_index[row[3]];
-      message.k = row[4];
-      ins.has_mpi = group.comm->link(row[3]).kind == LinkKind::Mpi;
-    }
-    if (kind == kSend) {
-      ins.inputs.push_back(slice(lo));
-      ins.sends.push_back(message);
-    } else {
-      ins.inputs.push_back(local ? slice(row[5]) : message);
-      if (kind == kReceiveReduce || kind == kReduce) ins.inputs.push_back(slice(lo));
-      ins.local_outs.push_back(slice(lo));
-    }
-    for (int32_t at = dep_ptr.data()[i]; at < dep_ptr.data()[i + 1]; ++at) {
-      ins.deps.push_back(deps.data()[at]);
-    }
+    program.steps.push_back(
+        {static_cast<BoxStepKind>(row[0]), row[1], row[2], row[3], row[4], row[5]});
+    program.deps.emplace_back(deps.data() + dep_ptr.data()[i], deps.data() + dep_ptr.data()[i + 1]);
   }
-  plan->in_elems = plan->spaces[0].offsets.back();  // what is moved, for records and waits
-  plan->finish(1, static_cast<size_t>(lane_nbytes), 1, 0);
-  return plan;
+  return program;
+}
+
+// Without boxes there is nothing to run, but the operation is one like any other.
+PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, int redop,
+                      bool reduces, Rows boxes, Steps steps, Numbers deps, Numbers dep_ptr,
+                      const std::vector<std::tuple<int, int, int>>& peers, int64_t lane_nbytes,
+                      int most_slots, int ahead, int spins, int64_t most_inline, int store, int adaptive) {
+  BoxCallKind kind;
+  kind.coll = coll;
+  kind.label = label;
+  kind.redop = static_cast<RedOp>(redop);
+  kind.reduces = reduces;
+  kind.lane_nbytes = static_cast<size_t>(lane_nbytes);
+  kind.spins = spins;
+  kind.most_inline = static_cast<size_t>(most_inline);
+  return plan_of_boxes(read_program(boxes, steps, deps, dep_ptr, peers, ahead, kind), kind,
+                       most_slots, static_cast<Store>(store), static_cast<Store>(adaptive),
+                       *group.comm);
+}
+
+// An array, where the box begins and ends in each dimension (offset and number), and which of the
+// array's dimensions that is, in what steps. An array below 0: there is no box.
+using Places = std::vector<std::pair<int64_t, int32_t>>;
+using EndOf = std::tuple<int, Places, Places, std::vector<int32_t>, std::vector<int64_t>>;
+using MoveOf = std::tuple<int, int64_t, int, EndOf, EndOf>;
+
+BoxTemplate::End read_end(const EndOf& given, const BoxTemplate& made) {
+  const auto& [array, start, stop, axes, steps] = given;
+  BoxTemplate::End end;
+  end.array = array;
+  if (array < 0) return end;
+  const size_t ndim = start.size();
+  const bool fits = static_cast<size_t>(array) < made.dims.size() && ndim <= kMostDims &&
+                    stop.size() == ndim && axes.size() == ndim && steps.size() == ndim &&
+                    std::all_of(axes.begin(), axes.end(), [&](int32_t axis) {
+                      return axis >= 0 && axis < made.dims[static_cast<size_t>(array)];
+                    });
+  if (!fits) {
+    throw std::invalid_argument("a box of array " + std::to_string(array) + " with " +
+                                std::to_string(ndim) + " dimensions does not fit: expected at most " +
+                                std::to_string(kMostDims) + ", with a begin, an end, a step and a "
+                                "dimension of one of the " + std::to_string(made.dims.size()) +
+                                " arrays for each");
+  }
+  for (const auto& [offset, number] : start) end.start.push_back({offset, number});
+  for (const auto& [offset, number] : stop) end.stop.push_back({offset, number});
+  end.axes = axes;
+  end.steps = steps;
+  return end;
+}
+
+std::shared_ptr<BoxTemplate> make_box_template(
+    int rank, int size, int coll, const std::string& label, int redop, bool reduces, bool stated,
+    int64_t limit_nbytes, int64_t lane_nbytes, int spins, int64_t most_inline, uint64_t slots_nbytes,
+    uint64_t fewest_slots, uint64_t learns_from, const std::vector<std::pair<int, int>>& stores,
+    const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves) {
+  auto made = std::make_shared<BoxTemplate>();
+  made->kind = {coll, label, static_cast<RedOp>(redop), reduces, stated, limit_nbytes,
+                static_cast<size_t>(lane_nbytes), spins, static_cast<size_t>(most_inline)};
+  made->slots_nbytes = slots_nbytes;
+  made->fewest_slots = fewest_slots;
+  made->stores.learns_from = learns_from;
+  for (size_t i = 0; i < 2; ++i) {
+    Store* const kinds = i == 0 ? made->stores.is_short : made->stores.is_long;
+    kinds[0] = static_cast<Store>(stores.at(i).first);
+    kinds[1] = static_cast<Store>(stores.at(i).second);
+  }
+  for (const auto& [dtype, ndim] : arrays) {
+    made->types.push_back(static_cast<DType>(dtype));
+    made->dims.push_back(ndim);
+  }
+  made->rank = rank;
+  made->size = size;
+  for (const auto& [phase, number, peer, source, target] : moves) {
+    made->moves.push_back({phase, number, peer, read_end(source, *made), read_end(target, *made)});
+  }
+  return made;
 }
 
 }  // namespace
@@ -151,6 +167,45 @@ void bind_boxes(nb::module_& m) {
         nb::arg("lane_nbytes"), nb::arg("most_slots"), nb::arg("ahead"), nb::arg("spins"), nb::arg("most_inline"),
         nb::arg("store"), nb::arg("adaptive"),
         "Plan of one rank that moves boxes of arrays; its buffer is a table of their addresses.");
+  nb::class_<BoxTemplate>(
+      m, "BoxTemplate", "What calls that move boxes have in common, but for where boxes lie.")
+      .def_prop_ro("nbytes", &BoxTemplate::nbytes, "Bytes of memory that it takes.")
+      .def("plan", [](const BoxTemplate& made, Group& group, const std::vector<int64_t>& numbers,
+                      const std::vector<int64_t>& strides) -> PlanPtr {
+        return made.make(numbers.data(), numbers.size(), strides.data(), strides.size(),
+                         *group.comm);
+      }, nb::arg("group"), nb::arg("numbers"), nb::arg("strides"), "The plan of one call.")
+      .def("program", [](const BoxTemplate& made, const std::vector<int64_t>& numbers,
+                         const std::vector<int64_t>& strides) {
+        const BoxProgram program =
+            made.program(numbers.data(), numbers.size(), strides.data(), strides.size());
+        std::vector<std::tuple<int, int64_t, std::vector<int64_t>, std::vector<int64_t>>> boxes;
+        for (const Box& box : program.boxes) {
+          boxes.emplace_back(box.array, box.offset,
+                             std::vector<int64_t>(box.shape, box.shape + box.ndim),
+                             std::vector<int64_t>(box.strides, box.strides + box.ndim));
+        }
+        std::vector<std::vector<int>> steps;
+        for (const BoxStep& one : program.steps) {
+          steps.push_back({static_cast<int>(one.kind), one.lo, one.hi, one.peer, one.k, one.source});
+        }
+        std::vector<std::tuple<int, int, int>> peers;
+        for (const PeerUse& one : program.peers) {
+          peers.emplace_back(one.rank, one.sends_per_fragment, one.recvs_per_fragment);
+        }
+        auto deps = program.deps;
+        deps.resize(steps.size());
+        return nb::make_tuple(boxes, steps, deps, peers, program.longest_nbytes, program.ahead,
+                              program.fewest_slots);
+      }, nb::arg("numbers"), nb::arg("strides"),
+         "Return a call's boxes, steps, their dependencies, peers, the longest message's bytes, how "
+         "far ahead steps are tried, and the fewest slots. For tests.");
+  m.def("make_box_template", &make_box_template, nb::kw_only(), nb::arg("rank"), nb::arg("size"),
+        nb::arg("coll"),
+        nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),
+        nb::arg("limit_nbytes"), nb::arg("lane_nbytes"), nb::arg("spins"), nb::arg("most_inline"),
+        nb::arg("slots_nbytes"), nb::arg("fewest_slots"), nb::arg("learns_from"), nb::arg("stores"), nb::arg("arrays"), nb::arg("moves"),
+        "Plans of calls whose boxes begin and end at the call's numbers.");
 }
 
 }  // namespace commrt

@@ -350,6 +350,21 @@ void bind_group(nb::module_& m) {
            }, nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
            nb::arg("unit"), nb::arg("is_plain"),
            "Make a family of calls that differ only in lengths; the dispatcher knows plain ones.")
+      .def("box_family",
+           [](Group& g, std::shared_ptr<BoxTemplate> boxes) {
+             return g.plans.add_family(std::move(boxes));
+           }, nb::arg("template"), "Make a family of calls that move boxes.")
+      .def("box_plan",
+           [](Group& g, PlanFamily& family, std::vector<int64_t> numbers,
+              const std::vector<int64_t>& strides) -> PlanPtr {
+             if (family.boxes() == nullptr) {
+               throw std::invalid_argument("calls of this family move no boxes: expected one of "
+                                           "box_family()");
+             }
+             return g.plans.box_plan(family, std::move(numbers), strides, *g.comm);
+           }, nb::arg("family"), nb::arg("numbers"), nb::arg("strides"),
+           "Return the plan of a call that moves boxes, made if need be: where they begin and end, "
+           "and the strides of all arrays.")
       .def("add_template",
            [](Group& g, PlanFamily& family, int64_t lo, int64_t hi,
               std::shared_ptr<PlanTemplate> made) {
@@ -372,7 +387,7 @@ void bind_group(nb::module_& m) {
              } else {
                const VectorKey vector{key, std::move(counts)};
                found = g.plans.find(vector, nullptr, 0);
-               if (found == nullptr) found = g.plans.make(vector, count, *g.comm);
+               if (found == nullptr) found = g.plans.make(vector, nullptr, 0, count, *g.comm);
              }
              return found == nullptr ? nullptr : *found;
            }, nb::arg("family"), nb::arg("count"), nb::arg("counts"),

@@ -26,6 +26,7 @@ PyDeviceCall start(const PyMpiWork& self, const std::shared_ptr<const MpiDeviceP
 
 void bind_mpi_work(nb::module_& m) {
   nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "Plan of a call of MPI on device memory.")
+      .def_prop_ro("nbytes", &MpiDevicePlan::memory_nbytes, "Bytes of memory that it takes.")
       .attr("backend") = "mpi";
   m.def("mpi_device_plan",
         [](PlanPtr runs, size_t in_nbytes, size_t out_nbytes, bool in_place,

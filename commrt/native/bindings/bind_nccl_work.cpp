@@ -67,7 +67,9 @@ void make_phase(NcclPhase* self, const std::vector<MessageRow>& messages,
 }  // namespace
 
 void bind_nccl_work(nb::module_& m) {
-  nb::class_<NcclPlan>(m, "NcclPlan", "Plan of a call by NCCL.").attr("backend") = "nccl";
+  nb::class_<NcclPlan>(m, "NcclPlan", "Plan of a call by NCCL.")
+      .def_prop_ro("nbytes", &NcclPlan::memory_nbytes, "Bytes of memory that it takes.")
+      .attr("backend") = "nccl";
   m.def("nccl_plan",
         [](const std::string& operation, int coll, bool is_barrier, bool is_counted,
            bool needs_copy, size_t count, std::vector<int64_t> send_counts,

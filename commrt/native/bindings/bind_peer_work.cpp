@@ -88,6 +88,7 @@ void bind_peer_work(nb::module_& m) {
         }, nb::arg("line"), "Return it; what its writer did before has been done then.");
 
   nb::class_<PeerPlan>(m, "PeerPlan", "Plan of a call over memory of peers.")
+      .def_prop_ro("nbytes", &PeerPlan::memory_nbytes, "Bytes of memory that it takes.")
       .attr("backend") = "ipc";
   m.def("peer_plan",
         [](std::shared_ptr<StreamProgram> program, size_t scratch_nbytes,

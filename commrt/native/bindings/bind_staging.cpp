@@ -132,6 +132,8 @@ void bind_staging(nb::module_& m) {
            "pinned memory); `table` are offsets of the host's arrays.");
 
   nb::class_<StagedPlan>(m, "StagedPlan", "Plan of a call on device memory, by its pieces.")
+      .def_prop_ro("nbytes", &StagedPlan::memory_nbytes,
+                   "Bytes of memory that it takes, with the plans that it runs on the host.")
       .def("agreeing",
            [](const StagedPlan& self, PlanPtr runs, std::vector<uint64_t> words,
               std::vector<std::string> names) {

@@ -20,8 +20,8 @@ namespace commrt {
 
 namespace {
 
-// Programs with endless different lengths would otherwise grow the table for ever.
-constexpr std::size_t kMostEntries = 4096;
+// What a map, a list and a function need for an entry, roughly.
+constexpr std::size_t kEntryBytes = 256;
 
 unsigned char* end_of(const DeviceView& view) {
   return as_memory(view.address) + static_cast<std::size_t>(view.count) * item_size(view.dtype);
@@ -108,9 +108,11 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
 // Returns a function that starts a plan by the work of its kind, which takes one array for each
 // way, or a list of them. Null where the plan is of another kind.
 template <class Plan, class Work>
-DeviceCallCache::Start start_by(const PyDeviceWork& runner, nb::handle given) {
+DeviceCallCache::Start start_by(const PyDeviceWork& runner, nb::handle given,
+                                std::size_t* nbytes) {
   std::shared_ptr<const Plan> plan;
   if (!nb::try_cast(given, plan)) return nullptr;
+  *nbytes = plan->memory_nbytes();
   return [plan = std::move(plan), work = static_cast<Work*>(runner.work.get())](
              unsigned char* in, unsigned char* out, Stream stream, bool orders,
              void* const* keep, double timeout_s) {
@@ -124,29 +126,51 @@ DeviceCallCache::Start start_by(const PyDeviceWork& runner, nb::handle given) {
   };
 }
 
-DeviceCallCache::Start start_of(const PyDeviceWork& runner, nb::handle plan) {
+DeviceCallCache::Start start_of(const PyDeviceWork& runner, nb::handle plan,
+                                std::size_t* nbytes) {
   for (const auto& by : {start_by<StagedPlan, Stager>, start_by<NcclPlan, NcclWork>,
                          start_by<PeerPlan, PeerWork>, start_by<MpiDevicePlan, MpiWork>}) {
-    if (DeviceCallCache::Start found = by(runner, plan)) return found;
+    if (DeviceCallCache::Start found = by(runner, plan, nbytes)) return found;
   }
   throw nb::type_error("a plan that no work on devices starts");
 }
 
 }  // namespace
 
-DeviceCallCache::EntryPtr DeviceCallCache::find(const Key& key) const {
-  const auto found = entries_.find(key);
-  return found == entries_.end() ? nullptr : found->second;
+std::size_t DeviceCallCache::Kept::nbytes() const {
+  return sizeof *this + sizeof *entry + kEntryBytes + entry->plan_nbytes;
 }
 
-void DeviceCallCache::insert(const Key& key, Entry entry) {
-  if (entries_.size() >= kMostEntries) forget();
-  entries_[key] = std::make_shared<const Entry>(std::move(entry));
+DeviceCallCache::EntryPtr DeviceCallCache::find(const Key& key) {
+  const auto found = entries_.find(key);
+  if (found == entries_.end()) return nullptr;
+  order_.splice(order_.begin(), order_, found->second);
+  return found->second->entry;
+}
+
+void DeviceCallCache::insert(const Key& key, Entry entry, std::size_t limit_nbytes) {
+  Order gone;  // what goes with them may call here: they go last
+  const auto found = entries_.find(key);
+  if (found != entries_.end()) {
+    nbytes_ -= found->second->nbytes();
+    gone.splice(gone.begin(), order_, found->second);
+  }
+  order_.push_front({key, std::make_shared<const Entry>(std::move(entry))});
+  entries_[key] = order_.begin();
+  nbytes_ += order_.front().nbytes();
+  while (nbytes_ > limit_nbytes && order_.size() > 1) {
+    const auto last = std::prev(order_.end());
+    nbytes_ -= last->nbytes();
+    entries_.erase(last->key);
+    gone.splice(gone.begin(), order_, last);
+  }
 }
 
 void DeviceCallCache::forget() {
-  std::unordered_map<Key, EntryPtr, Hash> gone;
-  gone.swap(entries_);  // what goes with them may call here
+  Order gone;
+  gone.swap(order_);  // what goes with them may call here
+  entries_.clear();
+  nbytes_ = 0;
 }
 
 PyObject* run_cached(PyObject* group, const AskedCall& asked) {
@@ -171,9 +195,12 @@ void bind_device_call_cache(nb::module_& m) {
                               PlanKey::pack(coll, static_cast<DType>(dtype), reduction, kHost),
                               static_cast<std::int32_t>(root)};
           const DeviceCallCache::Key key{plain, device.ptr(), gives_out};
+          std::size_t plan_nbytes = 0;
+          DeviceCallCache::Start start = start_of(runner, plan, &plan_nbytes);
           group.device_call_cache->insert(
-              key, {std::move(device), runner, start_of(runner, plan), sends, receives, in_place,
-                    out_count, std::move(detours)});
+              key, {std::move(device), runner, std::move(start), sends, receives, in_place,
+                    out_count, std::move(detours), plan_nbytes},
+              group.plans.limit_nbytes);
         },
         nb::arg("group"), nb::kw_only(), nb::arg("coll"), nb::arg("reduction"), nb::arg("root"),
         nb::arg("dtype"), nb::arg("count"), nb::arg("device"), nb::arg("runner"), nb::arg("plan"),
@@ -197,6 +224,9 @@ void bind_device_call_cache(nb::module_& m) {
         "stream that the array names or None); None for what is left to Python. For tests.");
   m.def("num_cached_device_calls", [](const Group& group) { return group.device_call_cache->size(); },
         nb::arg("group"), "Number of device calls in the cache.");
+  m.def("cached_device_calls_nbytes",
+        [](const Group& group) { return group.device_call_cache->nbytes(); }, nb::arg("group"),
+        "Bytes of memory that they take, with their plans.");
 }
 
 }  // namespace commrt

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <unordered_map>
 
@@ -42,15 +43,19 @@ class DeviceCallCache {
     bool in_place = false;                 // whether the output may be the input
     std::int64_t out_count = 0;
     nb::object detours;  // a list or None: while there is something in it, calls go the long way
+    std::size_t plan_nbytes = 0;  // of the plan that `start` has
   };
   using EntryPtr = std::shared_ptr<const Entry>;
 
   // Null where there is none.
-  EntryPtr find(const Key& key) const;
-  void insert(const Key& key, Entry entry);
+  EntryPtr find(const Key& key);
+  // Keeps an entry, and drops those that were not used for longest where all of them take more
+  // than so many bytes; the last one stays.
+  void insert(const Key& key, Entry entry, std::size_t limit_nbytes);
   void forget();
   bool empty() const { return entries_.empty(); }
   std::size_t size() const { return entries_.size(); }
+  std::size_t nbytes() const { return nbytes_; }
 
  private:
   struct Hash {
@@ -59,7 +64,16 @@ class DeviceCallCache {
              static_cast<std::size_t>(key.gives_out) << 20;
     }
   };
-  std::unordered_map<Key, EntryPtr, Hash> entries_;
+  struct Kept {
+    Key key;
+    EntryPtr entry;
+    std::size_t nbytes() const;
+  };
+  using Order = std::list<Kept>;  // the last used first
+
+  Order order_;
+  std::unordered_map<Key, Order::iterator, Hash> entries_;
+  std::size_t nbytes_ = 0;
 };
 
 // A call whose arguments are all of those that an entry can be found by.

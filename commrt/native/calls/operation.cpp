@@ -184,8 +184,7 @@ const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* g
     if (given[i] == nullptr || !read_counts(given[i], size, &asked.counts[i * size])) return nullptr;
   }
   if (const PlanPtr* found = group.plans.find(asked, given, num)) return found;
-  if (group.plans.make(asked, given_elems, *group.comm) == nullptr) return nullptr;
-  return group.plans.find(asked, given, num);
+  return group.plans.make(asked, given, num, given_elems, *group.comm);
 }
 
 bool overlaps(const View& a, const View& b) {

@@ -60,6 +60,7 @@ const PlanTemplate* PlanFamily::at(int64_t num_elements) const {
 
 void PlanFamily::count_bytes() {
   nbytes_ = kFamilyBytes + ranges_.capacity() * sizeof(Range);
+  if (boxes_ != nullptr) nbytes_ += boxes_->nbytes();
   for (size_t i = 0; i < ranges_.size(); ++i) {
     const auto same = [&](const Range& one) { return one.by == ranges_[i].by; };
     const auto here = ranges_.begin() + static_cast<std::ptrdiff_t>(i);
@@ -86,15 +87,23 @@ const PlanPtr* PlanCache::find(const VectorKey& key, PyObject* const* given, int
     const auto it = vector_plans_.find(key);
     if (it == vector_plans_.end()) return nullptr;
     note_use(it->second);
-    last_vector_key_ = key;
-    last_vector_plan_ = it->second->plan;
-    for (nb::object& argument : last_arguments_) argument.reset();
+    remember(key, it->second->plan);
   }
+  remember_arguments(given, num);
+  return &last_vector_plan_;
+}
+
+void PlanCache::remember(const VectorKey& key, const PlanPtr& plan) {
+  last_vector_key_ = key;
+  last_vector_plan_ = plan;
+  for (nb::object& argument : last_arguments_) argument.reset();
+}
+
+void PlanCache::remember_arguments(PyObject* const* given, int num) {
   for (int i = 0; i < num; ++i) {
     // Kept, so that no other object gets its address.
     last_arguments_[i] = PyTuple_CheckExact(given[i]) ? nb::borrow(given[i]) : nb::object();
   }
-  return &last_vector_plan_;
 }
 
 void PlanCache::put(Order::iterator at, PlanPtr plan, size_t key_nbytes) {
@@ -110,14 +119,16 @@ void PlanCache::keep(const PlanKey& key, PlanPtr plan) {
   last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
   last_plan_.reset();
   const auto [it, is_new] = plans_.try_emplace(key);
-  if (is_new) it->second = order_.insert(order_.begin(), {&it->first, nullptr, nullptr, 0});
+  if (is_new) it->second = order_.insert(order_.begin(), {&it->first, nullptr, nullptr, 0, nullptr});
+  it->second->made_by = nullptr;
   put(it->second, std::move(plan), sizeof key);
 }
 
 void PlanCache::keep(const VectorKey& key, PlanPtr plan) {
   last_vector_plan_.reset();
   const auto [it, is_new] = vector_plans_.try_emplace(key);
-  if (is_new) it->second = order_.insert(order_.begin(), {nullptr, &it->first, nullptr, 0});
+  if (is_new) it->second = order_.insert(order_.begin(), {nullptr, &it->first, nullptr, 0, nullptr});
+  it->second->made_by = nullptr;
   put(it->second, std::move(plan), sizeof key + key.counts.size() * sizeof(int64_t));
 }
 
@@ -133,8 +144,53 @@ void PlanCache::drop(Order::iterator at) {
 
 // The plan that was used last stays, however much it takes.
 void PlanCache::bound() {
-  const size_t others = std::min(families_nbytes_, limit_nbytes / 2);
-  while (plans_nbytes_ > limit_nbytes - others && order_.size() > 1) drop(std::prev(order_.end()));
+  while (plans_nbytes_ > plans_limit() && order_.size() > 1) drop(std::prev(order_.end()));
+}
+
+// Where a program has a new length in every call, the plan that goes next was made by the same
+// template: it has vectors of the right lengths, and a key and an entry of the right kind.
+template <class Map>
+PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const PlanTemplate& by) {
+  Spare<Map> spare;
+  if (order_.size() < 2) return spare;
+  const auto at = std::prev(order_.end());
+  const auto* const key = key_in(*at, plans);
+  // If it is held here alone, nobody can get at it any more.
+  if (at->made_by != &by || key == nullptr || plans_nbytes_ + at->nbytes <= plans_limit() ||
+      at->plan.use_count() != 1) {
+    return spare;
+  }
+  // Counting up and down once comes after whatever another thread did before it let go.
+  spare.plan = std::const_pointer_cast<Plan>(at->plan);
+  at->plan.reset();
+  plans_nbytes_ -= at->nbytes;
+  at->nbytes = 0;
+  spare.node = plans.extract(*key);
+  spare.entry.splice(spare.entry.begin(), order_, at);
+  return spare;
+}
+
+template <class Map>
+const PlanPtr* PlanCache::make_new(Map& plans, const typename Map::key_type& key,
+                                   const PlanTemplate& by, int64_t num_elements,
+                                   const std::vector<int64_t>& counts, Comm& comm) {
+  Spare<Map> spare = take_spare(plans, by);
+  const bool is_used = spare.plan != nullptr;
+  PlanPtr plan = by.make(num_elements, counts, comm, std::move(spare.plan));
+  if (plan == nullptr) return nullptr;
+  if (!is_used) {
+    spare.entry.push_front({nullptr, nullptr, nullptr, 0, &by});
+    const auto [it, is_new] = plans.try_emplace(key, spare.entry.begin());
+    set_key(*spare.entry.begin(), it->first);
+  } else {
+    spare.node.key() = key;
+    spare.node.mapped() = spare.entry.begin();
+    plans.insert(std::move(spare.node));
+  }
+  order_.splice(order_.begin(), spare.entry);
+  const auto at = order_.begin();
+  put(at, std::move(plan), sizeof key + counts.size() * sizeof(int64_t));
+  return &at->plan;
 }
 
 const PlanPtr* PlanCache::make(const PlanKey& key, Comm& comm) {
@@ -146,13 +202,15 @@ const PlanPtr* PlanCache::make(const PlanKey& key, Comm& comm) {
   if (__builtin_mul_overflow(key.count, family.unit(), &num_elements)) return nullptr;
   const PlanTemplate* const by = family.at(num_elements);
   if (by == nullptr || by->counts != Counts::None || by->lacks_reach(num_elements)) return nullptr;
-  PlanPtr plan = by->make(num_elements, {}, comm);
-  if (plan == nullptr) return nullptr;
-  keep(key, std::move(plan));
-  return find_other(key);
+  const PlanPtr* const made = make_new(plans_, key, *by, num_elements, {}, comm);
+  if (made == nullptr) return nullptr;
+  last_key_ = key;
+  last_plan_ = *made;
+  return &last_plan_;
 }
 
-const PlanPtr* PlanCache::make(const VectorKey& key, int64_t given_elems, Comm& comm) {
+const PlanPtr* PlanCache::make(const VectorKey& key, PyObject* const* given, int num,
+                               int64_t given_elems, Comm& comm) {
   const auto it = families_.find(without_count(key.plain));
   if (it == families_.end()) return nullptr;
   PlanFamily& family = *it->second;
@@ -174,10 +232,11 @@ const PlanPtr* PlanCache::make(const VectorKey& key, int64_t given_elems, Comm& 
   const auto own = static_cast<size_t>(comm.rank);
   if (lists == 2 && key.counts[own] != key.counts[size + own]) return nullptr;
   if (given_elems >= 0 && by->given_elems(num_elements, key.counts) != given_elems) return nullptr;
-  PlanPtr plan = by->make(num_elements, key.counts, comm);
-  if (plan == nullptr) return nullptr;
-  keep(key, std::move(plan));
-  return &vector_plans_.find(key)->second->plan;
+  const PlanPtr* const made = make_new(vector_plans_, key, *by, num_elements, key.counts, comm);
+  if (made == nullptr) return nullptr;
+  remember(key, *made);
+  remember_arguments(given, num);
+  return &last_vector_plan_;
 }
 
 FamilyPtr PlanCache::add_family(const PlanKey& key, int64_t unit, bool is_plain) {
@@ -191,6 +250,35 @@ FamilyPtr PlanCache::add_family(const PlanKey& key, int64_t unit, bool is_plain)
   made->last_used_ = ++uses_;
   families_nbytes_ += made->nbytes();
   families_[found] = made;
+  return made;
+}
+
+FamilyPtr PlanCache::add_family(std::shared_ptr<const BoxTemplate> boxes) {
+  const uint32_t what = PlanKey::pack(boxes->kind.coll, DType::U8, 0, kHost);
+  FamilyPtr made = add_family(PlanKey{kNoCount, what, 0}, 1, false);
+  families_nbytes_ -= made->nbytes();
+  made->boxes_ = std::move(boxes);
+  made->count_bytes();
+  families_nbytes_ += made->nbytes();
+  return made;
+}
+
+PlanPtr PlanCache::box_plan(PlanFamily& family, std::vector<int64_t> numbers,
+                            const std::vector<int64_t>& strides, Comm& comm) {
+  family.last_used_ = ++uses_;
+  const size_t num = numbers.size();
+  VectorKey key{family.key(), std::move(numbers)};
+  key.plain.count = static_cast<int64_t>(num);
+  key.counts.insert(key.counts.end(), strides.begin(), strides.end());
+  const auto it = vector_plans_.find(key);
+  if (it != vector_plans_.end()) {
+    note_use(it->second);
+    return it->second->plan;
+  }
+  PlanPtr made = family.boxes()->make(key.counts.data(), num, strides.data(), strides.size(), comm);
+  // Nobody asks again for the plans of a family that was dropped meanwhile.
+  const auto kept = families_.find(family.key());
+  if (kept != families_.end() && kept->second.get() == &family) keep(key, made);
   return made;
 }
 

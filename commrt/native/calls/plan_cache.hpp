@@ -8,12 +8,14 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <list>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
+#include "engine/box_template.hpp"
 #include "engine/plan_template.hpp"
 
 namespace commrt {
@@ -77,6 +79,8 @@ class PlanFamily {
   size_t nbytes() const { return nbytes_; }
   const PlanKey& key() const { return key_; }
   int64_t unit() const { return unit_; }
+  // Makes the plans of calls that move boxes; null where this is no family of such calls.
+  const BoxTemplate* boxes() const { return boxes_.get(); }
 
  private:
   friend class PlanCache;
@@ -91,6 +95,7 @@ class PlanFamily {
   PlanKey key_;
   int64_t unit_;
   std::vector<Range> ranges_;  // in order, none overlaps another
+  std::shared_ptr<const BoxTemplate> boxes_;
   size_t nbytes_ = 0;
   uint64_t last_used_ = 0;  // a number of the cache's
 };
@@ -127,11 +132,18 @@ class PlanCache {
 
   // Makes and keeps the plan of a call; null if its family has no template, or that has no plan.
   const PlanPtr* make(const PlanKey& key, Comm& comm);
-  // The same with counts; `given_elems`: of the call's x, or below 0 where it has none.
-  const PlanPtr* make(const VectorKey& key, int64_t given_elems, Comm& comm);
+  // The same with counts; `given_elems`: of the call's x, or below 0 where it has none. `given`:
+  // the objects that hold the counts.
+  const PlanPtr* make(const VectorKey& key, PyObject* const* given, int num, int64_t given_elems,
+                      Comm& comm);
 
   // A family that the dispatcher finds by itself, or else, with `is_plain` false, by its number.
   FamilyPtr add_family(const PlanKey& key, int64_t unit, bool is_plain);
+  // A family of calls that move boxes.
+  FamilyPtr add_family(std::shared_ptr<const BoxTemplate> boxes);
+  // The plan of a call of such a family, made if need be: its numbers, then its arrays' strides.
+  PlanPtr box_plan(PlanFamily& family, std::vector<int64_t> numbers,
+                   const std::vector<int64_t>& strides, Comm& comm);
   // Lets a family make the plans of full vectors of `lo` to below `hi` elements.
   void add_range(PlanFamily& family, int64_t lo, int64_t hi, std::shared_ptr<PlanTemplate> made);
   // Drops a family with its plans.
@@ -150,21 +162,45 @@ class PlanCache {
     const VectorKey* counted;  // or this
     PlanPtr plan;
     size_t nbytes;
+    const PlanTemplate* made_by;  // null: Python; it may be gone
   };
   using Order = std::list<Kept>;  // the last used first, once they take a quarter of the limit
+  using Plans = std::unordered_map<PlanKey, Order::iterator, PlanKeyHash>;
+  using VectorPlans = std::unordered_map<VectorKey, Order::iterator, VectorKeyHash>;
+
+  // An entry that has left the cache, for the next one to take its memory.
+  template <class Map>
+  struct Spare {
+    Order entry;
+    typename Map::node_type node;
+    std::shared_ptr<Plan> plan;  // null: there is no such entry
+  };
 
   const PlanPtr* find_other(const PlanKey& key);
   void note_use(Order::iterator at);
+  void remember(const VectorKey& key, const PlanPtr& plan);
+  void remember_arguments(PyObject* const* given, int num);
   void put(Order::iterator at, PlanPtr plan, size_t key_nbytes);
   void drop(Order::iterator at);
   void bound();
+  size_t plans_limit() const { return limit_nbytes - std::min(families_nbytes_, limit_nbytes / 2); }
+  static const PlanKey* key_in(const Kept& kept, const Plans&) { return kept.plain; }
+  static const VectorKey* key_in(const Kept& kept, const VectorPlans&) { return kept.counted; }
+  static void set_key(Kept& kept, const PlanKey& key) { kept.plain = &key; }
+  static void set_key(Kept& kept, const VectorKey& key) { kept.counted = &key; }
+  template <class Map>
+  Spare<Map> take_spare(Map& plans, const PlanTemplate& by);
+  // The plan of a call that is not in the cache; null if there can be none.
+  template <class Map>
+  const PlanPtr* make_new(Map& plans, const typename Map::key_type& key, const PlanTemplate& by,
+                          int64_t num_elements, const std::vector<int64_t>& counts, Comm& comm);
 
   Order order_;
   size_t plans_nbytes_ = 0, families_nbytes_ = 0;
-  std::unordered_map<PlanKey, Order::iterator, PlanKeyHash> plans_;
+  Plans plans_;
   PlanKey last_key_{-1, 0, 0};
   PlanPtr last_plan_;
-  std::unordered_map<VectorKey, Order::iterator, VectorKeyHash> vector_plans_;
+  VectorPlans vector_plans_;
   VectorKey last_vector_key_;
   PlanPtr last_vector_plan_;  // null: the key means nothing
   nb::object last_arguments_[2];  // where these are tuples, which nobody can change

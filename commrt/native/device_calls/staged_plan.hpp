@@ -68,6 +68,9 @@ struct StagedPlan : std::enable_shared_from_this<StagedPlan> {
   bool by_kernel = false;         // kernels copy to pinned memory and back, and no copy engine
   std::shared_ptr<const StagedAgreement> agreement;  // null: the ranks have compared before
 
+  // Bytes of memory that it takes, with the plans that it runs on the host.
+  std::size_t memory_nbytes() const;
+
   const StagedPart& part(std::size_t piece) const {
     const auto all = static_cast<std::size_t>(pieces);
     if (parts.size() == all) return parts[piece];

@@ -12,6 +12,11 @@ const char* const kStreamStepNames[kNumStreamSteps] = {
     "copy", "reduce",    "scale", "divide",  "send",   "recv",
     "end_group", "begin", "publish", "await", "release"};
 
+std::size_t StreamProgram::memory_nbytes() const {
+  const auto of = [](const auto& one) { return one.capacity() * sizeof one[0]; };
+  return sizeof *this + of(commands) + of(extents) + of(sent) + of(received);
+}
+
 const char* StreamProgram::problem() {
   extents.assign(static_cast<std::size_t>(kFirstPeerBase + size), 0);
   sent.assign(static_cast<std::size_t>(size), 0);

@@ -52,6 +52,9 @@ struct StreamProgram : std::enable_shared_from_this<StreamProgram> {
   std::vector<std::int64_t> sent, received;  // messages to and from each rank, in all parts
   std::int64_t parts = 0;
 
+  // Bytes of memory that it takes.
+  std::size_t memory_nbytes() const;
+
   // Returns what is wrong with the commands; null if nothing is.
   const char* problem();
 

@@ -31,6 +31,9 @@ struct WatchedPlan {
   std::int64_t elements = 0;
   int code = 0, root = 0, element_type = 0, reduction = 0;
 
+  // Bytes of memory that it takes beside its own fields.
+  std::size_t more_nbytes() const { return program == nullptr ? 0 : program->memory_nbytes(); }
+
   // True if the output lies where the input is still to be read.
   bool overlaps(const unsigned char* in, const unsigned char* out) const {
     if (in_nbytes == 0 || (in_place && in == out)) return false;

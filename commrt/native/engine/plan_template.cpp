@@ -66,10 +66,15 @@ int64_t PlanTemplate::given_elems(int64_t num_elements, const std::vector<int64_
 }
 
 std::shared_ptr<const Plan> PlanTemplate::make(int64_t num_elements,
-                                               const std::vector<int64_t>& given,
-                                               Comm& comm) const {
+                                               const std::vector<int64_t>& given, Comm& comm,
+                                               std::shared_ptr<Plan> used) const {
   if (divides && num_elements % size != 0) return nullptr;
-  auto plan = std::make_shared<Plan>(prototype);
+  std::shared_ptr<Plan> plan = std::move(used);
+  if (plan == nullptr) {
+    plan = std::make_shared<Plan>(prototype);
+  } else {
+    *plan = prototype;  // its vectors keep their memory, which is most of the time saved
+  }
   plan->in_elems = has_in ? given_elems(num_elements, given) : 0;
   if (!has_out) {
     plan->out_elems = 0;
@@ -164,15 +169,15 @@ PlanTemplate::Cut PlanTemplate::cut_counted(const int64_t* lengths, size_t num) 
 bool PlanTemplate::cut_pairs(Plan& plan, const std::vector<int64_t>& given, Cut& all) const {
   all = {1, 0};
   // What this rank sends to each, then what it gets.
-  std::vector<int64_t> fragments(given.size(), 1);
+  thread_local std::vector<int64_t> fragments, blocks;
+  fragments.assign(given.size(), 1);
   bool first = true, same = true;
   const auto own = static_cast<size_t>(rank), num = static_cast<size_t>(size);
   for (size_t i = 0; i < given.size(); ++i) {
     if (i % num == own) continue;
-    int64_t lengths[1] = {given[i]};
-    std::vector<int64_t> blocks;
     const Cut one = [&] {
-      if (share == 1) return cut_counted(lengths, 1);
+      if (share == 1) return cut_counted(&given[i], 1);
+      blocks.clear();
       for (int block = 0; block < share; ++block) {
         blocks.push_back(part_of(given[i], block + 1, share) - part_of(given[i], block, share));
       }
@@ -268,7 +273,8 @@ bool PlanTemplate::make_schedule(Plan& plan, int64_t num_elements,
   } else if (counts == Counts::Pairs) {
     if (!cut_pairs(plan, given, all)) return false;
   } else {
-    std::vector<int64_t> lengths;
+    thread_local std::vector<int64_t> lengths;
+    lengths.clear();
     for (const int64_t count : given) {
       for (int block = 0; block < share; ++block) {
         lengths.push_back(part_of(count, block + 1, share) - part_of(count, block, share));

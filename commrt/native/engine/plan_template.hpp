@@ -91,8 +91,9 @@ class PlanTemplate {
   // The number of elements that a call gives, whether it is sent or not.
   int64_t given_elems(int64_t num_elements, const std::vector<int64_t>& given) const;
   // The plan for a full vector of so many elements; null where there can be none: Python says why.
+  // `used`: a plan that nobody else has, or null; the new one is made in its memory.
   std::shared_ptr<const Plan> make(int64_t num_elements, const std::vector<int64_t>& given,
-                                   Comm& comm) const;
+                                   Comm& comm, std::shared_ptr<Plan> used = nullptr) const;
   size_t nbytes() const;
 
  private:

@@ -12,6 +12,16 @@
 
 namespace commrt {
 
+std::size_t NcclPlan::memory_nbytes() const {
+  const auto of = [](const auto& one) { return one.capacity() * sizeof one[0]; };
+  std::size_t sum = sizeof *this + more_nbytes() + operation.capacity() + factor.capacity() +
+                    of(send_counts) + of(recv_counts) + of(phases);
+  for (const NcclPhase& phase : phases) {
+    sum += of(phase.packs) + of(phase.unpacks) + of(phase.copies) + of(phase.messages);
+  }
+  return sum;
+}
+
 namespace {
 
 constexpr int kRemoteError = 6;  // ncclRemoteError

@@ -102,6 +102,9 @@ struct NcclPlan : WatchedPlan, std::enable_shared_from_this<NcclPlan> {
   std::string factor;          // of premul_sum, in the format of the type; empty: none
   // Messages among neighbours, instead of a function of NCCL.
   std::vector<NcclPhase> phases;
+
+  // Bytes of memory that it takes.
+  std::size_t memory_nbytes() const;
 };
 
 struct NcclCall : WatchedCall {

@@ -25,7 +25,10 @@
 namespace commrt {
 
 // The plan of a call, a program: it depends on the arguments alone.
-struct PeerPlan : WatchedPlan, std::enable_shared_from_this<PeerPlan> {};
+struct PeerPlan : WatchedPlan, std::enable_shared_from_this<PeerPlan> {
+  // Bytes of memory that it takes.
+  std::size_t memory_nbytes() const { return sizeof *this + more_nbytes(); }
+};
 
 struct PeerCall : WatchedCall {
   std::shared_ptr<const PeerPlan> plan;

@@ -335,7 +335,7 @@ def test_by_nccl_calls_wait_for_nobody_either() -> None:
         if rank.rank == 0:
             returned.set()
         rank.stream.synchronize()
-        [boxes] = core_of(cart).box_plans.kept.values()
+        [boxes] = core_of(cart).box_plans.kept
         assert boxes.label.startswith("nccl/")
         cart.free()
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement of ranks whose calls have to fit, by one sum of 8 bytes.
+
+A fact is to be equal on some of the ranks. Each of them adds a number that stands for
+the fact as it knows it, and the first of them subtracts its own as often as the others
+add theirs. The sum over all ranks is 0 where every fact is equal, and another number
+where one is not, but for one case in 2⁶⁴. So ranks with arguments that they have never
+passed before know that they fit, and each may plan by itself. Only where they do not
+fit do the ranks have to tell each other what they have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["AgreedCalls", "SharedFact", "Sums"]
+
+_WORD = (1 << 64) - 1
+
+
+class Sums(Protocol):
+    """A set of ranks that sums arrays on the host."""
+
+    def allreduce(self, x: Any, *, op: str, name: str, timeout_s: float) -> Any:
+        """Replace ``x`` by the sum over all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFact:
+    """A fact that is to be equal on some of the ranks, this one among them."""
+
+    fact: Any
+    """Its text is compared."""
+    num_ranks: int
+    """How many ranks share it."""
+    is_first: bool
+    """True on one of these ranks."""
+
+    @property
+    def term(self) -> int:
+        """What this rank adds."""
+        digest = blake2b(repr(self.fact).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        return number * (1 - self.num_ranks) if self.is_first else number
+
+
+class AgreedCalls:
+    """Asks the ranks of one communicator whether their calls fit."""
+
+    def __init__(self, ranks: Sums) -> None:
+        self._ranks = ranks
+
+    def fit(self, what: str, facts: Iterable[SharedFact], limit_s: float) -> bool:
+        """Return whether the facts of all ranks' calls fit; collective.
+
+        Args:
+            what: the operation.
+            facts: those that this rank shares; at least one with each other rank.
+            limit_s: seconds that the others may take to come.
+        """
+        mine = sum(each.term for each in facts) & _WORD
+        total = np.array([mine], np.uint64)
+        self._ranks.allreduce(total, op="sum", name=what, timeout_s=limit_s)
+        return not total[0]

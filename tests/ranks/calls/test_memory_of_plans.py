@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of new lengths are made in the memory of plans that go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commrt.calls import arguments
+from commrt.comm import core_of
+from commrt.local import run
+from commrt.vocabulary.operations import operation
+
+_SAID = (
+    *("bounds", "fragments", "slots", "slot_nbytes", "tmp_nbytes", "stores"),
+    *("landings", "pair_fragments", "in_elems", "out_elems", "label", "instructions"),
+)
+
+
+def facts(plan: Any) -> dict[str, Any]:
+    """Return what a plan says of itself."""
+    return {name: getattr(plan, name) for name in _SAID}
+
+
+@settings(max_examples=20)
+@given(draw=st.data())
+def test_a_plan_in_used_memory_is_a_plan_in_new_memory(
+    draw: st.DataObject,
+) -> None:
+    size = draw.draw(st.sampled_from([1, 2, 3]), label="size")
+    counted = draw.draw(st.booleans(), label="counted")
+    lengths = draw.draw(
+        st.lists(st.integers(1, 400) | st.integers(1, 300_000), min_size=4, max_size=12)
+    )
+
+    def call(comm: Any, length: int) -> None:
+        if counted:
+            split = (length, *[7] * (size - 1))
+            split = split[-comm.rank :] + split[: -comm.rank]
+            came = tuple(length if one == comm.rank else 7 for one in range(size))
+            x = np.ones(sum(split), np.float32)
+            out = np.zeros(sum(came), np.float32)
+            comm.alltoallv(x, out=out, send_counts=split, recv_counts=came)
+            assert (out == 1).all()
+        else:
+            x = np.full(length, comm.rank + 1, np.float32)
+            comm.allreduce(x)
+            assert (x == size * (size + 1) / 2).all()
+
+    def rank_main(comm: Any) -> None:
+        fresh = comm.dup()
+        core_of(fresh).plans_limit_nbytes = 1 << 30
+        core_of(comm).plans_limit_nbytes = 24 << 10
+        new_lengths = {lengths[i % len(lengths)] + 1000 * i: None for i in range(40)}
+        for length in new_lengths:
+            call(comm, length)
+            call(fresh, length)
+            used, new = (core_of(each).kept_plans()[0] for each in (comm, fresh))
+            assert facts(used) == facts(new)
+        assert comm.stats().plans < len(new_lengths)
+        fresh.free()
+
+    run(size, rank_main)
+
+
+def test_memory_of_a_plan_that_is_in_use_is_left_alone() -> None:
+    """Of a bound call, of an operation in flight, and of what Python holds."""
+    size = 2
+
+    def rank_main(comm: Any) -> None:
+        core = core_of(comm)
+        core.plans_limit_nbytes = 16 << 10
+        x, out = np.ones(5000, np.float32), np.zeros(5000, np.float32)
+        for length in (1000, 1023):
+            comm.allreduce(x[:length], out=out[:length])
+        kept = np.ones(1001, np.float32)
+        bound = comm.plan.allreduce(kept, out=np.zeros(1001, np.float32))
+        comm.allreduce(x[:1002], out=out[:1002])
+        held = core.kept_plans()[0]
+        said = facts(held)
+        late = np.full(1003, comm.rank + 1.0, np.float32)
+        if comm.rank == 0:
+            request = comm.allreduce(late, nonblocking=True)  # rank 1 comes later
+        for length in range(1, 400):
+            core.host.plan(*_call_of(core, x[:length]))
+        if comm.rank == 1:
+            request = comm.allreduce(late, nonblocking=True)
+        request.wait()
+        assert (late == 3).all()
+        assert (bound() == 2).all()
+        assert facts(held) == said
+        assert core.plans_nbytes <= core.plans_limit_nbytes
+
+    run(size, rank_main)
+
+
+def _call_of(core: Any, x: Any) -> tuple[Any, Any]:
+    """Return an allreduce of ``x``, as the host's route has it."""
+    call = arguments.parse(operation("allreduce"), (x,), {})
+    return call, arguments.bind(call, core.rank, core.size)

@@ -285,7 +285,7 @@ def test_every_method_of_a_group_is_recorded() -> None:
     def methods(kind: type) -> Iterator[str]:
         return (name for name, each in vars(kind).items() if inspect.isfunction(each))
 
-    # torch calls the methods that its own class has, and two more around coalesced calls.
+    # torch calls the methods that its own class has, and two around coalesced calls.
     called = {*vars(dist.ProcessGroup), "start_coalescing", "end_coalescing"}
     named = called & {*methods(Collectives), *methods(Messages)}
     known = {*tracing._CALLS, "_start_coalescing", "_end_coalescing"}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from commrt._native import has_memory
 from commrt.torch.errors import wrong_call
 
 __all__ = ["checked_counts", "in_elements"]
@@ -17,9 +18,12 @@ __all__ = ["checked_counts", "in_elements"]
 def in_elements(tensor: torch.Tensor, splits: Any) -> Any:
     """Return splits that are counted in rows, counted in elements; nothing is checked.
 
-    None where they are neither a list nor an array of numpy, or the tensor has no rows.
+    None where they are neither a list nor an array of numpy, and where the tensor is
+    not a plain one, or has no rows.
     """
-    shape = getattr(tensor, "shape", ())
+    if not has_memory(tensor):  # some without cannot even say their shape
+        return None
+    shape = tensor.shape
     if len(shape) == 1:
         return splits if type(splits) in (list, np.ndarray) else None
     if not shape or not shape[0]:

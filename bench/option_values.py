@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from commrt.errors import UsageError, suggest
@@ -158,7 +158,7 @@ def densities(text: str) -> list[float]:
     return found
 
 
-def names_among(known: Sequence[str]) -> Callable[[str], list[str]]:
+def names_among(known: Collection[str]) -> Callable[[str], list[str]]:
     """Return a parser of some of these names, with commas between them."""
 
     def parse(text: str) -> list[str]:

@@ -22,8 +22,8 @@ from commrt.bench.option_values import (
     seconds,
     size_list,
 )
-from commrt.bench.varying_calls import MEASURED as MEASURED_VARYING
 from commrt.bench.varying_calls import WAYS
+from commrt.bench.varying_forms import FORMS
 from commrt.errors import UsageError, suggest
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
@@ -503,7 +503,7 @@ def _add_varying(commands: _Commands) -> None:
     command.add_argument(
         "--op",
         dest="operations",
-        type=names_among(MEASURED_VARYING),
+        type=names_among(FORMS),
         metavar="LIST",
         help="calls, with commas between them (all)",
     )

@@ -24,16 +24,8 @@ import numpy as np
 
 from commrt.bench.launch import torch_is_installed
 from commrt.bench.own_ranks import report, tell
-from commrt.bench.varying_calls import (
-    IN_PLACE,
-    MEASURED,
-    WAYS,
-    Library,
-    Mpi4py,
-    Own,
-    Torch,
-    spec_of,
-)
+from commrt.bench.varying_calls import WAYS, Library, Mpi4py, Own, Torch
+from commrt.bench.varying_forms import FORMS, IN_PLACE
 from commrt.bench.varying_lengths import (
     DTYPE,
     Arrays,
@@ -59,7 +51,7 @@ Row = dict[str, Any]
 def main(args: argparse.Namespace) -> int:
     """Run a command line; return 0, or 1 where a result was wrong."""
     job = {
-        "operations": args.operations or list(MEASURED),
+        "operations": args.operations or list(FORMS),
         "elements": _elements(args),
         "calls": args.calls,
         "blocks": args.iterations,
@@ -161,13 +153,13 @@ def _row(
 ) -> Row | None:
     """Return the times of one operation; None where none of the libraries has it."""
     low, high = job["elements"]
-    lengths = drawn(spec_of(name), comm.size, (low, high), random.Random(name))
+    lengths = drawn(FORMS[name], comm.size, (low, high), random.Random(name))
     arrays = Arrays(comm.rank, high * comm.size)
     first = next(lengths)
     here = {
         way: library
         for way, library in libraries.items()
-        if library.bind(name, first, *arrays.of(spec_of(name), first)) is not None
+        if library.bind(name, first, *arrays.of(FORMS[name], first)) is not None
     }
     if not here:
         return None
@@ -203,7 +195,7 @@ def _slowest(comm: Communicator, times: Sequence[float]) -> list[float]:
 def _bound(
     library: Library, name: str, lengths: Lengths, arrays: Arrays
 ) -> Callable[[], Any]:
-    call = library.bind(name, lengths, *arrays.of(spec_of(name), lengths))
+    call = library.bind(name, lengths, *arrays.of(FORMS[name], lengths))
     assert call is not None
     return call
 
@@ -225,7 +217,7 @@ def _is_right(
     arrays: Arrays,
 ) -> bool:
     """Return whether a call gives every rank what the operation is defined to."""
-    spec = spec_of(name)
+    spec = FORMS[name]
     x, out = arrays.of(spec, lengths)
     x[:] = filled(x.size, comm.rank)
     out[:] = 0

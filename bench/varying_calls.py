@@ -10,39 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from commrt.bench.varying_forms import (
+    FORMS,
+    HALO,
+    IN_PLACE,
+    MESSAGES,
+    SPARSE,
+    WITH_LISTS,
+)
 from commrt.bench.varying_lengths import ROOT, Array, Lengths
-from commrt.vocabulary.operations import OPERATIONS, OpSpec, operation
+from commrt.request import wait_all
+from commrt.sparse.vector import SparseVector
+from commrt.vocabulary.operations import COLLECTIVES, operation
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
 
-__all__ = ["LISTS", "MEASURED", "WAYS", "Library", "Mpi4py", "Own", "Torch", "spec_of"]
+__all__ = ["WAYS", "Library", "Mpi4py", "Own", "Torch"]
 
 Call = Callable[[], Any]
 
-LISTS = {
-    "allgather of a list": "allgather",
-    "alltoall of a list": "alltoallv",
-    "reduce_scatter of a list": "reduce_scatter",
-    "allreduce at once": "allreduce",
-    "allgather at once": "allgather",
-    "reduce_scatter at once": "reduce_scatter",
-}
-"""Forms that only torch has, and the operations that they run."""
-MEASURED = (*(spec.name for spec in OPERATIONS if not spec.is_empty), *LISTS)
 WAYS = ("commrt", "torch", "mpi4py", "gloo")
 """commrt called directly, its process group of torch, and the libraries beside."""
-_WITH_LISTS = (
-    *("gather", "scatter", "allgatherv", "reduce_scatterv"),
-    *(name for name in LISTS if name.endswith("of a list")),
-)
-IN_PLACE = ("allreduce", "reduce", "bcast")
 _AT_ONCE = 3
-
-
-def spec_of(name: str) -> OpSpec:
-    """Return the operation that a form of a call runs."""
-    return operation(LISTS.get(name, name))
 
 
 class Library(Protocol):
@@ -56,15 +48,25 @@ class Library(Protocol):
 
 
 class Own:
-    """commrt's communicator, called directly."""
+    """commrt's communicator, called directly; making it is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._line = comm.cart((comm.size,), periodic=True)
 
     def bind(self, name: str, lengths: Lengths, x: Array, out: Array) -> Call | None:
         """Return a call on these arrays."""
-        if name in LISTS:
-            return None
+        if name == MESSAGES:
+            return self._messages(lengths, x, out)
+        if name == HALO:
+            return lambda: self._line.halo_exchange(x, width=1)
+        if name == SPARSE:
+            return self._sparse(x)
+        if name == "allreduce at once":
+            return self._fused(x)
+        return self._collective(name, lengths, x, out) if name in COLLECTIVES else None
+
+    def _collective(self, name: str, lengths: Lengths, x: Array, out: Array) -> Call:
         comm, spec = self._comm, operation(name)
         method, more = getattr(comm, name), dict[str, Any]()
         if spec.has_root:
@@ -76,10 +78,38 @@ class Own:
             more["counts"] = list(lengths.row)
         if name not in IN_PLACE and (spec.output_on != "root" or comm.rank == ROOT):
             more["out"] = out
-        given = x if spec.input_on == "all" or comm.rank == ROOT else None
-        if name == "bcast":
-            given = x
+        has_x = name == "bcast" or spec.input_on == "all" or comm.rank == ROOT
+        given = x if has_x else None
         return lambda: method(given, **more)
+
+    def _messages(self, lengths: Lengths, x: Array, out: Array) -> Call:
+        comm = self._comm
+        sends, recvs = (
+            [(part, rank) for rank, part in enumerate(_split(array, counts))]
+            for array, counts in (
+                (x, lengths.sent(comm.rank)),
+                (out, lengths.received(comm.rank)),
+            )
+        )
+        return lambda: comm.multi_sendrecv(sends=sends, recvs=recvs)
+
+    def _sparse(self, x: Array) -> Call:
+        comm, given = self._comm, SparseVector(np.arange(x.size), x.copy(), x.shape)
+
+        def summed() -> None:
+            x[:] = comm.sparse_allreduce(given, result="dense")
+
+        return summed
+
+    def _fused(self, x: Array) -> Call:
+        comm = self._comm
+        arrays = [x, *(x.copy() for _ in range(_AT_ONCE - 1))]
+
+        def fused() -> None:
+            with comm.fused():
+                wait_all([comm.allreduce(each, nonblocking=True) for each in arrays])
+
+        return fused
 
 
 class Mpi4py:
@@ -89,11 +119,14 @@ class Mpi4py:
         from mpi4py import MPI
 
         self._comm, self._in_place = comm, MPI.IN_PLACE
+        self._wait_all = MPI.Request.Waitall
         self._rank = comm.Get_rank()
 
     def bind(self, name: str, lengths: Lengths, x: Array, out: Array) -> Call | None:
         """Return a call on these arrays."""
-        if name in LISTS:
+        if name == MESSAGES:
+            return self._messages(lengths, x, out)
+        if name not in COLLECTIVES:
             return None
         if self._rank == ROOT:
             return self._at_root(name, lengths, x, out)
@@ -105,6 +138,18 @@ class Mpi4py:
             "scatterv": lambda: self._comm.Scatterv(None, out, ROOT),
         }
         return calls.get(name) or self._at_root(name, lengths, x, out)
+
+    def _messages(self, lengths: Lengths, x: Array, out: Array) -> Call:
+        comm, wait_all = self._comm, self._wait_all
+        sends = _split(x, lengths.sent(self._rank))
+        receives = _split(out, lengths.received(self._rank))
+
+        def exchange() -> None:
+            requests = [comm.Irecv(part, r) for r, part in enumerate(receives)]
+            requests += [comm.Isend(part, r) for r, part in enumerate(sends)]
+            wait_all(requests)
+
+        return exchange
 
     def _at_root(self, name: str, lengths: Lengths, x: Array, out: Array) -> Call:
         comm, inside = self._comm, self._in_place
@@ -153,12 +198,12 @@ class Torch:
         """
         import torch
 
-        if name in self._lacks:
+        if name in self._lacks or name in (MESSAGES, SPARSE, HALO):
             return None
         a, b = torch.from_numpy(x), torch.from_numpy(out)
         if name.endswith("at once"):
             return self._at_once(name, a, b)
-        if name in _WITH_LISTS:
+        if name in WITH_LISTS:
             return self._with_lists(name, lengths, a, b)
         return self._single(name, lengths, a, b)
 
@@ -182,7 +227,7 @@ class Torch:
     def _with_lists(self, name: str, lengths: Lengths, a: Any, b: Any) -> Call:
         import torch.distributed as dist
 
-        group, spec = self._group, spec_of(name)
+        group, spec = self._group, FORMS[name]
         row = lengths.row if spec.count_arguments else (lengths.block,) * self._size
         sends = lengths.sent(self._rank) if spec.by_pair else row
         receives = lengths.received(self._rank) if spec.by_pair else row
@@ -221,3 +266,8 @@ class Torch:
                     start(*pair)
 
         return all_of_them
+
+
+def _split(array: Array, counts: list[int]) -> list[Array]:
+    """Return the parts of an array that have so many elements."""
+    return np.split(array, np.cumsum(counts[:-1]))

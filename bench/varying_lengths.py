@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from commrt.bench.varying_forms import HALO
 from commrt.errors import UsageError
 from commrt.vocabulary.operations import OpSpec
 
@@ -122,6 +123,8 @@ def expected(spec: OpSpec, lengths: Lengths, rank: int) -> Array | None:
         return None
     if spec.output_on == "all but rank 0" and rank == 0:
         return None
+    if spec.name == HALO:
+        return _exchanged(lengths.block, rank, size)
     inputs = [filled(lengths.elements(spec, r)[0], r) for r in range(size)]
     if spec.by_pair:
         parts = []
@@ -141,3 +144,11 @@ def expected(spec: OpSpec, lengths: Lengths, rank: int) -> Array | None:
     row = list(lengths.row if spec.count_arguments else (lengths.block,) * size)
     begin = sum(row[:rank])
     return np.asarray(whole[begin : begin + row[rank]], DTYPE)
+
+
+def _exchanged(count: int, rank: int, size: int) -> Array:
+    """Return an array whose first and last element are its neighbours' cells."""
+    x = filled(count, rank)
+    x[0] = filled(count, (rank - 1) % size)[-2]
+    x[-1] = filled(count, (rank + 1) % size)[1]
+    return x

@@ -10,25 +10,34 @@ from typing import Any
 import pytest
 
 from commrt.bench import cli, varying
-from commrt.bench.varying_calls import LISTS, MEASURED, WAYS
+from commrt.bench.varying_calls import WAYS
+from commrt.bench.varying_forms import FORMS
 
 DEADLINE_S = 300.0
 """gloo's messages are slow where other programs have the cores."""
-NOT_IN_TORCH = {"scan", "exscan", "gatherv", "scatterv"}
-GLOO_LACKS = {"allgatherv", "alltoall of a list"}
+OF_TORCH = {
+    *("allgather of a list", "alltoall of a list", "reduce_scatter of a list"),
+    *("allgather at once", "reduce_scatter at once"),
+}
+LACKING = {
+    "commrt": OF_TORCH,
+    "mpi4py": OF_TORCH | {"allreduce at once", "sparse_allreduce", "halo_exchange"},
+    "torch": {
+        *("scan", "exscan", "gatherv", "scatterv"),
+        *("multi_sendrecv", "sparse_allreduce", "halo_exchange"),
+    },
+}
+LACKING["gloo"] = LACKING["torch"] | {"allgatherv", "alltoall of a list"}
 
 
-def expected_ways(name: str) -> set[str]:
+def expected_ways(name: str) -> list[str]:
     """Return the libraries that have a form of a call."""
-    ways = set() if name in LISTS else {"commrt", "mpi4py"}
-    if name not in NOT_IN_TORCH:
-        ways |= {"torch"} if name in GLOO_LACKS else {"torch", "gloo"}
-    return ways
+    return sorted(way for way, lacking in LACKING.items() if name not in lacking)
 
 
 def measured() -> list[Any]:
     job = {
-        "operations": [*MEASURED],
+        "operations": [*FORMS],
         "elements": (100, 140),
         "calls": 2,
         "blocks": 2,
@@ -52,7 +61,7 @@ def measured() -> list[Any]:
 
 
 def test_every_library_has_its_turn_in_one_launch(mpirun: Any) -> None:
-    rows = [[name, True, sorted(expected_ways(name))] for name in MEASURED]
+    rows = [[name, True, expected_ways(name)] for name in FORMS]
     num_lines = 3 + sum(len(ways) for _, _, ways in rows)
     names = ["commrt", "mpi4py", "numpy", "torch"]
     got = mpirun(2, measured, deadline_s=DEADLINE_S)

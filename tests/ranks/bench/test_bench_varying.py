@@ -11,13 +11,19 @@ import numpy as np
 import pytest
 
 from commrt.bench import cli, varying
-from commrt.bench.varying_calls import LISTS, MEASURED, Own, spec_of
+from commrt.bench.varying_calls import Own
+from commrt.bench.varying_forms import FORMS
 from commrt.bench.varying_lengths import Lengths, drawn
 from commrt.errors import UsageError
 from commrt.local import run
 
-OWN = [name for name in MEASURED if name not in LISTS]
-JOB = {"operations": OWN, "elements": (1, 40), "calls": 3, "blocks": 2}
+OF_TORCH = [
+    *("allgather of a list", "alltoall of a list", "reduce_scatter of a list"),
+    *("allgather at once", "reduce_scatter at once"),
+]
+OWN = [name for name in FORMS if name not in OF_TORCH]
+JOB = {"operations": OWN, "elements": (3, 40), "calls": 3, "blocks": 2}
+"""A halo exchange takes three elements: two halos, and what is between them."""
 
 
 class Wrong(Own):
@@ -66,16 +72,16 @@ def test_a_wrong_result_is_seen(size: int) -> None:
 
 def test_forms_that_only_torch_has_are_left_out() -> None:
     def rank_main(comm: Any) -> int:
-        job = {**JOB, "operations": [*LISTS]}
+        job = {**JOB, "operations": OF_TORCH}
         return len(varying.measure_on(comm, {"commrt": Own(comm)}, job))
 
     assert run(2, rank_main, timeout_s=300) == [0, 0]
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", [*FORMS])
 @pytest.mark.parametrize("size", [1, 3])
 def test_no_lengths_are_drawn_twice(name: str, size: int) -> None:
-    spec = spec_of(name)
+    spec = FORMS[name]
     first, again = (
         [*islice(drawn(spec, size, (5, 24), random.Random(name)), 20)] for _ in "12"
     )
@@ -109,7 +115,7 @@ def test_the_table_compares_with_the_peer_of_each_way() -> None:
     rows = [{"op": "alltoallv", "valid": True, "samples_us": samples}]
     said = varying.text(JOB, {**about(2), "rows": rows}).splitlines()
     assert "2 ranks on 1 node(s), links near" in said[0]
-    assert "1 to 40 elements" in said[1]
+    assert "3 to 40 elements" in said[1]
     own, torch, mpi4py = (line.split() for line in said[3:])
     assert own[:7] == ["alltoallv", "commrt", "4.00", "7.00", "2.00", "2.00", "1.67"]
     assert own[7:] == ["0.500", "of", "mpi4py"]

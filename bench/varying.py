@@ -25,7 +25,7 @@ import numpy as np
 from commrt.bench.launch import torch_is_installed
 from commrt.bench.own_ranks import report, tell
 from commrt.bench.varying_calls import WAYS, Library, Mpi4py, Own, Torch
-from commrt.bench.varying_forms import FORMS, IN_PLACE
+from commrt.bench.varying_forms import FORMS, works_in_place
 from commrt.bench.varying_lengths import (
     DTYPE,
     Arrays,
@@ -223,7 +223,7 @@ def _is_right(
     out[:] = 0
     _bound(library, name, lengths, arrays)()
     want = expected(spec, lengths, comm.rank)
-    got = x if spec.name in IN_PLACE else out
+    got = x if works_in_place(spec) else out
     agrees = np.array([want is None or np.array_equal(got, want)])
     comm.allreduce(agrees, op="land")
     return bool(agrees[0])
@@ -236,10 +236,10 @@ def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     lines = [
         f"# {versions}, {found['ranks']} ranks on {found['nodes']} node(s), links "
         f"{found['link_class']}, {found['library']}",
-        f"# {low} to {high} elements of float32 for a rank; medians of {job['blocks']} "
-        f"turns of {job['calls']} calls; least: between the shortest turns",
-        f"{'operation':<30}{'way':<20}{'seen(us)':>10}{'new(us)':>10}{'more(us)':>10}"
-        f"{'least':>8}{'new/seen':>10}  over the peer's",
+        f"# {low} to {high} elements of float32 for a rank; us for a call: medians of "
+        f"{job['blocks']} turns of {job['calls']} calls, and their shortest turns",
+        f"{'operation':<26}{'library':<8}{'seen':>9}{'new':>9}{'more':>9}{'ratio':>7}"
+        f"{'least:':>8}{'seen':>9}{'new':>9}{'more':>9}{'ratio':>7}  beside",
     ]
     for row in found["rows"]:
         lines += _lines(row)
@@ -247,18 +247,20 @@ def text(job: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def _lines(row: Row) -> Iterator[str]:
-    new_us = {way: median(each["new"]) for way, each in row["samples_us"].items()}
+    least_us = {way: min(each["new"]) for way, each in row["samples_us"].items()}
     for way, each in row["samples_us"].items():
-        new, seen = each["new"], each["seen"]
-        more = median(a - b for a, b in zip(new, seen, strict=True))
-        ratio = median(a / b for a, b in zip(new, seen, strict=True))
+        pairs = [*zip(each["new"], each["seen"], strict=True)]
+        more = median(new - seen for new, seen in pairs)
+        ratio = median(new / seen for new, seen in pairs)
+        new, seen = least_us[way], min(each["seen"])
         line = (
-            f"{row['op']:<30}{way:<20}{median(seen):>10.2f}{new_us[way]:>10.2f}"
-            f"{more:>10.2f}{min(new) - min(seen):>8.2f}{ratio:>10.2f}"
+            f"{row['op']:<26}{way:<8}{median(each['seen']):>9.2f}"
+            f"{median(each['new']):>9.2f}{more:>9.2f}{ratio:>7.2f}{'':>8}"
+            f"{seen:>9.2f}{new:>9.2f}{new - seen:>9.2f}{new / seen:>7.2f}"
         )
-        beside = new_us.get(_BESIDE.get(way, ""))
+        beside = least_us.get(_BESIDE.get(way, ""))
         if beside is not None:
-            line += f"  {new_us[way] / beside:.3f} of {_BESIDE[way]}"
+            line += f"  {new / beside:.3f} of {_BESIDE[way]}"
         yield line if row["valid"] else f"{line}  WRONG"
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from commrt.bench.varying_forms import (
+    AT_ONCE,
     FORMS,
     HALO,
-    IN_PLACE,
     MESSAGES,
     SPARSE,
     WITH_LISTS,
+    fills_its_input,
+    works_in_place,
 )
 from commrt.bench.varying_lengths import ROOT, Array, Lengths
 from commrt.request import wait_all
@@ -26,6 +28,9 @@ from commrt.sparse.vector import SparseVector
 from commrt.vocabulary.operations import COLLECTIVES, operation
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from mpi4py import MPI
+
     from commrt.comm import Communicator
 
 __all__ = ["WAYS", "Library", "Mpi4py", "Own", "Torch"]
@@ -62,8 +67,8 @@ class Own:
             return lambda: self._line.halo_exchange(x, width=1)
         if name == SPARSE:
             return self._sparse(x)
-        if name == "allreduce at once":
-            return self._fused(x)
+        if name in AT_ONCE:
+            return self._fused(x) if FORMS[name].fuses else None
         return self._collective(name, lengths, x, out) if name in COLLECTIVES else None
 
     def _collective(self, name: str, lengths: Lengths, x: Array, out: Array) -> Call:
@@ -76,9 +81,9 @@ class Own:
             more["recv_counts"] = lengths.received(comm.rank)
         elif spec.count_arguments:
             more["counts"] = list(lengths.row)
-        if name not in IN_PLACE and (spec.output_on != "root" or comm.rank == ROOT):
+        if not works_in_place(spec) and (spec.output_on != "root" or comm.rank == ROOT):
             more["out"] = out
-        has_x = name == "bcast" or spec.input_on == "all" or comm.rank == ROOT
+        has_x = fills_its_input(spec) or spec.input_on == "all" or comm.rank == ROOT
         given = x if has_x else None
         return lambda: method(given, **more)
 
@@ -115,7 +120,7 @@ class Own:
 class Mpi4py:
     """A communicator of mpi4py."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
         from mpi4py import MPI
 
         self._comm, self._in_place = comm, MPI.IN_PLACE
@@ -184,7 +189,7 @@ class Torch:
         lacks: names of calls that it refuses.
     """
 
-    def __init__(self, group: Any, lacks: tuple[str, ...] = ()) -> None:
+    def __init__(self, group: dist.ProcessGroup, lacks: tuple[str, ...] = ()) -> None:
         import torch.distributed as dist
 
         self._group, self._lacks = group, lacks
@@ -201,7 +206,7 @@ class Torch:
         if name in self._lacks or name in (MESSAGES, SPARSE, HALO):
             return None
         a, b = torch.from_numpy(x), torch.from_numpy(out)
-        if name.endswith("at once"):
+        if name in AT_ONCE:
             return self._at_once(name, a, b)
         if name in WITH_LISTS:
             return self._with_lists(name, lengths, a, b)
@@ -251,19 +256,21 @@ class Torch:
 
         group = self._group
         pairs = [(a, b), *((a.clone(), b.clone()) for _ in range(_AT_ONCE - 1))]
-
-        def start(x: Any, out: Any) -> None:
-            if name.startswith("allreduce"):
-                dist.all_reduce(x, group=group)
-            elif name.startswith("allgather"):
-                dist.all_gather_into_tensor(out, x, group=group)
-            else:
-                dist.reduce_scatter_tensor(out, x, group=group)
+        starts: dict[str, Callable[[Any, Any], Any]] = {
+            "allreduce": lambda x, _: dist.all_reduce(x, group=group),
+            "allgather": lambda x, out: dist.all_gather_into_tensor(
+                out, x, group=group
+            ),
+            "reduce_scatter": lambda x, out: dist.reduce_scatter_tensor(
+                out, x, group=group
+            ),
+        }
+        start = starts[AT_ONCE[name]]
 
         def all_of_them() -> None:
             with dist._coalescing_manager(group):
-                for pair in pairs:
-                    start(*pair)
+                for x, out in pairs:
+                    start(x, out)
 
         return all_of_them
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from commrt.bench.varying_forms import HALO
+from commrt.bench.varying_forms import HALO, fills_its_input
 from commrt.errors import UsageError
 from commrt.vocabulary.operations import OpSpec
 
@@ -106,8 +106,8 @@ class Arrays:
     def of(self, spec: OpSpec, lengths: Lengths) -> tuple[Array, Array]:
         """Return ``x`` and ``out`` of a call."""
         x, out = lengths.elements(spec, self._rank)
-        if spec.name == "bcast":
-            x = out  # in place, and elsewhere than on the root, too
+        if fills_its_input(spec):
+            x = out
         return self._x[:x], self._out[:out]
 
 

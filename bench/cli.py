@@ -24,6 +24,7 @@ from commrt.bench import (
     halo,
     sparse,
     turns,
+    varying,
     worker,
 )
 from commrt.bench.algorithm import resolve
@@ -110,6 +111,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
         return partial(turns.main, args)
     if args.benchmark == "sparse":
         return partial(sparse.main, args)
+    if args.benchmark == "varying":
+        return partial(varying.main, args)
     if args.benchmark == "compress":
         return partial(compression.main, args)
     launch = detect()

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from commrt.errors import UsageError
+from commrt.errors import UsageError, suggest
 from commrt.vocabulary.dtypes import dtype_by_name
 from commrt.vocabulary.limits import parse_seconds
 
@@ -19,6 +19,7 @@ __all__ = [
     "densities",
     "doubling_sizes",
     "dtype_name",
+    "names_among",
     "osu_range",
     "rank_list",
     "seconds",
@@ -155,3 +156,16 @@ def densities(text: str) -> list[float]:
             f"--densities {text!r}: write numbers in 0..1, as in 0.001,0.01"
         )
     return found
+
+
+def names_among(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return a parser of some of these names, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in known:
+                raise UsageError(f"{name!r} is unknown{suggest(name, known)}")
+        return names
+
+    return argument(parse)

@@ -16,11 +16,14 @@ from commrt.bench.option_values import (
     densities,
     doubling_sizes,
     dtype_name,
+    names_among,
     osu_range,
     rank_list,
     seconds,
     size_list,
 )
+from commrt.bench.varying_calls import WAYS
+from commrt.bench.varying_forms import FORMS
 from commrt.errors import UsageError, suggest
 from commrt.sparse.cost import ALGORITHMS
 from commrt.sparse.result import FORMATS
@@ -102,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_on_device(commands)
     _add_sparse(commands)
     _add_compress(commands)
+    _add_varying(commands)
     _add_import(commands)
     _add_gpu_report(commands)
     return parser
@@ -489,6 +493,42 @@ def _add_compress(commands: _Commands) -> None:
     command.add_argument(
         "--kernels", action="store_true", help="the kernels alone, on one core"
     )
+    command.add_argument("--timeout-s", type=seconds, default=600.0)
+    command.add_argument("--format", choices=["text", "json"], default="text")
+
+
+def _add_varying(commands: _Commands) -> None:
+    doc = "Calls of new lengths beside calls of seen ones, and other libraries'."
+    command = commands.add_parser("varying", help=doc, description=doc)
+    command.add_argument(
+        "--op",
+        dest="operations",
+        type=names_among(FORMS),
+        metavar="LIST",
+        help="calls, with commas between them (all)",
+    )
+    command.add_argument(
+        "--ways",
+        type=names_among(WAYS),
+        metavar="LIST",
+        help=f"libraries that take turns ({','.join(WAYS)}, as far as installed)",
+    )
+    command.add_argument(
+        *("-m", "--message-size"),
+        default="4096:16384",
+        metavar="MIN:MAX",
+        help="bytes of a rank's block, between which lengths are drawn (4096:16384)",
+    )
+    command.add_argument(
+        "--calls", type=count(1), default=16, help="calls of a turn (16)"
+    )
+    command.add_argument(
+        *("-i", "--iterations"),
+        type=count(1),
+        default=25,
+        help="turns of each library, for each operation (25)",
+    )
+    command.add_argument("--ranks", type=argument(rank_list))
     command.add_argument("--timeout-s", type=seconds, default=600.0)
     command.add_argument("--format", choices=["text", "json"], default="text")
 

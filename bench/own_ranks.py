@@ -6,17 +6,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from commrt.bench.machine import describe_machine
 from commrt.errors import BackendError
+from commrt.files.write import write_file
 from commrt.launch.detect import detect
 from commrt.launch.mpiexec import run_ranks
 
 __all__ = ["report", "tell"]
-
-_MARK = "commrt-bench: "
 
 Found = dict[str, Any]
 
@@ -30,8 +31,8 @@ def report(
 ) -> int:
     """Measure and print; return 1 where a result was wrong.
 
-    Outside mpiexec, ``module`` is started on ranks, with the job as its argument; it
-    calls ``tell`` with what ``measure`` returns.
+    Outside mpiexec, ``module`` is started on ranks, with the job and a file as its
+    arguments; it calls ``tell`` with what ``measure`` returns.
     """
     wrong = False
     for ranks in args.ranks or [2]:
@@ -51,17 +52,20 @@ def report(
 
 
 def tell(found: Found) -> None:
-    """Print what was found for who launched this process."""
-    print(_MARK + json.dumps(found), flush=True)
+    """Write what was found for who launched this process, to the file that it named."""
+    write_file(Path(sys.argv[2]), json.dumps(found))
 
 
 def _launched(
     module: str, job: Mapping[str, Any], ranks: int, timeout_s: float
 ) -> Found:
-    code = ["-m", module, json.dumps(job)]
-    done = run_ranks(sys.executable, ranks, code, timeout_s=timeout_s)
-    said = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not done.ok or not said:
-        raise BackendError(f"{module} on {ranks} ranks: {done.describe_failure()}")
-    found: Found = json.loads(said[0].removeprefix(_MARK))
+    # By a file: Open MPI's launcher passes printed lines on in pieces of 2 KiB, and on
+    # a busy machine a long line came back damaged.
+    with tempfile.TemporaryDirectory(prefix="commrt-bench-") as folder:
+        result = Path(folder, "result.json")
+        code = ["-m", module, json.dumps(job), str(result)]
+        done = run_ranks(sys.executable, ranks, code, timeout_s=timeout_s)
+        if not done.ok or not result.exists():
+            raise BackendError(f"{module} on {ranks} ranks: {done.describe_failure()}")
+        found: Found = json.loads(result.read_text())
     return found

@@ -33,6 +33,7 @@ from commrt.torch.per_call import ASKED
 from commrt.torch.reductions import PLAIN, reduction_of
 from commrt.torch.refused_calls import refuse, tells_of_errors
 from commrt.torch.sparse_sums import sparse_allreduce
+from commrt.torch.splits import checked_counts, in_elements
 from commrt.torch.work import CommrtWork
 
 __all__ = ["Collectives"]
@@ -42,7 +43,7 @@ Answer = CommrtWork | None
 _Allreduce, _AllreduceCoalesced = c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions
 _REDUCE, _BCAST = if_cached("reduce"), if_cached("bcast")
 _SCATTER, _ALLGATHER = if_cached("reduce_scatter"), if_cached("allgather")
-_ALLTOALL = if_cached("alltoall")
+_ALLTOALL, _ALLTOALLV = if_cached("alltoall"), if_cached("alltoallv")
 
 
 class Collectives:
@@ -357,7 +358,10 @@ class Collectives:
         even = (output_splits is None or not len(output_splits)) and (
             input_splits is None or not len(input_splits)
         )
-        if even and calls.ends(opts, _ALLTOALL, input, out=output):
+        if even:
+            if calls.ends(opts, _ALLTOALL, input, out=output):
+                return None
+        elif self._is_split(output, input, output_splits, input_splits, opts):
             return None
         output = given(output, "all_to_all_single: output")
         input = given(input, "all_to_all_single: input")
@@ -377,9 +381,33 @@ class Collectives:
             )
         return self.calls.call(
             *("alltoallv", [apart(x, out)], opts, [output], back),
-            send_counts=_elements("input", input_splits, input, x, size),
-            recv_counts=_elements("output", output_splits, output, out, size),
+            send_counts=checked_counts("input", input_splits, input, x, size),
+            recv_counts=checked_counts("output", output_splits, output, out, size),
             out=out,
+        )
+
+    def _is_split(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any,
+    ) -> bool:
+        """Run a plain call with splits to its end; False where it is none.
+
+        Splits are new in every step where tokens are routed. So the dispatcher gets
+        them as they are, and compares their sums with the tensors.
+        """
+        sent = in_elements(input, input_splits)
+        received = in_elements(output, output_splits)
+        if sent is None or received is None:
+            return False
+        return self.calls.ends(
+            *(opts, _ALLTOALLV, input),
+            out=output,
+            send_counts=sent,
+            recv_counts=received,
         )
 
     alltoall_base = all_to_all_single
@@ -509,24 +537,3 @@ def _counts(tensors: Tensors, flat: torch.Tensor) -> list[int]:
     """Return the elements of each tensor, as ``flat`` counts them."""
     unit = flat.element_size()
     return [tensor.nbytes // unit for tensor in tensors]
-
-
-def _elements(
-    what: str, splits: Any, tensor: torch.Tensor, flat: torch.Tensor, size: int
-) -> list[int]:
-    """Return elements per rank from rows per rank; equal ones where none are given."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if splits is None or not len(splits):
-        if rows % size:
-            raise wrong_call(
-                f"all_to_all_single: {what} has {rows} rows, which cannot be divided "
-                f"by {size} ranks: give split sizes"
-            )
-        splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise wrong_call(
-            f"all_to_all_single: {what} split sizes {list(splits)} must be {size} "
-            f"numbers that add up to its {rows} rows"
-        )
-    row = flat.numel() // rows if rows else 0
-    return [int(split) * row for split in splits]

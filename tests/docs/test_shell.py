@@ -40,6 +40,10 @@ EXPECTED = {
     ),
     "python -m commrt.bench latency": (SHORT, "OSU MPI Latency Test"),
     "python -m commrt.bench import": ("", "import commrt"),
+    "python -m commrt.bench varying": (
+        "--op allreduce --calls 2 -i 2",
+        "medians of 2 turns of 2 calls",
+    ),
     "python -m commrt.bench compare": (
         "--sizes 8 --launches 1",
         "### allreduce, 2 ranks",  # with figures only where the links kept their state

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,29 @@ def all_to_all_single_by_splits_of_numpy(group: Any) -> Any:
     out = torch.empty(int(sum(received)), 2)
     dist.all_to_all_single(out, x, received, sent, group=group)
     return out
+
+
+@scenario()
+def all_to_all_single_by_splits_that_come_again(group: Any) -> Any:
+    """Rows of any shape; none for some ranks, and in one turn for no rank at all."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    found = []
+    for row in ((), (3,), (2, 2), (0,)):
+        for factor in (1, 1, 5, 0, 1):
+            counts = [
+                [factor * ((a + 2 * b) % 3) for b in range(size)] for a in range(size)
+            ]
+            received = [counts[a][rank] for a in range(size)]
+            shape = sum(counts[rank]), *row
+            x = numbers(group, math.prod(shape)).reshape(shape)
+            out = torch.zeros(sum(received), *row)
+            dist.all_to_all_single(out, x, received, counts[rank], group=group)
+            work = dist.all_to_all_single(
+                x, out, counts[rank], received, group=group, async_op=True
+            )
+            work.wait()  # brings all of it back
+            found += [out, x]
+    return found
 
 
 @scenario()

@@ -21,6 +21,7 @@ __all__ = [
     "NUM_WINDOWS",
     "ROUNDS",
     "count",
+    "heap_nbytes",
     "left_by_each_window",
     "left_in_a_process",
 ]
@@ -40,7 +41,7 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-def _heap_nbytes() -> int:
+def heap_nbytes() -> int:
     """Return the bytes that C and C++ have allocated; 0 where glibc does not say."""
     try:
         ask = ctypes.CDLL(None).mallinfo2
@@ -181,7 +182,7 @@ def left_in_a_process(kinds: list[str]) -> dict[str, dict[str, int]]:
                 ROUNDS[kind](comm)
             _let_go()
             blocks = sys.getallocatedblocks()
-            counts.append(count(blocks=blocks, nbytes_of_c=_heap_nbytes()))
+            counts.append(count(blocks=blocks, nbytes_of_c=heap_nbytes()))
         found[kind] = left_by_each_window(counts)
     return found
 

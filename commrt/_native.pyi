@@ -105,6 +105,26 @@ class Bells:
     def ring(self, member: int) -> None:
         """Wake a member, if it sleeps."""
 
+class BoxTemplate:
+    """What calls that move boxes have in common, but for where boxes lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    def plan(
+        self, group: Group, numbers: Sequence[int], strides: Sequence[int]
+    ) -> Plan:
+        """The plan of one call."""
+
+    def program(
+        self, numbers: Sequence[int], strides: Sequence[int]
+    ) -> tuple[Any, ...]:
+        """Return a call's boxes, steps, their dependencies, peers, the longest
+        message's bytes, how far ahead steps are tried, and the fewest slots. For
+        tests.
+        """
+
 class CallCheck:
     """Compares the calls of a group's ranks before they run, in check mode."""
 
@@ -680,6 +700,16 @@ class Group:
     def attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
+    def box_family(self, template: BoxTemplate) -> PlanFamily:
+        """Make a family of calls that move boxes."""
+
+    def box_plan(
+        self, family: PlanFamily, numbers: Sequence[int], strides: Sequence[int]
+    ) -> Plan:
+        """Return the plan of a call that moves boxes, made if need be: where they
+        begin and end, and the strides of all arrays.
+        """
+
     @property
     def call_check(self) -> CallCheck:
         """Compares calls across ranks before they run; None outside check mode."""
@@ -969,6 +999,10 @@ class MpiDevicePlan:
 
     backend: str = "mpi"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
 class MpiWork(DeviceWork):
     """A communicator's operations of MPI on device memory."""
 
@@ -1164,6 +1198,10 @@ class NcclPlan:
 
     backend: str = "nccl"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
 class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
@@ -1228,6 +1266,10 @@ class PeerPlan:
     """Plan of a call over memory of peers."""
 
     backend: str = "ipc"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
 
 class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
@@ -1731,6 +1773,10 @@ class StagedPlan:
     @by_kernel.setter
     def by_kernel(self, arg: bool, /) -> None: ...
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes, with the plans that it runs on the host."""
+
+    @property
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
@@ -1920,6 +1966,9 @@ def cache_device_call(
     is something in the list `detours`.
     """
 
+def cached_device_calls_nbytes(group: Group) -> int:
+    """Bytes of memory that they take, with their plans."""
+
 def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
 
@@ -2080,6 +2129,48 @@ def make_box_plan(
     """Plan of one rank that moves boxes of arrays; its buffer is a table of their
     addresses.
     """
+
+def make_box_template(
+    *,
+    rank: int,
+    size: int,
+    coll: int,
+    label: str,
+    redop: int,
+    reduces: bool,
+    stated: bool,
+    limit_nbytes: int,
+    lane_nbytes: int,
+    spins: int,
+    most_inline: int,
+    slots_nbytes: int,
+    fewest_slots: int,
+    learns_from: int,
+    stores: Sequence[tuple[int, int]],
+    arrays: Sequence[tuple[int, int]],
+    moves: Sequence[
+        tuple[
+            int,
+            int,
+            int,
+            tuple[
+                int,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]],
+                Sequence[int],
+                Sequence[int],
+            ],
+            tuple[
+                int,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]],
+                Sequence[int],
+                Sequence[int],
+            ],
+        ]
+    ],
+) -> BoxTemplate:
+    """Plans of calls whose boxes begin and end at the call's numbers."""
 
 def make_gloo_plan(
     group: GlooGroup,

@@ -148,9 +148,7 @@ def test_ranks_that_share_a_device_read_each_other() -> None:
         assert "not    ipc/direct: no rank knows where others" in told(
             rank, "alltoallv", 0
         )
-        kinds = {
-            type(plan).__name__ for plan in core_of(rank.comm).devices._plans.values()
-        }
+        kinds = {type(plan).__name__ for plan in core_of(rank.comm).devices.plans}
         assert kinds == {"PeerPlan"}
 
     on_ipc_threads(2, main)

@@ -47,7 +47,7 @@ def told(rank: Rank, coll: str = "allreduce", nbytes: int = 64, **asked: Any) ->
 
 
 def kinds(rank: Rank) -> set[str]:
-    return {type(plan).__name__ for plan in core_of(rank.comm).devices._plans.values()}
+    return {type(plan).__name__ for plan in core_of(rank.comm).devices.plans}
 
 
 def sums(rank: Rank, x: DeviceArray, wanted: float) -> None:
@@ -206,7 +206,7 @@ def test_deterministic_reductions_are_staged() -> None:
     def main(rank: Rank) -> None:
         comm = rank.comm.dup(deterministic=True)
         comm.allreduce(ones(rank))
-        assert {type(each) for each in core_of(comm).devices._plans.values()} == {
+        assert {type(each) for each in core_of(comm).devices.plans} == {
             _native.StagedPlan
         }
         comm.allgather(ones(rank))

@@ -118,9 +118,7 @@ def calls(groups: list[list[Any]], rank: Rank) -> None:
         stream.synchronize()
     for value, wanted in checks:
         assert np.array_equal(value(), wanted), f"rank {rank.rank}"
-    kinds = {
-        type(each) for comm in comms for each in core_of(comm).devices._plans.values()
-    }
+    kinds = {type(each) for comm in comms for each in core_of(comm).devices.plans}
     assert kinds == {_native.MpiDevicePlan}
     finish(groups, rank)
     other.destroy()

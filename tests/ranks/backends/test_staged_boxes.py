@@ -408,7 +408,7 @@ def test_calls_without_a_plan_keep_theirs(seed: int) -> None:
             assert (done.synchronize() if nonblocking else done) is fields
             for field, right in zip(fields, wanted[rank.rank], strict=True):
                 assert np.array_equal(field.get(), right)
-        assert len(core_of(cart).box_plans.agreed) == 1
+        assert len(core_of(cart).box_plans.kept) == 1
         rows = Layout((8, 6), (2,), (Block(0), None))
         columns = Layout((8, 6), (2,), (None, Block(0)))
         whole = np.arange(48.0).reshape(8, 6)

@@ -91,7 +91,7 @@ def test_calls_that_name_no_backend_go_as_ever() -> None:
             rank.comm.allreduce(x)
         assert num_started(rank) == 0
         assert _native.num_cached_device_calls(core_of(rank.comm)) == 1
-        plans = core_of(rank.comm).devices._plans.values()
+        plans = core_of(rank.comm).devices.plans
         assert {plan.backend for plan in plans} == {"staged"}
 
     on_threads(SIZE, main)

@@ -20,6 +20,9 @@ __all__ = ["Estimate", "estimate", "geometric_mean", "rank_test", "spread"]
 
 _USUAL_SPREAD = 0.06
 """Standard deviation between launches, of the logarithm of a time, before any says."""
+_SPREAD_OF_ONE = 0.25
+"""The same where a single launch is all there is. Some launches differ by this much, as
+where memory lies otherwise, and no second one says whether this is such a launch."""
 _DISTURBED_SPREAD = 0.8
 """What it grows by where all repetitions but those that count were disturbed."""
 _USUAL_LAUNCHES = 2
@@ -84,7 +87,8 @@ def _standard_error(logs: Sequence[float], within: float, clean: float) -> float
     usual. Beside it counts how far the repetitions of each one lie apart.
     """
     middle = median(logs)
-    usual = _USUAL_SPREAD + _DISTURBED_SPREAD * (1 - clean)
+    usual = _USUAL_SPREAD if len(logs) > 1 else _SPREAD_OF_ONE
+    usual += _DISTURBED_SPREAD * (1 - clean)
     squares = _USUAL_LAUNCHES * usual**2 + sum((one - middle) ** 2 for one in logs)
     between = squares / (_USUAL_LAUNCHES + len(logs) - 1) / len(logs)
     return math.sqrt(between + within**2 / len(logs))

@@ -445,6 +445,27 @@ def test_what_runs_without_a_table_is_replaced_by_what_is_faster_for_sure(
     assert chosen == ({DOUBLING} if wins else {DIRECT})
 
 
+@pytest.mark.parametrize(
+    ("launches", "faster", "wins"),
+    [(1, 0.85, False), (3, 0.85, True), (1, 0.5, True)],
+)
+def test_a_single_launch_replaces_nothing_but_what_is_much_slower(
+    launches: int, faster: float, wins: bool
+) -> None:
+    """It may be one of those that differ; beside other programs a run has few."""
+    truth = {
+        DIRECT: lambda n: 1.0 + 1e-4 * n,
+        DOUBLING: lambda n: faster + faster * 1e-4 * n,
+    }
+    recording = record(seed=3, truth=truth)
+    kept = {one.launch for one in recording.samples if one.launch < launches}
+    recording.samples = [one for one in recording.samples if one.launch in kept]
+    for nbytes in _sizes(recording):
+        recording.unasked[2, "near", "allreduce", nbytes] = DIRECT
+    chosen = {part.candidate for part in _only(recording).ranges}
+    assert chosen == ({DOUBLING} if wins else {DIRECT})
+
+
 def test_ranks_that_found_other_links_are_asked_for_their_own_choice() -> None:
     recording = record(seed=3)
     recording.unasked[2, "far", "allreduce", 8] = RING

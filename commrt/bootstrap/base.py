@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from commrt import _native
 from commrt.errors import TimeoutError_, UsageError
 from commrt.vocabulary.limits import deadline_after
 
@@ -160,6 +159,8 @@ def poll_until(
     the same core get on. Signals are handled at once, and a rank of this node that
     wants something of the engine meanwhile wakes it.
     """
+    from commrt import _native  # torch imports this module to register, without it
+
     begun = time.monotonic()
     deadline = deadline_after(timeout_s)
     polls = 0

@@ -172,7 +172,7 @@ def _row(
         ways = list(here)
         new = [next(lengths) for _ in range(job["calls"])]
         for way in ways[block % len(ways) :] + ways[: block % len(ways)]:
-            # What others ran meanwhile has emptied the caches: known calls come first.
+            # Other libraries emptied the caches meanwhile: known calls come first.
             for which, each in (("", known), ("new", new), ("seen", new)):
                 calls = [_bound(here[way], name, one, arrays) for one in each]
                 took = _timed(comm, calls)

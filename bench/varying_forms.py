@@ -33,7 +33,7 @@ FORMS: dict[str, OpSpec] = {
     **{form: operation(name) for form, name in _OF_TORCH.items()},
     **{form: operation(name) for form, name in AT_ONCE.items()},
     MESSAGES: replace(operation("alltoallv"), name=MESSAGES),
-    # What these two change lies in one array, as in allreduce.
+    # These two change one array in place, as allreduce does.
     SPARSE: replace(operation("allreduce"), name=SPARSE),
     HALO: replace(operation("allreduce"), name=HALO, reduces=False),
 }

@@ -31,7 +31,7 @@ class Lengths:
     """The lengths of one call, in elements; equal on all ranks."""
 
     matrix: tuple[tuple[int, ...], ...]
-    """What each rank has for each other one; all equal where blocks are."""
+    """Elements that each rank has for each other rank; equal where all blocks are."""
 
     @property
     def block(self) -> int:

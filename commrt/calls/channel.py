@@ -122,7 +122,7 @@ class Channel(Group, Operations):
         self.policy = self.selection.policy
         self.comparison = Comparison(self)
         self.families = Families(self)
-        """What its calls have in common that differ in lengths."""
+        """The facts that calls of different lengths share."""
         self.host = HostRoute(self, self.selection, self.families)
         self.collectives = Collectives(self, self.comparison, (self.host,))
 

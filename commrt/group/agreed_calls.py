@@ -44,7 +44,7 @@ class SharedFact:
 
     @property
     def term(self) -> int:
-        """What this rank adds."""
+        """The number that this rank adds."""
         digest = blake2b(repr(self.fact).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         return number * (1 - self.num_ranks) if self.is_first else number

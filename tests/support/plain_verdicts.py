@@ -27,7 +27,7 @@ LENGTHS = range(25)
 
 
 class WrongError(Exception):
-    """What the plain checks found wrong."""
+    """The faults that the plain checks found."""
 
 
 def needs(condition: bool, said: str) -> None:

@@ -48,7 +48,7 @@ class CallCheck {
   // True if all ranks' fingerprints are equal and not 0, and the sum is 0; collective. Throws what
   // the exchange raises.
   bool are_same(uint64_t fingerprint, uint64_t pairs, double timeout_s);
-  // The same for a call that the engine knows. Where the calls differ, it is left to Python, which
+  // Compares a call that the engine knows. Where the calls differ, Python takes the call over and
   // must not ask again. Throws what the group makes of an error.
   bool lets_run(const CheckedCall& call, double timeout_s);
   bool take_difference() { return std::exchange(differs_, false); }

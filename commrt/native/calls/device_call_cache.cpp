@@ -20,7 +20,7 @@ namespace commrt {
 
 namespace {
 
-// What a map, a list and a function need for an entry, roughly.
+// Bytes of a map, a list and a function for an entry, roughly.
 constexpr std::size_t kEntryBytes = 256;
 
 unsigned char* end_of(const DeviceView& view) {

@@ -52,7 +52,7 @@ struct BoxProgram {
   int fewest_slots = 1;
 };
 
-// What all programs of one kind of call have in common.
+// The facts that all programs of one kind of call share.
 struct BoxCallKind {
   int coll = 0;
   std::string label;

@@ -139,7 +139,7 @@ class StepColumns {
   }
   // Says where the blocks of each space are numbered from; spaces known before keep theirs.
   void place(std::vector<std::int32_t> first) { first_ = std::move(first); }
-  // The same of one more space.
+  // Takes one more space, as above.
   void place_next(std::int32_t first) { first_.push_back(first); }
   std::vector<std::int32_t> peers() const;
 

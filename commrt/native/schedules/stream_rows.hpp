@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rows of a rank's stream do, fragment by fragment.
+// The work of the rows of a rank's stream, fragment by fragment.
 #pragma once
 
 #include <cstdint>

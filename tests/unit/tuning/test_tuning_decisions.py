@@ -425,6 +425,22 @@ def test_far_from_what_was_measured_the_model_goes_on() -> None:
     assert decided.at(sizes[-1]) == DIRECT
 
 
+def _beside_direct(faster: float) -> Recording:
+    """Return a run in which the model chooses DIRECT; DOUBLING takes a part of it."""
+    truth = {
+        DIRECT: lambda n: 1.0 + 1e-4 * n,
+        DOUBLING: lambda n: faster + faster * 1e-4 * n,
+    }
+    recording = record(seed=3, truth=truth)
+    for nbytes in _sizes(recording):
+        recording.unasked[2, "near", "allreduce", nbytes] = DIRECT
+    return recording
+
+
+def _chosen(recording: Recording) -> set[Candidate]:
+    return {part.candidate for part in _only(recording).ranges}
+
+
 @pytest.mark.parametrize(
     ("faster", "disturbed", "wins"),
     [(0.7, 0, True), (0.97, 0, False), (0.8, 200, False), (0.3, 200, True)],
@@ -433,16 +449,9 @@ def test_what_runs_without_a_table_is_replaced_by_what_is_faster_for_sure(
     faster: float, disturbed: int, wins: bool
 ) -> None:
     """The more repetitions were disturbed, the faster it has to be."""
-    truth = {
-        DIRECT: lambda n: 1.0 + 1e-4 * n,
-        DOUBLING: lambda n: faster + faster * 1e-4 * n,
-    }
-    recording = record(seed=3, truth=truth)
+    recording = _beside_direct(faster)
     recording.samples = [replace(one, disturbed=disturbed) for one in recording.samples]
-    for nbytes in _sizes(recording):
-        recording.unasked[2, "near", "allreduce", nbytes] = DIRECT
-    chosen = {part.candidate for part in _only(recording).ranges}
-    assert chosen == ({DOUBLING} if wins else {DIRECT})
+    assert _chosen(recording) == ({DOUBLING} if wins else {DIRECT})
 
 
 @pytest.mark.parametrize(
@@ -453,17 +462,10 @@ def test_a_single_launch_replaces_nothing_but_what_is_much_slower(
     launches: int, faster: float, wins: bool
 ) -> None:
     """It may be one of those that differ; beside other programs a run has few."""
-    truth = {
-        DIRECT: lambda n: 1.0 + 1e-4 * n,
-        DOUBLING: lambda n: faster + faster * 1e-4 * n,
-    }
-    recording = record(seed=3, truth=truth)
+    recording = _beside_direct(faster)
     kept = {one.launch for one in recording.samples if one.launch < launches}
     recording.samples = [one for one in recording.samples if one.launch in kept]
-    for nbytes in _sizes(recording):
-        recording.unasked[2, "near", "allreduce", nbytes] = DIRECT
-    chosen = {part.candidate for part in _only(recording).ranges}
-    assert chosen == ({DOUBLING} if wins else {DIRECT})
+    assert _chosen(recording) == ({DOUBLING} if wins else {DIRECT})
 
 
 def test_ranks_that_found_other_links_are_asked_for_their_own_choice() -> None:

@@ -10,10 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from commrt.errors import TimeoutError_, UsageError
+from commrt.errors import PeerFailedError, TimeoutError_, UsageError
 from commrt.vocabulary.limits import deadline_after
 
-__all__ = ["Bootstrap", "ByExchange", "Keys", "poll_until", "timed_out", "with_heed"]
+__all__ = [
+    "Bootstrap",
+    "ByExchange",
+    "Keys",
+    "check_alive",
+    "poll_until",
+    "timed_out",
+    "with_heed",
+]
 
 T = TypeVar("T")
 
@@ -34,6 +42,8 @@ class Bootstrap(Protocol):
     idle: Callable[[], object] | None
     """Called again and again while an exchange waits: the engine's progress, so that
     a rank that waits here still serves what it has in flight."""
+    gone: Callable[[int], str] | None
+    """Returns why a rank comes no more, or an empty text: it may come yet."""
 
     def exchange(
         self,
@@ -52,8 +62,9 @@ class Bootstrap(Protocol):
         ``heed`` is called beside ``idle``, for this exchange. What it raises makes this
         rank give up.
 
-        Raises TimeoutError_ naming exactly the members that did not arrive. A rank
-        that gives up, by that or by Ctrl-C, takes back what it said, and nobody uses it
+        Raises TimeoutError_ naming exactly the members that did not arrive, and
+        PeerFailedError at once where ``gone`` says that one cannot. A rank
+        that gives up, by these or by Ctrl-C, takes back what it said, and nobody uses it
         any more: whoever waits goes on waiting, and meets it when it comes again. Ranks
         that never came need not make up for anything. Between processes that give up
         while others complete it, these may go on as if it had not; all meet again in
@@ -193,6 +204,28 @@ def with_heed(
         heed()
 
     return call_both
+
+
+def check_alive(
+    gone: Callable[[int], str] | None,
+    key: str,
+    members: Sequence[int],
+    came: Callable[[int], bool],
+) -> Callable[[], None] | None:
+    """Return what raises PeerFailedError where a member that has not come is gone."""
+    if gone is None:
+        return None
+
+    def check() -> None:
+        for member in members:
+            why = gone(member)
+            if why and not came(member):
+                raise PeerFailedError(
+                    f"the exchange {key!r} of ranks {list(members)}: rank {member} "
+                    f"does not arrive, because {why}"
+                )
+
+    return check
 
 
 def timed_out(

@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out, with_heed
+from commrt.bootstrap.base import (
+    ByExchange,
+    Keys,
+    check_alive,
+    poll_until,
+    timed_out,
+    with_heed,
+)
 from commrt.errors import TimeoutError_
 
 if TYPE_CHECKING:
@@ -92,6 +99,7 @@ class MpiBootstrap:
         self.size: int = mpi_comm.Get_size()
         self.comm = self._duplicate(mpi_comm, timeout_s)
         self.idle: Callable[[], object] | None = None
+        self.gone: Callable[[int], str] | None = None
         self._keys = Keys(self.rank, self.size)
         self.lock = threading.Lock()
         self._topics: ByExchange[_Topic] = ByExchange(_Topic)
@@ -109,8 +117,11 @@ class MpiBootstrap:
         with self._keys.turn(members, key, timeout_s) as (name, left_s):
             others = [member for member in members if member != self.rank]
             rendezvous = _Rendezvous(self, name, others, bytes(blob))
+            heeds = with_heed(
+                heed, check_alive(self.gone, key, others, rendezvous.has_come)
+            )
             try:
-                met = poll_until(rendezvous.step, left_s, with_heed(self.idle, heed))
+                met = poll_until(rendezvous.step, left_s, with_heed(self.idle, heeds))
                 blobs = rendezvous.result() if met else {}
             finally:
                 rendezvous.end()
@@ -253,6 +264,11 @@ class _Rendezvous:
                 self._abandon_sends()
             topic.withdrawn.add(topic.attempt)
             topic.skip_withdrawn()
+
+    def has_come(self, rank: int) -> bool:
+        """Return whether a rank has done its part in this attempt."""
+        heard = not self._has_heard or rank not in self._silent
+        return rank in self._topic.came() and heard
 
     def missing(self) -> list[int]:
         """Return the ranks that did not come, or if all came, those that gave up."""

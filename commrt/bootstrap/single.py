@@ -17,6 +17,7 @@ class SingleBootstrap:
         self.rank = 0
         self.size = 1
         self.idle: Callable[[], object] | None = None
+        self.gone: Callable[[int], str] | None = None
         self._keys = Keys(0, 1)
 
     def exchange(

@@ -17,7 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.bootstrap.base import ByExchange, Keys, poll_until, timed_out, with_heed
+from commrt.bootstrap.base import (
+    ByExchange,
+    Keys,
+    check_alive,
+    poll_until,
+    timed_out,
+    with_heed,
+)
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.errors import BackendError
 from commrt.launch import slurm
@@ -41,6 +48,7 @@ class StoreBootstrap:
         self.size = size
         self._store = store
         self.idle: Callable[[], object] | None = None
+        self.gone: Callable[[int], str] | None = None
         self._keys = Keys(rank, size)
         self._attempts: ByExchange[_Attempts] = ByExchange(_Attempts)
         # Each rank counts its bootstraps in the store itself: a second one on the
@@ -64,8 +72,11 @@ class StoreBootstrap:
                 attempts = self._attempts.of(name)
                 base = f"{self._prefix}/{name}#{attempts.ended}"
                 attempt = _Attempt(self._store, base, members, self.rank)
+                heeds = with_heed(
+                    heed, check_alive(self.gone, key, members, attempt.has_come)
+                )
                 try:
-                    said = attempt.run(blob, deadline, with_heed(self.idle, heed))
+                    said = attempt.run(blob, deadline, with_heed(self.idle, heeds))
                 finally:
                     attempts.ended += attempt.is_over
                 came |= attempt.came
@@ -141,6 +152,11 @@ class _Attempt:
             decided = poll_until(lambda: store.check([self._verdict]), _VERDICT_S)
             said = self._end() if decided else None
         return said
+
+    def has_come(self, rank: int) -> bool:
+        """Return whether a rank's blob is in the store, or the attempt is decided."""
+        store = self._store
+        return bool(store.check([self._names[rank]]) or store.check([self._verdict]))
 
     def _end(self) -> list[bytes] | None:
         """Return the blobs, if they count; forget them if nobody else will look."""

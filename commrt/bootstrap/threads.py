@@ -107,6 +107,7 @@ class _ThreadBootstrap:
         self.size = world.size
         self._world = world
         self.idle: Callable[[], object] | None = None
+        self.gone: Callable[[int], str] | None = None
         self._keys = Keys(rank, world.size)
 
     def exchange(

@@ -15,6 +15,7 @@ from commrt.errors import (
     BackendError,
     ClosedError,
     MismatchError,
+    PeerFailedError,
     ReductionError,
     RefusedError,
     RevokedError,
@@ -40,6 +41,7 @@ __all__ = ["CallChecker", "Group"]
 _KINDS: dict[str, type[Exception]] = {
     "backend": BackendError,
     "mismatch": MismatchError,
+    "peer": PeerFailedError,
     "reduction": ReductionError,
     "refused": RefusedError,
     "revoked": RevokedError,
@@ -191,6 +193,8 @@ class Group(_native.Group):
             )
             if world.bells is not None:
                 self.attach_bells(world.bells.native, world.bells.of(ranks))
+            if world.liveness is not None:
+                self.attach_liveness(world.liveness.native, world.liveness.of(ranks))
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
             world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
@@ -322,7 +326,7 @@ class Group(_native.Group):
             )
 
     def check_usable(self) -> None:
-        """Raise ClosedError or RevokedError where the group cannot be used."""
+        """Raise ClosedError, RevokedError or PeerFailedError unless it can be used."""
         self.check_process()
         if self.closed is not None:
             raise ClosedError(
@@ -330,7 +334,8 @@ class Group(_native.Group):
                 f"make a new communicator, such as by dup() of one that is open"
             )
         if self.failure:
-            raise RevokedError(
+            kind = PeerFailedError if self.failed_by_death else RevokedError
+            raise kind(
                 f"{self.name} failed in an earlier operation ({self.failure}): its "
                 f"ranks no longer agree; make a new communicator, such as by dup() of "
                 f"one that works"
@@ -369,6 +374,18 @@ class Group(_native.Group):
                 return
             if not self.world.engine.step():
                 backoff.pause(left_s)
+
+    def heed_deaths(self, source: int | None) -> None:
+        """Raise PeerFailedError where a rank's process has ended.
+
+        One that has left matters only as the ``source`` of a message; None: any rank.
+        """
+        why = self.who_died(-1 if source is None else source)
+        if not why:
+            return
+        if self.who_died():  # it has not left by itself
+            self.set_failure(why, by_death=True)
+        raise PeerFailedError(f"{self.name}, rank {self.rank}: {why}")
 
     def heed_refusals(self) -> None:
         """Raise RefusedError where the next operation was refused by another rank."""

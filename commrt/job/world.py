@@ -25,6 +25,7 @@ from commrt.job.arena import (
     share,
 )
 from commrt.job.bells import NodeBells, hang_bells, own_bells
+from commrt.job.liveness import NodeLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
@@ -92,6 +93,8 @@ class World:
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     bells: NodeBells | None = None
     """Wake ranks of this node that sleep; None where this rank is alone there."""
+    liveness: NodeLiveness | None = None
+    """Watches the processes of this node's ranks; None where nothing can."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
@@ -370,7 +373,8 @@ def _agree_cores_and_bells(world: World) -> None:
     affinity = sorted(os.sched_getaffinity(0))
     bells = own_bells(world.engine)
     job = secrets.token_hex(4)
-    facts = [affinity, available_cores(), machine_identity(), job, bells]
+    process = own_process()
+    facts = [affinity, available_cores(), machine_identity(), job, bells, process]
     mine = json.dumps(facts).encode()
     everybody = range(world.size)
     blobs = world.bootstrap.exchange(everybody, "cores", mine, world.timeout_s)
@@ -389,6 +393,11 @@ def _agree_cores_and_bells(world: World) -> None:
     here = world.nodes[world.node_of(world.rank)]
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
+        if not world.in_process:
+            processes = {rank: said[rank][5] for rank in here}
+            world.liveness = watch_processes(world.rank, processes)
+            if world.liveness is not None:
+                world.bootstrap.gone = world.liveness.gone
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:
@@ -465,6 +474,8 @@ def end_of_process(engine: Any, grace_s: float = 5.0) -> None:
     deadline = time.monotonic() + grace_s
     while engine.step() and time.monotonic() < deadline:
         os.sched_yield()
+    if engine.idle:
+        engine.leave()
     # A driver that closes would wait for streams that wait for this process.
     engine.release_streams("the process ends")
     engine.stop_thread()

@@ -95,6 +95,7 @@ def _await(
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise _late(group, what, source, tag, limit_s)
+        group.heed_deaths(source)
         if group.is_relayed:
             backoff.rest(left_s)  # threads of this process carry the message
         else:

@@ -108,6 +108,8 @@ nb::list records_of(const Group& group) {
 void bind_group(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
       .def(nb::init<>())
+      .def("leave", &Engine::leave, nb::call_guard<nb::gil_scoped_release>(),
+           "Tell the ranks of this node that this one has done its part in all that it started.")
       .def("step",
            [](Engine& engine) {
              bool advanced;
@@ -210,6 +212,9 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("failure", [](const Group& g) {
         return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
       })
+      .def_prop_ro("failed_by_death", [](const Group& g) {
+        return g.comm->broken.load(std::memory_order_acquire) && g.comm->failed_by_death;
+      })
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_slow", &Group::slow)
       .def_rw("call_check", &Group::check, nb::arg().none(),
@@ -232,11 +237,11 @@ void bind_group(nb::module_& m) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         return g.comm->idle();
       })
-      .def("set_failure", [](Group& g, const std::string& why) {
+      .def("set_failure", [](Group& g, const std::string& why, bool by_death) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
-        g.comm->break_down(why);
+        g.comm->break_down(why, by_death);
         g.comm->tell_failure(g.comm->next_seq);
-      })
+      }, nb::arg("why"), nb::arg("by_death") = false)
       .def("_refuse",
            [](Group& g, const std::string& reason) {
              const nb::gil_scoped_release release;
@@ -277,6 +282,18 @@ void bind_group(nb::module_& m) {
              g.comm->attach_bells(std::move(bells), members);
            }, nb::arg("bells"), nb::arg("members"),
            "Let peers be woken: for each rank its number among the bells' members, or -1.")
+      .def("attach_liveness",
+           [](Group& g, std::shared_ptr<Liveness> liveness, const std::vector<int>& members) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->attach_liveness(std::move(liveness), members);
+           }, nb::arg("liveness"), nb::arg("members"),
+           "Watch the processes of peers: for each rank its number among the members, or -1.")
+      .def("who_died", [](Group& g, int peer) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->looks_for_deaths() ? g.comm->who_died(peer) : std::string();
+           }, nb::arg("peer") = -1,
+           "Return which rank's process has ended; empty: none. One that has left counts only as "
+           "the peer.")
       .def("attach_segment",
            [](Group& g, uint64_t address, uint64_t part_nbytes) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);

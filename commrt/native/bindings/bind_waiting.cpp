@@ -11,6 +11,7 @@
 #include "calls/group.hpp"
 #include "engine/backoff.hpp"
 #include "engine/bell.hpp"
+#include "engine/liveness.hpp"
 
 namespace commrt {
 
@@ -30,6 +31,15 @@ void bind_waiting(nb::module_& m) {
 
   m.def("bells_of_threads", &Bells::of_threads, nb::arg("name"), nb::arg("members"),
         nb::arg("own"), "Return bells for ranks that are threads of this process.");
+
+  nb::class_<Liveness>(m, "Liveness", "Which processes of this node's ranks have ended.")
+      .def(nb::init<std::vector<int>, std::vector<std::string>>(), nb::arg("descriptors"),
+           nb::arg("names"),
+           "Take over descriptors of processes (os.pidfd_open), -1 for those that are not watched.")
+      .def("look", &Liveness::look, nb::arg("anew") = false,
+           "Ask the kernel, unless that was done just now; True if any has ended.")
+      .def("has_ended", &Liveness::has_ended, nb::arg("member"), "What the last look has found.")
+      .def("name", &Liveness::name, nb::arg("member"), "What messages call the process.");
 
   nb::class_<Backoff>(m, "Backoff",
                       "How a thread waits that looks again and again. The engine's bell wakes it; "

@@ -87,13 +87,13 @@ bool WatchedWork::look_after() {
     fail("timeout", "", false);
     return true;
   }
-  const std::string who = who_gave_up(first);
-  if (who.empty()) return look_further();
-  fail("revoked", who, false);
+  const GaveUp found = who_gave_up(first);
+  if (!found.is_any()) return look_further();
+  fail(found.kind(), found.why, false);
   return true;
 }
 
-std::string WatchedWork::who_gave_up(const WatchedCall& made) {
+GaveUp WatchedWork::who_gave_up(const WatchedCall& made) {
   if (comm_ == nullptr) return {};
   const std::lock_guard<std::mutex> own(engine_.mutex);
   return comm_->who_gave_up(made.seq);

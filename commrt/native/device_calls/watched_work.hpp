@@ -17,6 +17,7 @@
 
 #include "device_calls/stream_program.hpp"
 #include "engine/device_work.hpp"
+#include "engine/liveness.hpp"
 
 namespace commrt {
 
@@ -67,7 +68,7 @@ class WatchedWork : public DeviceWork {
   bool take_ended();
   bool look_after();
   // Says of a rank that gave up this operation or an earlier one; empty: none.
-  virtual std::string who_gave_up(const WatchedCall& call);
+  virtual GaveUp who_gave_up(const WatchedCall& call);
   CallPtr oldest() const override;
   void let_all_go(const std::string& kind, const std::string& why) override;
   void see_ended() override { take_ended(); }

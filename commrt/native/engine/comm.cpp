@@ -27,6 +27,7 @@ uint64_t ticks() {
 
 const char* Op::failure_kind() const {
   return by_user    ? "reduction"
+         : by_death ? "peer"
          : by_mpi   ? "backend"
          : given_up ? "revoked"
          : was_refused ? "refused"
@@ -103,6 +104,15 @@ void Comm::attach_bells(std::shared_ptr<Bells> bells, std::vector<int> of) {
   asleep_ = &bells_->asleep();
 }
 
+void Comm::attach_liveness(std::shared_ptr<Liveness> liveness, std::vector<int> of) {
+  liveness_ = std::move(liveness);
+  life_of_ = std::move(of);
+}
+
+void Comm::leave() {
+  if (arena != nullptr) header(member_index_[rank])->left.store(1, std::memory_order_release);
+}
+
 void Comm::wake_peer(int peer) {
   const int member = bell_of_[static_cast<size_t>(peer)];
   if (member >= 0 && peer != rank) bells_->ring(member);
@@ -126,6 +136,7 @@ bool Comm::tells_nobody() const {
 void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
+  if (idle()) leave();
   refusals.detach();
   for (auto& link : links_) link = Link{};
   p2p = std::make_unique<P2P>(*this);
@@ -168,7 +179,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->agreement.reset();
   op->gate = {};
   op->stream = 0;
-  op->was_refused = false;
+  op->was_refused = op->by_death = false;
   return op;
 }
 
@@ -419,9 +430,10 @@ std::shared_ptr<Op> Comm::take_wanted() {
   return nullptr;
 }
 
-void Comm::break_down(const std::string& why) {
+void Comm::break_down(const std::string& why, bool by_death) {
   if (broken.load(std::memory_order_relaxed)) return;
   failure = why;
+  failed_by_death = by_death;
   broken.store(true, std::memory_order_release);
 }
 
@@ -448,11 +460,13 @@ bool Comm::fail_after_own(Op& op) {
   if (op.seq < failed_from) return false;
   if (const Op* const first = op.agreement.get(); first != nullptr && first->has_failed()) {
     op.given_up = first->given_up;
+    op.by_death = first->by_death;
     op.by_mpi = first->by_mpi;
     op.fail(first->error);
     return true;
   }
   op.given_up = true;
+  op.by_death = failed_by_death;
   op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
   return true;
 }
@@ -462,14 +476,47 @@ void Comm::fail_op(Op& op, const std::string& why) { op.fail(why); }
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;
   if (op.p2p != nullptr) return p2p->fail_after_peer(given);
-  const std::string who = who_gave_up(op.seq, op.still_agrees());
-  if (who.empty()) return false;
+  const GaveUp found = who_gave_up(op.seq, op.still_agrees());
+  if (!found.is_any()) return false;
+  if (found.has_died) {
+    // All that it wrote before its end is there by now, and counts.
+    while (!op.finished() && op.advance(kNoLimit)) continue;
+    if (op.finished()) return true;
+  }
   op.given_up = true;
-  op.fail(who);
+  op.by_death = found.has_died;
+  op.fail(found.why);
   return true;
 }
 
-std::string Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
+std::string Comm::who_died(int peer) const {
+  for (const int one : members) {
+    if (one == rank || !has_ended(one)) continue;
+    const bool has_left = header(member_of(one))->left.load(std::memory_order_acquire) != 0;
+    if (has_left && one != peer) continue;
+    return "rank " + std::to_string(one) + (has_left ? " has left: " : " has died: ") +
+           liveness_->name(life_of_[static_cast<size_t>(one)]) + " has ended";
+  }
+  return {};
+}
+
+GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
+  const std::string who = who_says_so(seq, still_agrees);
+  // A rank that tells of its failure may have failed by the end of a process, which it has seen first.
+  if (liveness_ == nullptr || !liveness_->look(!who.empty())) return {who, false};
+  for (const int one : members) {
+    if (one == rank || !has_ended(one)) continue;
+    const RankHeader& its = *header(member_of(one));
+    // One that has told of its failure has ended by that.
+    if (Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees)) continue;
+    const bool has_left = its.left.load(std::memory_order_acquire) != 0;
+    if (has_left && its.started.load(std::memory_order_acquire) > seq) continue;
+    return {who_died(one), true};
+  }
+  return {who, false};
+}
+
+std::string Comm::who_says_so(uint64_t seq, bool still_agrees) const {
   if (arena == nullptr) return {};
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);

@@ -14,6 +14,7 @@
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
 #include "engine/layout.hpp"
+#include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
 #include "engine/parts.hpp"
 #include "engine/plan.hpp"
@@ -127,6 +128,7 @@ class Op {
   std::atomic<int> state{static_cast<int>(OpState::Running)};
   std::string error;
   bool given_up = false;  // failed because a peer did, or this rank earlier
+  bool by_death = false;  // failed because a peer's process has ended
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
   bool was_refused = false;  // failed because another rank's call was refused
@@ -364,6 +366,9 @@ class Comm {
   void ring(const Plan& plan) {
     if (any_asleep()) wake_peers(plan);
   }
+  // Processes of peers on this node are watched: `members[r]` is the member of `liveness` that
+  // rank r is, or -1.
+  void attach_liveness(std::shared_ptr<Liveness> liveness, std::vector<int> members);
   // True if something in flight ends without anybody ringing: it has to be asked for.
   bool tells_nobody() const;
   // The next pass takes in what peers send unasked.
@@ -385,10 +390,22 @@ class Comm {
                                    std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
   // Keeps the books of an operation that runs elsewhere, by a library of its own.
   uint64_t count_elsewhere(const Record& what);
-  // Names a rank of this node that gave up operation `seq` or an earlier one; empty: there is
-  // none. While the ranks still agree on the operation, a rank that gave it up later does not
-  // count.
-  std::string who_gave_up(uint64_t seq, bool still_agrees = false) const;
+  // Names a rank of this node that gave up operation `seq` or an earlier one, or whose process has
+  // ended without its part in it. While the ranks still agree on the operation, a rank that gave
+  // it up later does not count.
+  GaveUp who_gave_up(uint64_t seq, bool still_agrees = false) const;
+  // Names a rank of this node whose process has ended; one that has left is passed over, unless
+  // it is `peer`.
+  std::string who_died(int peer = -1) const;
+  // Asks whether processes of peers have ended; true if any has.
+  bool looks_for_deaths() const { return liveness_ != nullptr && liveness_->look(); }
+  // What the last such question has found.
+  bool has_ended(int peer) const {
+    const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
+    return member >= 0 && liveness_->has_ended(member);
+  }
+  // This rank takes no part in later operations, and has done its part in earlier ones.
+  void leave();
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -424,7 +441,7 @@ class Comm {
   // buffers until now, because the peer may use them again.
   bool gave_up(int peer, uint64_t seq) const;
   // Makes the communicator unusable; the first reason stays.
-  void break_down(const std::string& why);
+  void break_down(const std::string& why, bool by_death = false);
   // True if an operation can fail on all ranks without harm to the next one.
   bool can_take_back(const Op& op) const;
   // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
@@ -447,6 +464,7 @@ class Comm {
   size_t messages_in_flight = 0;  // point-to-point sends and receives not complete
   uint64_t failed_from = ~uint64_t{0};  // operations from this one on do not complete here
   std::string failure;  // why the communicator can't be used any more; written once
+  bool failed_by_death = false;  // written with it
   std::atomic<bool> broken{false};  // release: `failure` is written
   uint64_t fork_epoch = 0;
   int spin_before_yield = 2000;
@@ -485,6 +503,7 @@ class Comm {
     std::atomic_signal_fence(std::memory_order_seq_cst);
     return asleep_->load(std::memory_order_relaxed) != 0;
   }
+  std::string who_says_so(uint64_t seq, bool still_agrees) const;
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
@@ -517,6 +536,8 @@ class Comm {
   const std::atomic<uint32_t>* asleep_ = &kNobodySleeps;
   std::shared_ptr<Bells> bells_;
   std::vector<int> bell_of_;  // rank -> member of bells_, or -1
+  std::shared_ptr<Liveness> liveness_;
+  std::vector<int> life_of_;  // rank -> member of liveness_, or -1
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;

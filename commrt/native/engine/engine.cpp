@@ -141,6 +141,11 @@ void Engine::remove(Comm* comm) {
   comms_.erase(std::remove(comms_.begin(), comms_.end(), comm), comms_.end());
 }
 
+void Engine::leave() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (Comm* comm : comms_) comm->leave();
+}
+
 bool Engine::has(const Comm* comm) {
   const std::lock_guard<std::mutex> own(mutex);
   return std::find(comms_.begin(), comms_.end(), comm) != comms_.end();

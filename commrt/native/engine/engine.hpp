@@ -40,6 +40,8 @@ class Engine {
   ~Engine();
   void add(Comm* comm);
   void remove(Comm* comm);
+  // This process takes no part in later operations of any communicator.
+  void leave();
   // True if a communicator with this address exists, so that progress may be made on it.
   bool has(const Comm* comm);
 

@@ -187,9 +187,10 @@ bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
     // After a refusal that is not looked at, ids say nothing yet.
     if (has_id(word, id) && !refusals.is_due()) {
       // Of a call that its rank has given up: that is why it is here.
-      const std::string who = comm->who_gave_up(seq);
-      given_up = !who.empty();
-      fail(given_up ? who : describe_marks(rank_of(ref), word - id, mark(), seq));
+      const GaveUp found = comm->who_gave_up(seq);
+      given_up = found.is_any();
+      by_death = found.has_died;
+      fail(given_up ? found.why : describe_marks(rank_of(ref), word - id, mark(), seq));
     }
     return false;
   }
@@ -488,7 +489,7 @@ void Op::fail(std::string message) {
   error = std::move(message);
   abandon_mpi();
   stop_showing();
-  comm->break_down(error);
+  comm->break_down(error, by_death);
   comm->tell_failure(seq, had_agreed());
   end_record(OpState::Failed);
 }

@@ -283,7 +283,9 @@ class P2P {
   void part_ended(const std::shared_ptr<Op>& whole);
   void forget(const std::shared_ptr<Op>& op);
   bool fail_one(const std::shared_ptr<Op>& op);
-  void give_up(const std::shared_ptr<Op>& op, const std::string& why);
+  void give_up(const std::shared_ptr<Op>& op, const std::string& why, bool by_death = false);
+  bool fail_after_death(const std::shared_ptr<Op>& op);
+  void forget_matched(const std::shared_ptr<Op>& op);
   std::string others_waiting(const P2PTask& task) const;
 
   Comm& comm_;

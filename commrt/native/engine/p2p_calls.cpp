@@ -178,6 +178,7 @@ void P2P::part_ended(const std::shared_ptr<Op>& whole) {
     task.mistyped = task.mistyped || one.mistyped;
     whole->by_mpi = whole->by_mpi || part->by_mpi;
     whole->given_up = whole->given_up || part->given_up;
+    whole->by_death = whole->by_death || part->by_death;
     if (++failed > kMost) continue;
     if (!error.empty()) error += "; and ";
     error += (one.is_send ? "send " : "recv ") + whom(*part) + ": " + part->error;
@@ -204,10 +205,11 @@ void P2P::forget(const std::shared_ptr<Op>& op) {
   }
 }
 
-void P2P::give_up(const std::shared_ptr<Op>& op, const std::string& why) {
+void P2P::give_up(const std::shared_ptr<Op>& op, const std::string& why, bool by_death) {
   op->given_up = true;
+  op->by_death = by_death;
   complete(op, why);
-  comm_.break_down(why);
+  comm_.break_down(why, by_death);
   comm_.tell_failure(comm_.next_seq);
 }
 
@@ -233,13 +235,14 @@ void P2P::take_back(const std::shared_ptr<Op>& op, const std::string& why) {
 bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   const int peer = task.peer;
-  if (task.stage == Stage::Matched) return false;
+  if (task.stage == Stage::Matched) return fail_after_death(op);
   if (peer == comm_.rank) {
     if (!comm_.broken.load(std::memory_order_relaxed)) return false;
     forget(op);
-    give_up(op, "this rank gave up: " + comm_.failure);
+    give_up(op, "this rank gave up: " + comm_.failure, comm_.failed_by_death);
     return true;
   }
+  if (fail_after_death(op)) return true;
   if (comm_.link(peer).kind != LinkKind::Shared) return false;
   const auto& failed = comm_.header(comm_.member_of(peer))->failed;
   const uint64_t at = failed.load(std::memory_order_acquire);
@@ -252,6 +255,40 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   give_up(op, "rank " + std::to_string(peer) + " gave up at operation #" +
                   std::to_string(Failure::seq_of(at)) +
                   " and makes no matching call any more: look for the error of that rank");
+  return true;
+}
+
+// Of a peer that reads and writes nothing any more.
+void P2P::forget_matched(const std::shared_ptr<Op>& op) {
+  const P2PTask& task = *op->p2p;
+  if (!task.is_send) {
+    receiving_.erase(task.id);
+    return;
+  }
+  auto& streaming = channels_[task.peer].streaming;
+  streaming.erase(std::remove(streaming.begin(), streaming.end(), op), streaming.end());
+}
+
+// A matched message ends with its peer only.
+bool P2P::fail_after_death(const std::shared_ptr<Op>& op) {
+  const P2PTask& task = *op->p2p;
+  if (!comm_.looks_for_deaths()) return false;
+  const std::string why = comm_.who_died(task.peer);
+  const bool is_of_peer = comm_.has_ended(task.peer);
+  if (why.empty() || (task.stage == Stage::Matched && !is_of_peer)) return false;
+  if (is_of_peer) {
+    // All that it wrote before its end is there by now, and counts.
+    drain(task.peer);
+    if (op->finished()) return true;
+  }
+  forget(op);
+  if (task.stage == Stage::Matched) forget_matched(op);
+  if (comm_.who_died().empty()) {  // it has left: messages of others go on
+    op->given_up = op->by_death = true;
+    complete(op, why);
+  } else {
+    give_up(op, why, true);
+  }
   return true;
 }
 

@@ -108,15 +108,15 @@ void PeerWork::wait_on(const CallPtr& made, Stream stream) {
 
 void PeerWork::see_end(const WatchedCall& made) {
   if (!failed_) {
-    const std::string who = who_gave_up(made);
-    if (!who.empty()) fail("revoked", who, false);
+    const GaveUp found = who_gave_up(made);
+    if (found.is_any()) fail(found.kind(), found.why, false);
   }
   ended_seqs_.push_back(made.seq);
   if (ended_seqs_.size() > 2) ended_seqs_.pop_front();
 }
 
-std::string PeerWork::who_gave_up(const WatchedCall& made) {
-  return has(Bug::Unasked) ? std::string() : WatchedWork::who_gave_up(made);
+GaveUp PeerWork::who_gave_up(const WatchedCall& made) {
+  return has(Bug::Unasked) ? GaveUp() : WatchedWork::who_gave_up(made);
 }
 
 // --- failures ---

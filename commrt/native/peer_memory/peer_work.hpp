@@ -63,7 +63,7 @@ class PeerWork : public WatchedWork {
              Stream stream, bool orders, void* const* keep);
   void give(PeerCall& made, unsigned char* in, unsigned char* out, unsigned char* scratch,
             bool copies, Stream stream, bool orders);
-  std::string who_gave_up(const WatchedCall& call) override;
+  GaveUp who_gave_up(const WatchedCall& call) override;
   std::uint64_t first_lost(std::uint64_t next) const override;
   void see_end(const WatchedCall& call) override;
   bool look_at_failed() override;

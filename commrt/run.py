@@ -3,7 +3,8 @@
 
 The ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) and
 a folder in which they meet. They need neither MPI nor torch. When one fails, the others
-are ended, and the launcher ends with that one's exit status. No rank outlives it.
+are ended, and the launcher ends with that one's exit status. No rank outlives it. With
+``--keep-going`` the others go on without a rank that was killed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--grace {said.grace}: a number of seconds from 0 on is needed")
     program = [said.program, *said.arguments]
     command = [sys.executable, *(["-m"] if said.module else []), *program]
-    return _Job(command, said.ranks, said.prefix, said.bind, capped(said.grace)).run()
+    job = _Job(command, said.ranks, said.prefix, said.bind, capped(said.grace))
+    return job.run(keep_going=said.keep_going)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("program", metavar="PROGRAM", help="script, or module with -m")
     parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="when a rank fails, do not end the others; the exit status is 0 if all "
+        "that were not killed by a signal end with 0",
+    )
+    parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
     )
     return parser
@@ -125,8 +133,11 @@ class _Job:
         """The first one that told this job to end."""
         self._printing = threading.Lock()
 
-    def run(self) -> int:
-        """Start the ranks, and wait for their end; return the exit status."""
+    def run(self, *, keep_going: bool = False) -> int:
+        """Start the ranks, and wait for their end; return the exit status.
+
+        ``keep_going``: one that fails does not end the others.
+        """
         rendezvous = tempfile.mkdtemp(prefix="commrt-run-")
         before = {one: signal.signal(one, self._forward) for one in _FORWARDED}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
@@ -138,7 +149,7 @@ class _Job:
             # Not before: processes are forked by a program of one thread.
             for rank in self._ranks.values():
                 self._pass_on(rank)
-            return self._wait()
+            return self._wait(keep_going)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._kill()
@@ -203,9 +214,9 @@ class _Job:
                     to.write(piece)
                     to.flush()
 
-    def _wait(self) -> int:
-        """Wait for all ranks; once one fails, end the others."""
-        first: tuple[_Rank, int] | None = None
+    def _wait(self, keep_going: bool) -> int:
+        """Wait for all ranks; return the launcher's exit status."""
+        failed: list[tuple[_Rank, int]] = []
         living = set(self._ranks)
         while living:
             pid, status = os.waitpid(-1, 0)
@@ -215,19 +226,28 @@ class _Job:
             rank = self._ranks[pid]
             code = os.waitstatus_to_exitcode(status)
             rank.process.returncode = code
-            if code != 0 and first is None:
-                first = rank, code
+            if code == 0:
+                continue
+            failed.append((rank, code))
+            if keep_going:
+                self._report(rank, code, "; the others go on" if living else "")
+            elif len(failed) == 1:
                 self._end(living)
         for rank in self._ranks.values():
             # Another process that holds the pipe may keep it open.
             for copier in rank.copiers:
                 copier.join(self._grace_s)
-        if first is None:
-            return 0
-        return self._report(*first)
+        if not keep_going and failed:
+            others = "; the others were ended" if self._size > 1 else ""
+            self._report(*failed[0], others)
+        codes = [code for _, code in failed]
+        if keep_going and not self._signal:
+            own = [code for code in codes if code > 0]
+            codes = own if own or len(failed) < self._size else codes
+        return _exit_status(codes[0]) if codes else 0
 
-    def _report(self, rank: _Rank, code: int) -> int:
-        """Say which rank failed first and why; return the launcher's exit status."""
+    def _report(self, rank: _Rank, code: int, others: str) -> None:
+        """Say that a rank failed, why, and what becomes of the others."""
         if self._signal:
             how = f"ended after {signal.Signals(self._signal).name} was forwarded to it"
         elif code < 0:
@@ -237,13 +257,11 @@ class _Job:
             how = f"ended with exit status {code}"
         text = rank.tail.decode(errors="replace")
         why = "" if code < 0 or self._signal else last_words(text)
-        others = "; the others were ended" if self._size > 1 else ""
         sys.stderr.write(
             f"commrt.run: rank {rank.number} of {self._size} (process "
             f"{rank.process.pid}) {how}{f': {why}' if why else ''}{others}\n"
         )
         sys.stderr.flush()
-        return 128 - code if code < 0 else code
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Give a signal to all ranks; runs between two steps of the main thread."""
@@ -264,6 +282,10 @@ class _Job:
         for rank in self._ranks.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.process.pid, signal.SIGKILL)
+
+
+def _exit_status(code: int) -> int:
+    return 128 - code if code < 0 else code
 
 
 def _signal_to(rank: _Rank, number: int) -> None:

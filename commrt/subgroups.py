@@ -116,9 +116,12 @@ class Subgroups(Generic[Plain, Cart, Graph]):
 
         Collective over ``ranks`` only: other ranks must not call it.
         ``deterministic``: results are bitwise the same whatever algorithm runs; None:
-        as here.
+        as here. Where a process of another rank has ended, those that remain can
+        still make one.
         """
-        self._comm.check_usable()
+        if not self._comm.failed_by_death:
+            self._comm.check_usable()
+        self._comm.check_open()
         own_name = check_name("create_group", name)
         wish = self._wish("create_group", deterministic)
         given = as_items(ranks)

@@ -325,17 +325,25 @@ class Group(_native.Group):
                 f"communicator in the parent only, or start workers by 'spawn'"
             )
 
-    def check_usable(self) -> None:
-        """Raise ClosedError, RevokedError or PeerFailedError unless it can be used."""
+    def check_open(self) -> None:
+        """Raise ClosedError where the group has been freed, or is another process's."""
         self.check_process()
         if self.closed is not None:
             raise ClosedError(
                 f"{self.name} takes no calls any more, because it was {self.closed}: "
                 f"make a new communicator, such as by dup() of one that is open"
             )
+
+    def check_usable(self) -> None:
+        """Raise ClosedError, RevokedError or PeerFailedError unless it can be used."""
+        self.check_open()
         if self.failure:
-            kind = PeerFailedError if self.failed_by_death else RevokedError
-            raise kind(
+            if self.failed_by_death:
+                raise PeerFailedError(
+                    f"{self.name} cannot be used any more, because {self.failure}: the "
+                    f"ranks that remain may go on with create_group()"
+                )
+            raise RevokedError(
                 f"{self.name} failed in an earlier operation ({self.failure}): its "
                 f"ranks no longer agree; make a new communicator, such as by dup() of "
                 f"one that works"

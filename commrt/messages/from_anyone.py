@@ -95,7 +95,11 @@ def _await(
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise _late(group, what, source, tag, limit_s)
-        group.heed_deaths(source)
+        if group.who_died(-1 if source is None else source):
+            # All that a rank sent before its end is there by now, and counts.
+            if (found := _look_once(group, look)) is not None:
+                return found
+            group.heed_deaths(source)
         if group.is_relayed:
             backoff.rest(left_s)  # threads of this process carry the message
         else:

@@ -290,7 +290,7 @@ void bind_group(nb::module_& m) {
            "Watch the processes of peers: for each rank its number among the members, or -1.")
       .def("who_died", [](Group& g, int peer) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             return g.comm->looks_for_deaths() ? g.comm->who_died(peer) : std::string();
+             return g.comm->arena != nullptr ? g.comm->who_died(peer) : std::string();
            }, nb::arg("peer") = -1,
            "Return which rank's process has ended; empty: none. One that has left counts only as "
            "the peer.")

@@ -490,26 +490,33 @@ bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
 }
 
 std::string Comm::who_died(int peer) const {
+  const bool looked = liveness_ != nullptr && liveness_->look();
   for (const int one : members) {
-    if (one == rank || !has_ended(one)) continue;
-    const bool has_left = header(member_of(one))->left.load(std::memory_order_acquire) != 0;
-    if (has_left && one != peer) continue;
-    return "rank " + std::to_string(one) + (has_left ? " has left: " : " has died: ") +
-           liveness_->name(life_of_[static_cast<size_t>(one)]) + " has ended";
+    if (one == rank) continue;
+    const std::string said = "rank " + std::to_string(one);
+    if (header(member_of(one))->left.load(std::memory_order_acquire) != 0) {
+      if (one == peer) return said + " has left, and takes part in nothing any more";
+    } else if (looked && has_ended(one)) {
+      return said + " has died: " + liveness_->name(life_of_[static_cast<size_t>(one)]) +
+             " has ended";
+    }
   }
   return {};
 }
 
 GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
+  if (arena == nullptr) return {};
   const std::string who = who_says_so(seq, still_agrees);
-  // A rank that tells of its failure may have failed by the end of a process, which it has seen first.
-  if (liveness_ == nullptr || !liveness_->look(!who.empty())) return {who, false};
+  // A rank that tells of its failure may have failed by the end of a process, which it has seen
+  // first.
+  const bool looked = liveness_ != nullptr && liveness_->look(!who.empty());
   for (const int one : members) {
-    if (one == rank || !has_ended(one)) continue;
+    if (one == rank) continue;
     const RankHeader& its = *header(member_of(one));
+    const bool has_left = its.left.load(std::memory_order_acquire) != 0;
+    if (!has_left && !(looked && has_ended(one))) continue;
     // One that has told of its failure has ended by that.
     if (Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees)) continue;
-    const bool has_left = its.left.load(std::memory_order_acquire) != 0;
     if (has_left && its.started.load(std::memory_order_acquire) > seq) continue;
     return {who_died(one), true};
   }
@@ -517,7 +524,6 @@ GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
 }
 
 std::string Comm::who_says_so(uint64_t seq, bool still_agrees) const {
-  if (arena == nullptr) return {};
   for (size_t i = 0; i < members.size(); ++i) {
     const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
     if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;

@@ -394,15 +394,12 @@ class Comm {
   // ended without its part in it. While the ranks still agree on the operation, a rank that gave
   // it up later does not count.
   GaveUp who_gave_up(uint64_t seq, bool still_agrees = false) const;
-  // Names a rank of this node whose process has ended; one that has left is passed over, unless
-  // it is `peer`.
+  // Names a rank of this node whose process has ended, or `peer` if that has left. Asks the kernel.
   std::string who_died(int peer = -1) const;
-  // Asks whether processes of peers have ended; true if any has.
-  bool looks_for_deaths() const { return liveness_ != nullptr && liveness_->look(); }
-  // What the last such question has found.
-  bool has_ended(int peer) const {
-    const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
-    return member >= 0 && liveness_->has_ended(member);
+  // True if a peer takes part in nothing any more, as far as the last look at processes has found.
+  bool is_gone(int peer) const {
+    const int member = member_index_[static_cast<size_t>(peer)];
+    return member >= 0 && (has_ended(peer) || header(member)->left.load(std::memory_order_acquire) != 0);
   }
   // This rank takes no part in later operations, and has done its part in earlier ones.
   void leave();
@@ -524,6 +521,10 @@ class Comm {
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
   RankHeader* header(int member) const;
+  bool has_ended(int peer) const {
+    const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
+    return member >= 0 && liveness_->has_ended(member);
+  }
   CallLine& call_line(int member, uint64_t seq) const;
   Place place_in_heap(const void* data, size_t nbytes) const;
   unsigned char* address_of(int member, Place place) const {

@@ -118,11 +118,11 @@ struct alignas(kLineBytes) CallLine {
 
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
-  // 1: the rank has left, and had done its part in all that it had started.
-  std::atomic<uint64_t> left;
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
+  // 1: the rank has left, and had done its part in all that it had started.
+  std::atomic<uint64_t> left;
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // The same of all ranks of the node; in the first member's header only.
   alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;

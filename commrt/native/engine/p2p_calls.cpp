@@ -272,9 +272,9 @@ void P2P::forget_matched(const std::shared_ptr<Op>& op) {
 // A matched message ends with its peer only.
 bool P2P::fail_after_death(const std::shared_ptr<Op>& op) {
   const P2PTask& task = *op->p2p;
-  if (!comm_.looks_for_deaths()) return false;
+  if (comm_.arena == nullptr) return false;
   const std::string why = comm_.who_died(task.peer);
-  const bool is_of_peer = comm_.has_ended(task.peer);
+  const bool is_of_peer = comm_.is_gone(task.peer);
   if (why.empty() || (task.stage == Stage::Matched && !is_of_peer)) return false;
   if (is_of_peer) {
     // All that it wrote before its end is there by now, and counts.

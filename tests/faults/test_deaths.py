@@ -45,8 +45,8 @@ def die():
 calls = {
     "allreduce": lambda: comm.allreduce(small.copy()),
     "long allreduce": lambda: comm.allreduce(large.copy()),
-    "nonblocking": lambda: comm.allreduce(small.copy(), nonblocking=True).wait(),
-    "tested": lambda: until_tested(comm.allreduce(large.copy(), nonblocking=True)),
+    "nonblocking": lambda: begun(small).wait(),
+    "tested": lambda: until_tested(begun(large)),
     "alltoallv": lambda: comm.alltoallv(np.ones(size), send_counts=[1] * size),
     "recv": lambda: comm.recv(np.empty(3), source=dies),
     "recv from anyone": lambda: comm.recv(np.empty(3)),
@@ -56,9 +56,12 @@ calls = {
     "split": lambda: comm.split(0),
     "dup": lambda: comm.dup(),
     "empty": lambda: comm.empty(100),
-    "wait_any": lambda: commrt.wait_any([comm.allreduce(small.copy(), nonblocking=True)]),
+    "wait_any": lambda: commrt.wait_any([begun(small)]),
     "object": lambda: comm.allgather_object([rank]),
 }
+
+def begun(x):
+    return comm.allreduce(x.copy(), nonblocking=True)
 
 def until_tested(request):
     while not request.test():
@@ -168,7 +171,7 @@ def test_a_rank_that_ends_by_itself_is_named(
 @pytest.mark.parametrize("how", ["kill", "exit", "leave"])
 def test_what_was_sent_before_arrives(tmp_path: Path, how: str) -> None:
     said = run(tmp_path, "last words", how, ranks=3, dies=0)
-    assert said == {1: [[3.5] * 7, "PeerFailedError"], 2: [[3.5] * 7, "PeerFailedError"]}
+    assert said == dict.fromkeys([1, 2], [[3.5] * 7, "PeerFailedError"])
 
 
 def test_a_message_that_came_in_part_is_none(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ void Comm::attach_liveness(std::shared_ptr<Liveness> liveness, std::vector<int> 
   life_of_ = std::move(of);
 }
 
-void Comm::leave() {
-  if (arena != nullptr) header(member_index_[rank])->left.store(1, std::memory_order_release);
+void Comm::leave(Farewell how) {
+  if (arena == nullptr) return;
+  header(member_index_[rank])->farewell.store(how, std::memory_order_release);
 }
 
 void Comm::wake_peer(int peer) {
@@ -136,7 +137,7 @@ bool Comm::tells_nobody() const {
 void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
-  if (idle()) leave();
+  if (idle()) leave(Farewell::Freed);
   refusals.detach();
   for (auto& link : links_) link = Link{};
   p2p = std::make_unique<P2P>(*this);
@@ -494,7 +495,7 @@ std::string Comm::who_died(int peer) const {
   for (const int one : members) {
     if (one == rank) continue;
     const std::string said = "rank " + std::to_string(one);
-    if (header(member_of(one))->left.load(std::memory_order_acquire) != 0) {
+    if (has_left(one)) {
       if (one == peer) return said + " has left, and takes part in nothing any more";
     } else if (looked && has_ended(one)) {
       return said + " has died: " + liveness_->name(life_of_[static_cast<size_t>(one)]) +
@@ -509,18 +510,21 @@ GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
   const std::string who = who_says_so(seq, still_agrees);
   // A rank that tells of its failure may have failed by the end of a process, which it has seen
   // first.
-  const bool looked = liveness_ != nullptr && liveness_->look(!who.empty());
+  if (liveness_ != nullptr) liveness_->look(!who.empty());
   for (const int one : members) {
-    if (one == rank) continue;
+    if (one == rank || !is_gone(one)) continue;
     const RankHeader& its = *header(member_of(one));
-    const bool has_left = its.left.load(std::memory_order_acquire) != 0;
-    if (!has_left && !(looked && has_ended(one))) continue;
     // One that has told of its failure has ended by that.
     if (Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees)) continue;
-    if (has_left && its.started.load(std::memory_order_acquire) > seq) continue;
+    if (has_left(one) && its.started.load(std::memory_order_acquire) > seq) continue;
     return {who_died(one), true};
   }
   return {who, false};
+}
+
+bool Comm::has_left(int peer) const {
+  const Farewell said = header(member_of(peer))->farewell.load(std::memory_order_acquire);
+  return said == Farewell::Left || (said == Farewell::Freed && has_ended(peer));
 }
 
 std::string Comm::who_says_so(uint64_t seq, bool still_agrees) const {

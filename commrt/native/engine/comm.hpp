@@ -397,12 +397,9 @@ class Comm {
   // Names a rank of this node whose process has ended, or `peer` if that has left. Asks the kernel.
   std::string who_died(int peer = -1) const;
   // True if a peer takes part in nothing any more, as far as the last look at processes has found.
-  bool is_gone(int peer) const {
-    const int member = member_index_[static_cast<size_t>(peer)];
-    return member >= 0 && (has_ended(peer) || header(member)->left.load(std::memory_order_acquire) != 0);
-  }
+  bool is_gone(int peer) const { return member_of(peer) >= 0 && (has_ended(peer) || has_left(peer)); }
   // This rank takes no part in later operations, and has done its part in earlier ones.
-  void leave();
+  void leave(Farewell how);
   // A short plan with nothing else in flight: null when complete, else the Op it became.
   // Spins at most `spins` times for a message.
   std::shared_ptr<Op> run_short(const std::shared_ptr<const Plan>& plan, const void* in,
@@ -521,6 +518,7 @@ class Comm {
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
   RankHeader* header(int member) const;
+  bool has_left(int peer) const;
   bool has_ended(int peer) const {
     const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
     return member >= 0 && liveness_->has_ended(member);

@@ -143,7 +143,7 @@ void Engine::remove(Comm* comm) {
 
 void Engine::leave() {
   const std::lock_guard<std::mutex> lock(mutex);
-  for (Comm* comm : comms_) comm->leave();
+  for (Comm* comm : comms_) comm->leave(Farewell::Left);
 }
 
 bool Engine::has(const Comm* comm) {

@@ -116,13 +116,16 @@ struct alignas(kLineBytes) CallLine {
   uint8_t sharing;
 };
 
+enum class Farewell : uint64_t { None = 0, Left = 1, Freed = 2 };
+
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
-  // 1: the rank has left, and had done its part in all that it had started.
-  std::atomic<uint64_t> left;
+  // What the rank says once it has done its part in all that it had started: that it leaves, or that
+  // it has freed the communicator. Ranks wait for one that has freed it until its process ends.
+  std::atomic<Farewell> farewell;
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // The same of all ranks of the node; in the first member's header only.
   alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;

@@ -65,6 +65,7 @@ FUNCTIONS = (
     "MPI_Reduce_scatter_block",
     "MPI_Scatter",
     "MPI_Test",
+    "MPI_Test_cancelled",
     "MPI_Testall",
 )
 """The functions that ``mpi_table`` looks up; all exist since MPI 3.1."""

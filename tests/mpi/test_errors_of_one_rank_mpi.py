@@ -64,24 +64,82 @@ def test_all_ranks_hear_of_it_and_call_again(mpirun: Any, size: int) -> None:
     assert mpirun(size, call_again) == [[True] * 4] * size
 
 
+def refuse_and_go_on(number: int) -> list[str]:
+    """One rank after the other calls wrongly, with others in flight."""
+    comm = commrt.init()
+    found = []
+    for turn in range(4 * comm.size):
+        wrong = turn % comm.size
+        x = np.full(number, 1.0)
+        before = comm.allgather(x.copy(), algorithm="direct", nonblocking=True)
+        out = np.empty(number + (comm.rank == wrong))
+        with pytest.raises(CommError, match="out has") as raised:
+            comm.allreduce(x, out=out, algorithm="ring")
+        found.append(type(raised.value).__name__)
+        x.fill(-1e9)  # nobody takes that for a value
+        root = np.full(number, float(turn))
+        comm.bcast(root, root=wrong, algorithm="binomial")
+        assert (root == turn).all()
+        assert (before.wait(timeout_s=LIMIT_S) == 1.0).all()
+        total = comm.allreduce(np.ones(number), algorithm="ring")
+        assert (total == comm.size).all()
+    return found
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, "1,1"), (3, "2,1"), (3, "1,1,1")])
+@pytest.mark.parametrize("number", [1, 3000, 400_000])
+def test_between_nodes_all_ranks_stay_in_step(
+    mpirun: Any, size: int, where: str, number: int
+) -> None:
+    found = mpirun(size, refuse_and_go_on, env=nodes(where), number=number)
+    for rank, own in enumerate(found):
+        assert own == [
+            "UsageError" if turn % size == rank else "RefusedError"
+            for turn in range(4 * size)
+        ]
+
+
+def refuse_and_leave() -> str:
+    """Rank 1 refuses its last call, and makes no progress until others have raised."""
+    from mpi4py import MPI
+
+    comm = commrt.init()
+    x, out = np.ones(2_000_000), np.empty((comm.size, 2_000_000))
+    try:
+        comm.allgather(x, out=out[comm.rank == 1 :], algorithm="direct")
+    except CommError as error:
+        kind = type(error).__name__
+    x.fill(0)
+    MPI.COMM_WORLD.Barrier()
+    return kind
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, "1,1"), (3, "2,1"), (3, "1,1,1")])
+def test_nobody_waits_for_the_rank_that_refused(
+    mpirun: Any, size: int, where: str
+) -> None:
+    found = mpirun(size, refuse_and_leave, env=nodes(where))
+    assert found == ["RefusedError", "UsageError", "RefusedError"][:size]
+
+
 def end_together() -> list[str]:
-    """Rank 1 calls wrongly, with ranks on other nodes: the communicator ends."""
+    """Rank 1 calls wrongly where the MPI library runs the collective."""
     comm = commrt.init()
     found = []
     for turn in range(3):
         other = comm.dup()
         out = np.ones(3 if comm.rank == 1 else 2)
         with pytest.raises(CommError, match="out has 3 elements") as raised:
-            other.allreduce(np.ones(2), out=out)
+            other.allreduce(np.ones(2), out=out, algorithm="native")
         found.append(type(raised.value).__name__)
         with pytest.raises(RevokedError):  # a rank that was refused hears of it here
-            other.allreduce(np.ones(2))
+            other.allreduce(np.ones(2), algorithm="native")
         assert comm.allreduce(np.ones(1))[0] == comm.size, turn
     return found
 
 
 @pytest.mark.parametrize(("size", "where"), [(2, "1,1"), (3, "2,1"), (3, "1,2")])
-def test_between_nodes_all_ranks_raise_at_once(
+def test_a_collective_of_the_library_ends_the_communicator(
     mpirun: Any, size: int, where: str
 ) -> None:
     found = mpirun(size, end_together, env=nodes(where))

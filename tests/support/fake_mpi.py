@@ -32,6 +32,7 @@ ERR_OTHER, ERR_TRUNCATE = 16, 15
 _FIRST_HANDLE = 1000
 _EAGER_NBYTES = 1024
 _COUNT_AT = 0  # where a status holds the length of its message
+_CANCELLED_AT = 8
 
 _TYPES = {
     "p": ctypes.c_void_p,
@@ -45,6 +46,7 @@ _SIGNATURES = {
     "MPI_Cancel": "p",
     "MPI_Iprobe": "iihpp",
     "MPI_Get_count": "php",
+    "MPI_Test_cancelled": "pp",
     "MPI_Error_class": "ip",
     "MPI_Error_string": "ipp",
     "MPI_Iallreduce": "ppihhhp",
@@ -177,6 +179,7 @@ class FakeMpi:
             done = pending.taken
         elif isinstance(pending, _Receive):
             done = pending.message is not None or pending.cancelled
+            ctypes.c_int.from_address(status + _CANCELLED_AT).value = pending.cancelled
             if pending.message is not None:
                 arrived = pending.message.nbytes
                 ctypes.c_int64.from_address(status + _COUNT_AT).value = arrived
@@ -196,6 +199,7 @@ class FakeMpi:
 
     def _iprobe(self, source: int, tag: int, comm: int, flag: int, status: int) -> int:
         route = source, comm - _FIRST_HANDLE, tag
+        self._deliver(route)  # a message that has a receive is not found
         found = () if self.held else self._messages[route]
         ctypes.c_int.from_address(flag).value = bool(found)
         if found:
@@ -205,6 +209,11 @@ class FakeMpi:
     def _get_count(self, status: int, _type: int, count: int) -> int:
         nbytes = ctypes.c_int64.from_address(status + _COUNT_AT).value
         ctypes.c_int.from_address(count).value = nbytes
+        return 0
+
+    def _test_cancelled(self, status: int, flag: int) -> int:
+        cancelled = ctypes.c_int.from_address(status + _CANCELLED_AT).value
+        ctypes.c_int.from_address(flag).value = cancelled
         return 0
 
     def _error_class(self, code: int, found: int) -> int:
@@ -243,7 +252,7 @@ class MpiRanks(LocalRanks):
     """LocalRanks on pretended nodes: between them messages go through a FakeMpi."""
 
     def __init__(self, mpi: FakeMpi, nodes: list[list[int]]) -> None:
-        self.mpi = mpi
+        self.mpi, self.nodes = mpi, nodes
 
         def connect(world: Any, rank: int, size: int, timeout_s: float) -> Core:
             launch = LaunchInfo("single", rank, size, "threads of one process")

@@ -30,6 +30,8 @@ class Step:
     count: int
     root: int
     in_heap: bool
+    is_apart: bool
+    algorithm: str | None
     refused_by: frozenset[int]
 
     @property
@@ -37,11 +39,23 @@ class Step:
         """True if no rank's part is done without every other rank."""
         return self.name in ("allreduce", "allgather", "alltoall", "barrier")
 
-    def call(self, comm: Any, heap: Array | None, **options: Any) -> Any:
-        """Make the call; UsageError where this rank is refused."""
+    def call(
+        self,
+        comm: Any,
+        heap: Array | None,
+        used: list[Array] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Make the call; UsageError where this rank is refused.
+
+        The call's arrays are added to ``used``.
+        """
         rank = comm.rank
+        used = [] if used is None else used
         if rank in self.refused_by:
             options["timeout_s"] = -1
+        if self.algorithm is not None:
+            options["algorithm"] = self.algorithm
         if self.name == "barrier":
             return comm.barrier(**options)
         blocks = comm.size if self.name in ("alltoall", "reduce_scatter") else 1
@@ -53,9 +67,17 @@ class Step:
             x = heap[: len(x)]
         if self.name in ("bcast", "reduce", "gather", "scatter"):
             options["root"] = self.root
+        used.append(x)
         if self.name == "scatter":
-            out = np.empty(self.count)
-            return comm.scatter(x if rank == self.root else None, out=out, **options)
+            used.append(np.empty(self.count))
+            x_or_none = x if rank == self.root else None
+            return comm.scatter(x_or_none, out=used[-1], **options)
+        if self.is_apart and self.name in ("allreduce", "alltoall", "reduce", "scan"):
+            used.append(np.empty_like(x))
+            options["out"] = used[-1]
+        elif self.is_apart and self.name == "allgather":
+            used.append(np.empty((comm.size, *x.shape)))
+            options["out"] = used[-1]
         return getattr(comm, self.name)(x, **options)
 
     def expected(self, rank: int, size: int) -> Array | None:
@@ -101,18 +123,31 @@ NAMES = (
 )
 
 
-def draw(rng: random.Random, size: int, length: int, heap: bool) -> list[Step]:
-    """Return a program of ``length`` calls, of which about a quarter is refused."""
+def draw(
+    rng: random.Random,
+    size: int,
+    length: int,
+    heap: bool,
+    schedules: Callable[[str], Sequence[str]] = lambda name: (),
+) -> list[Step]:
+    """Return a program of ``length`` calls, of which about a quarter is refused.
+
+    They use any of the ``schedules``; where there is none, what is chosen.
+    """
     steps = []
     for index in range(length):
         number = rng.choice((0, 0, 0, 0, 0, 1, 1, 2, size))
+        name = rng.choice(NAMES)
+        found = schedules(name)
         steps.append(
             Step(
                 index,
-                rng.choice(NAMES),
+                name,
                 rng.choice(COUNTS),
                 rng.randrange(size),
                 heap and rng.random() < 0.5,
+                rng.random() < 0.5,
+                rng.choice(found) if found else None,
                 frozenset(rng.sample(range(size), min(number, size))),
             )
         )

@@ -96,6 +96,7 @@ class RelayRanks(LocalRanks):
         self, nodes: list[list[int]], *, timeout_s: float = DEADLINE_S
     ) -> None:
         size = sum(map(len, nodes))
+        self.nodes = nodes
         node = {rank: i for i, ranks in enumerate(nodes) for rank in ranks}
         self.relays = [CarriedRelay(rank, size) for rank in range(size)]
         pairs = [(a, b) for a in range(size) for b in range(size) if node[a] != node[b]]

@@ -70,6 +70,9 @@ struct Stamp {
   uint64_t nbytes = 0;
 };
 constexpr std::size_t kMostStamped = 8192;
+// The length in the stamp of a message that is empty, as its call was refused (afar.hpp). Such a
+// message has a stamp alone, wherever its receiver expects one.
+constexpr uint64_t kNoMessage = ~uint64_t{0};
 inline bool ends_with_stamp(std::size_t nbytes) { return nbytes <= kMostStamped; }
 inline bool follows_stamp(std::size_t nbytes, std::int64_t fragment) {
   return !ends_with_stamp(nbytes) && fragment == 0;

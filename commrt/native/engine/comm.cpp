@@ -154,6 +154,7 @@ void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_r
     link.mpi_rank = mpi_ranks[peer];
     if (peer != rank && link.kind == LinkKind::Self) link.kind = LinkKind::Mpi;
   }
+  refusals.afar.attach(static_cast<size_t>(size));
 }
 
 void Comm::attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
@@ -180,7 +181,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->agreement.reset();
   op->gate = {};
   op->stream = 0;
-  op->was_refused = op->by_death = false;
+  op->was_refused = op->by_death = op->has_told = false;
   return op;
 }
 
@@ -355,8 +356,9 @@ bool Comm::only_gloo() const {
 bool Comm::idle() const { return active_.empty() && p2p->idle(); }
 
 bool Comm::can_take_back(const Op& op) const {
-  return op.plan->gloo == nullptr && !op.native_started_ &&
-         std::none_of(links_.begin(), links_.end(),
+  if (op.plan->gloo != nullptr || op.native_started_) return false;
+  if (!op.plan->native && op.gate.opened == nullptr) return true;
+  return std::none_of(links_.begin(), links_.end(),
                       [](const Link& link) { return link.kind == LinkKind::Mpi; });
 }
 
@@ -382,8 +384,10 @@ bool Comm::progress(uint64_t limit) {
   if (ended) {
     for (auto& op : active_) {
       if (!op->finished()) continue;
-      // Python objects are dropped later, by someone who holds the GIL.
-      if (op->has_keep()) {
+      // Python objects are dropped later, by someone who holds the GIL; those that are still being
+      // sent to ranks of other nodes, once that is over (afar.hpp).
+      const bool leaves = op->was_refused && op->held;
+      if (op->has_keep() && !leaves) {
         engine.discard(std::move(op));
       } else {
         op.reset();
@@ -423,7 +427,7 @@ void Comm::release_lane(Op& op) {
 
 std::shared_ptr<Op> Comm::take_wanted() {
   for (const auto& op : active_) {
-    if (op->finished() || !op->user_value) continue;
+    if (op->is_over() || !op->user_value) continue;
     if (op->user_value->state != UserValue::State::Wanted) continue;
     op->user_value->state = UserValue::State::Running;
     return op;

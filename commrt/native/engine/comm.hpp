@@ -80,11 +80,25 @@ enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 // Point-to-point messages have peers and tags instead of a plan.
 struct P2PTask;
 
+struct MpiEnd {  // how a receive has ended
+  bool known = false;
+  bool may_be_cancelled = false;
+  bool cancelled = false;
+  int code = 0;        // of MPI_Test
+  int count_code = 0;  // of MPI_Get_count
+  int count = -1;
+};
+
+bool has_ended(const MpiApi& api, MpiRequest& request, MpiEnd& end);
+
 struct MpiInput {  // one message of an instruction that comes over MPI
   MpiRequest request;
+  MpiEnd end;
   size_t index = 0;  // of the instruction's inputs
   bool posted = false, done = false;
+  bool is_empty = false;  // its sender has left the call
   MpiRequest stamp_request;  // of the stamp before it; `stamp` is null where there is none
+  MpiEnd stamp_end;
   std::unique_ptr<Stamp> stamp;
   bool stamp_posted = false, stamp_done = false;
   std::unique_ptr<unsigned char[]> staging;  // null: received where it belongs
@@ -97,6 +111,7 @@ struct MpiStep {  // an instruction with MPI's messages, until it has run
 
 struct MpiSend {  // a message on its way; nothing but the end of the operation waits for it
   MpiRequest request;
+  int peer = 0;
   int64_t fragment = 0;
   std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
 };
@@ -131,7 +146,9 @@ class Op {
   bool by_death = false;  // failed because a peer's process has ended
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
-  bool was_refused = false;  // failed because another rank's call was refused
+  // Another rank's call was refused. It has failed, or fails once nothing touches its arrays.
+  bool was_refused = false;
+  bool has_told = false;  // peers of other nodes know that it has left (afar.hpp)
   std::unique_ptr<UserValue> user_value;  // what is on its way through Python, or null
   bool held = false;      // failed, and MPI may still use the buffers: they are kept for ever
   // Before a collective of gloo's: the ranks compare what they have called. It has the same number,
@@ -151,6 +168,8 @@ class Op {
   // The word of a failed one for Python (commrt/group/group.py).
   const char* failure_kind() const;
   bool finished() const { return state.load(std::memory_order_acquire) != 0; }
+  // True if nothing of it is to be done any more.
+  bool is_over() const { return was_refused || finished(); }
   bool has_failed() const {
     return state.load(std::memory_order_acquire) == static_cast<int>(OpState::Failed);
   }
@@ -169,12 +188,14 @@ class Op {
   // Runs what can run now, and stops after `limit` bytes of it; true if anything did.
   bool advance(uint64_t limit);
   void fail_by_user(const std::string& why);
-  // Fails because another rank's call was refused: the communicator goes on.
+  // Fails because another rank's call was refused: the communicator goes on. It may have to wait
+  // for those who still read or write its arrays.
   void refuse(const std::string& why);
 
  private:
   friend class Comm;
   friend class Refusals;
+  friend class Afar;
   uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
   uint64_t head_fragment_ = 0;
   uint64_t worked_ = 0;   // bytes in this call of advance()
@@ -242,6 +263,8 @@ class Op {
   MpiStep prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool one_piece);
   bool all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes);
   bool all_arrived(MpiStep& step, const Instr& ins, int64_t fragment, size_t nbytes);
+  size_t nbytes_of(const Instr& ins, int64_t fragment) const;
+  bool is_empty_message(const MpiEnd& end, const void* at, uint64_t id) const;
   bool is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, size_t nbytes);
   bool post_send(const Ref& ref, int64_t fragment, const unsigned char* value, size_t nbytes,
                  std::unique_ptr<unsigned char[]> staging);
@@ -492,6 +515,7 @@ class Comm {
   friend class Op;
   friend class P2P;
   friend class Refusals;
+  friend class Afar;
   bool any_asleep() const {
     // The compiler, at least, keeps the order (bell.hpp).
     std::atomic_signal_fence(std::memory_order_seq_cst);

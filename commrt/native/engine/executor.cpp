@@ -104,6 +104,11 @@ bool Op::deps_done(const Instr& ins, uint64_t first) const {
 }
 
 bool Op::advance(uint64_t limit) {
+  if (was_refused) {
+    if (!comm->refusals.afar.is_at_rest(*this)) return false;
+    end_record(OpState::Failed);
+    return true;
+  }
   const Plan& p = *plan;
   if (p.native) {
     const Refusals& refusals = comm->refusals;
@@ -126,10 +131,10 @@ bool Op::advance(uint64_t limit) {
   if (!gate.is_open()) return any;
   const uint64_t m = p.instrs.size();
   worked_ = 0;
-  for (bool again = true; again && !finished();) {
+  for (bool again = true; again && !is_over();) {
     again = false;
     uint64_t index = head_ - head_fragment_ * m;
-    while (head_ < total_ && !finished()) {
+    while (head_ < total_ && !is_over()) {
       if (is_done(head_)) {
         clear_done(head_);
       } else if (!run(static_cast<int64_t>(head_fragment_), static_cast<int>(index))) {
@@ -144,7 +149,7 @@ bool Op::advance(uint64_t limit) {
       if (worked_ >= limit && head_ < total_) return true;
     }
     // The buffers of a failed operation may be gone: its waiting caller has been told.
-    if (finished()) return true;
+    if (is_over()) return true;
     if (head_ == total_) {
       if (!all_sent() || !all_taken()) return any;
       if (!finished() && complete(limit)) finish();
@@ -162,7 +167,7 @@ bool Op::advance(uint64_t limit) {
       }
       if (is_done(pos) || !deps_done(p.instrs[index], fragment * m)) continue;
       if (!run(static_cast<int64_t>(fragment), static_cast<int>(index))) continue;
-      if (finished()) return true;
+      if (is_over()) return true;
       set_done(pos);
       any = again = true;
       if (worked_ >= limit) return true;
@@ -227,8 +232,8 @@ bool Op::run(int64_t fragment, int index) {
   if (ins.has_mpi) {
     if (!run_mpi(fragment, index)) return false;
   } else {
-    if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return finished();
-    if (!value_ready(ins, fragment, index, nullptr)) return finished();
+    if (!inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) return is_over();
+    if (!value_ready(ins, fragment, index, nullptr)) return is_over();
     compute_and_send(ins, fragment, nullptr);
   }
   worked_ += ins.slice_nbytes;
@@ -249,7 +254,7 @@ bool Op::value_ready(const Instr& ins, int64_t fragment, int index,
   user_value = std::make_unique<UserValue>();
   user_value->position = position;
   compute_and_send(ins, fragment, arrived);
-  if (finished()) return false;
+  if (is_over()) return false;
   const bool empty = user_value->nbytes == 0;
   user_value->state = empty ? UserValue::State::Done : UserValue::State::Wanted;
   if (!empty) comm->engine.want_python();
@@ -433,7 +438,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   if (by_python != nullptr) user_value.reset();
   if (reads_peer && comm->refusals.is_due()) {
     comm->refusals.look();  // a rank that has left may have written to its array again
-    if (finished()) return;
+    if (is_over()) return;
   }
   for (int i = 0; i < nin; ++i) {
     if (!exposed[i] || !comm->gave_up(p.peers[ins.inputs[i].peer].rank, seq)) continue;
@@ -509,10 +514,9 @@ void Op::end_record(OpState how) {
 void Op::refuse(const std::string& why) {
   error = why;
   was_refused = true;
-  abandon_mpi();
   stop_showing();
   comm->release_lane(*this);
-  end_record(OpState::Failed);
+  if (comm->refusals.afar.is_at_rest(*this)) end_record(OpState::Failed);
 }
 
 // Does what is left to do with the result; true once all of it is complete.

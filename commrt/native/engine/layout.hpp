@@ -127,15 +127,18 @@ struct alignas(kLineBytes) RankHeader {
   // it has freed the communicator. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
-  // The same of all ranks of the node; in the first member's header only.
+  // Refusals by ranks of other nodes, of operations that this rank was in.
+  alignas(kLineBytes) std::atomic<uint64_t> num_heard_afar;
+  // Both of all ranks of the node; in the first member's header only.
   alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;
 };
 
 // A call that a rank has refused (refusals.hpp).
 struct alignas(kLineBytes) Refusal {
-  static constexpr size_t kMostBytes = 4 * kLineBytes - 16;
+  static constexpr size_t kMostBytes = 4 * kLineBytes - 24;
   uint64_t seq;
   uint64_t nbytes;
+  int64_t rank;  // who has refused it
   char reason[kMostBytes];
 };
 
@@ -164,7 +167,7 @@ struct RegionLayout {
   size_t lane_nbytes = 0;
   size_t calls = 0, probes = 0, acks = 0, lines = 0, more = 0;
   size_t packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
-  size_t refusals = 0, answers = 0, heard = 0;
+  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -179,6 +182,7 @@ struct RegionLayout {
     };
     calls = take(kCallLines * sizeof(CallLine), kLineBytes);
     refusals = take(kRefusals * sizeof(Refusal), kLineBytes);
+    heard_afar = take(kRefusals * sizeof(Refusal), kLineBytes);
     answers = take(g * kRefusals * sizeof(Answer), kLineBytes);
     heard = take(g * sizeof(Ack), kLineBytes);
     probes = take(g * sizeof(Ack), kLineBytes);

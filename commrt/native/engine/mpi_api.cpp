@@ -27,6 +27,7 @@ std::string MpiApi::load(const std::unordered_map<std::string, uint64_t>& addres
   bind("MPI_Cancel", cancel);
   bind("MPI_Iprobe", iprobe);
   bind("MPI_Get_count", get_count);
+  bind("MPI_Test_cancelled", test_cancelled);
   bind("MPI_Abort", abort);
   bind("MPI_Error_class", error_class);
   bind("MPI_Error_string", error_string);

@@ -38,6 +38,7 @@ struct MpiApi {
   int (*cancel)(void*) = nullptr;
   int (*iprobe)(int, int, Handle, int*, void*) = nullptr;
   int (*get_count)(const void*, Handle, int*) = nullptr;
+  int (*test_cancelled)(const void*, int*) = nullptr;
   int (*abort)(Handle, int) = nullptr;
   int (*error_class)(int, int*) = nullptr;
   int (*error_string)(int, char*, int*) = nullptr;

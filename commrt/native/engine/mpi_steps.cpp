@@ -14,6 +14,22 @@
 
 namespace commrt {
 
+// True once a receive has ended; then `end` says how.
+bool has_ended(const MpiApi& api, MpiRequest& request, MpiEnd& end) {
+  if (end.known) return true;
+  MpiStatus status;
+  int flag = 0;
+  end.code = api.test(&request, &flag, &status);
+  if (end.code == 0 && !flag) return false;
+  end.known = true;
+  if (end.code != 0) return true;
+  int cancelled = 0;
+  if (end.may_be_cancelled) api.test_cancelled(&status, &cancelled);
+  end.cancelled = cancelled != 0;
+  if (!end.cancelled) end.count_code = api.get_count(&status, api.byte_type, &end.count);
+  return true;
+}
+
 bool Op::over_mpi(const Ref& ref) const {
   return ref.is_message && comm->link(rank_of(ref)).kind == LinkKind::Mpi;
 }
@@ -78,12 +94,20 @@ bool Op::is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, siz
     // A rank whose call was refused has said so before it sent anything else.
     comm->p2p->look_closely();
     comm->p2p->progress();
-    if (finished()) return false;
+    if (is_over()) return false;
     fail(describe_marks(rank_of(ref), stamp.word - id, mark(), seq));
   } else if (stamp.nbytes != nbytes) {
     fail_by_length(rank_of(ref), nbytes);
   }
-  return !finished();
+  return !is_over();
+}
+
+// True if there is a message that takes the place of one of a call that its sender has left.
+bool Op::is_empty_message(const MpiEnd& end, const void* at, uint64_t id) const {
+  if (end.count != static_cast<int>(sizeof(Stamp))) return false;
+  Stamp stamp;
+  std::memcpy(&stamp, at, sizeof stamp);
+  return stamp.nbytes == kNoMessage && stamp.word == id + mark();
 }
 
 void Op::fail_by_length(int peer, size_t expected) {
@@ -98,46 +122,59 @@ bool Op::all_arrived(MpiStep& step, const Instr& ins, int64_t fragment, size_t n
   for (MpiInput& one : step.inputs) {
     const Ref& ref = ins.inputs[one.index];
     const int rank = rank_of(ref);
-    // Waits for a message of at most `length` bytes; false: it is not there, or it is not so long.
-    auto has_come = [&](MpiRequest& request, bool& done, size_t length) {
+    if (one.is_empty) {
+      all = false;
+      continue;
+    }
+    // Waits for a message of at most `length` bytes, to be found at `at`; false: it is not there,
+    // or it is not so long.
+    auto has_come = [&](MpiRequest& request, MpiEnd& end, bool& done, size_t length, const void* at) {
       auto lost = [&](const char* function, int code) {
         fail_mpi(function, code, "no message from rank " + std::to_string(rank));
         return false;
       };
-      MpiStatus status;
-      int flag = 0, count = -1;
-      const int rc = comm->off_node->test(&request, &flag, &status);
-      if (rc == 0 && !flag) {
+      if (!has_ended(*comm->off_node, request, end)) {
         all = false;
         return false;
       }
       done = true;
-      if (rc != 0 && !comm->off_node->is_truncation(rc)) {
+      if (end.code != 0 && !comm->off_node->is_truncation(end.code)) {
         hold(one);  // nobody knows whether the request has ended
-        return lost("MPI_Test", rc);
+        return lost("MPI_Test", end.code);
       }
-      if (rc == 0) {
-        const int counted = comm->off_node->get_count(&status, comm->off_node->byte_type, &count);
-        if (counted != 0) return lost("MPI_Get_count", counted);
+      if (end.count_code != 0) return lost("MPI_Get_count", end.count_code);
+      if (end.cancelled) {
+        fail("a receive from rank " + std::to_string(rank) + " could not be posted again");
+        return false;
       }
-      if (count == static_cast<int>(length)) return true;
+      if (is_empty_message(end, at, in_id(ref, fragment))) {
+        // Whoever refused the call has said so; that may be on its way.
+        one.is_empty = true;
+        all = false;
+        comm->p2p->look_closely();
+        return false;
+      }
+      if (end.count == static_cast<int>(length)) return true;
       fail_by_length(rank, nbytes);
       return false;
     };
     if (one.stamp_posted && !one.stamp_done) {
-      const bool here = has_come(one.stamp_request, one.stamp_done, sizeof(Stamp)) &&
-                        is_stamped_so(*one.stamp, ref, fragment, nbytes);
-      if (finished()) return false;
+      const bool here =
+          has_come(one.stamp_request, one.stamp_end, one.stamp_done, sizeof(Stamp), one.stamp.get()) &&
+          is_stamped_so(*one.stamp, ref, fragment, nbytes);
+      if (is_over()) return false;
       if (!here) continue;
     }
     if (!one.posted || one.done) continue;
     const bool stamped = ends_with_stamp(nbytes);
-    if (has_come(one.request, one.done, nbytes + (stamped ? sizeof(Stamp) : 0)) && stamped) {
+    const unsigned char* const at = step.sources[one.index];
+    if (has_come(one.request, one.end, one.done, nbytes + (stamped ? sizeof(Stamp) : 0), at) &&
+        stamped) {
       Stamp stamp;
-      std::memcpy(&stamp, step.sources[one.index] + nbytes, sizeof stamp);
+      std::memcpy(&stamp, at + nbytes, sizeof stamp);
       is_stamped_so(stamp, ref, fragment, nbytes);
     }
-    if (finished()) return false;
+    if (is_over()) return false;
   }
   return all;
 }
@@ -211,32 +248,47 @@ MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool 
   return step;
 }
 
+// The length of one fragment of an instruction's value.
+size_t Op::nbytes_of(const Instr& ins, int64_t fragment) const {
+  const Plan& p = *plan;
+  if (p.fragments == 1) return static_cast<size_t>(ins.elems) * p.itemsize;
+  const Ref* shape = nullptr;
+  for (const Ref& ref : ins.inputs) if (!ref.is_message) shape = &ref;
+  for (const Ref& ref : ins.local_outs) shape = &ref;
+  const auto& offsets = p.spaces[shape->space].offsets;
+  size_t nbytes = 0;
+  for (int b = shape->lo; b < shape->hi; ++b) {
+    const int64_t len = offsets[b + 1] - offsets[b];
+    nbytes += static_cast<size_t>(p.cut(ins, len, fragment + 1) - p.cut(ins, len, fragment)) * p.itemsize;
+  }
+  return nbytes;
+}
+
 // Receives what the instruction needs, computes, and sends. A send is done once posted: the
 // schedule may rely on messages being buffered, so what is sent is copied, unless nothing
 // can overwrite it before the operation ends. True also where the operation has failed.
 bool Op::run_mpi(int64_t fragment, int index) {
-  if (comm->refusals.disturb() && comm->refusals.hold_back_afar(seq)) return false;
   const Plan& p = *plan;
   const Instr& ins = p.instrs[index];
   const uint64_t pos =
       static_cast<uint64_t>(fragment) * p.instrs.size() + static_cast<uint64_t>(index);
   auto crosses = [this](const Ref& ref) { return over_mpi(ref); };
+  if (comm->refusals.disturb()) {
+    const auto waits = [&](const Ref& ref) {
+      return over_mpi(ref) && comm->refusals.afar.hold_back(rank_of(ref), seq);
+    };
+    if (std::any_of(ins.inputs.begin(), ins.inputs.end(), waits) ||
+        std::any_of(ins.sends.begin(), ins.sends.end(), waits)) {
+      return false;
+    }
+  }
 
   // The slice where this fragment of the value lies, if it is in one piece.
   const Ref* shape = nullptr;
   for (const Ref& ref : ins.inputs) if (!ref.is_message) shape = &ref;
   for (const Ref& ref : ins.local_outs) shape = &ref;
-  const auto& offsets = p.spaces[shape->space].offsets;
   const bool one_piece = p.fragments == 1 || shape->hi - shape->lo == 1;
-  size_t nbytes = 0;
-  if (p.fragments == 1) {
-    nbytes = static_cast<size_t>(ins.elems) * p.itemsize;
-  } else {
-    for (int b = shape->lo; b < shape->hi; ++b) {
-      const int64_t len = offsets[b + 1] - offsets[b];
-      nbytes += static_cast<size_t>(p.cut(ins, len, fragment + 1) - p.cut(ins, len, fragment)) * p.itemsize;
-    }
-  }
+  const size_t nbytes = nbytes_of(ins, fragment);
 
   auto it = mpi_steps_.find(pos);
   if (it == mpi_steps_.end()) {
@@ -244,10 +296,10 @@ bool Op::run_mpi(int64_t fragment, int index) {
   }
   MpiStep& step = it->second;
   const bool posted = all_posted(step, ins, fragment, nbytes);
-  const bool arrived = !finished() && all_arrived(step, ins, fragment, nbytes);
-  if (finished()) return true;
+  const bool arrived = !is_over() && all_arrived(step, ins, fragment, nbytes);
+  if (is_over()) return true;
   if (!posted || !arrived || !inputs_arrived(ins, fragment) || !outputs_free(ins, fragment)) {
-    return finished();
+    return is_over();
   }
   const bool any_mpi_send = std::any_of(ins.sends.begin(), ins.sends.end(), crosses);
   for (const Ref& ref : ins.sends) {
@@ -255,14 +307,14 @@ bool Op::run_mpi(int64_t fragment, int index) {
   }
   // A few fragments may be on their way; one must, see above.
   if (any_mpi_send && !mpi_sends_.empty() && mpi_sends_.front().fragment + p.depth <= fragment &&
-      !all_sent() && (finished() || mpi_sends_.front().fragment + p.depth <= fragment)) {
-    return finished();
+      !all_sent() && (is_over() || mpi_sends_.front().fragment + p.depth <= fragment)) {
+    return is_over();
   }
   const bool only_mpi_sends = std::all_of(ins.sends.begin(), ins.sends.end(), crosses);
   if (!(ins.local_outs.empty() && any_mpi_send && only_mpi_sends)) {
-    if (!value_ready(ins, fragment, index, step.sources.data())) return finished();
+    if (!value_ready(ins, fragment, index, step.sources.data())) return is_over();
     compute_and_send(ins, fragment, step.sources.data());
-    if (finished()) return true;
+    if (is_over()) return true;
   }
   const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
   const bool stays = one_piece && !ins.boxed && !ends_with_stamp(nbytes) &&
@@ -270,7 +322,11 @@ bool Op::run_mpi(int64_t fragment, int index) {
                      static_cast<const void*>(in) != static_cast<void*>(out);
   for (const Ref& ref : ins.sends) {
     if (!over_mpi(ref)) continue;
-    const Stamp stamp{out_id(ref, fragment) + mark(), nbytes};
+    const uint64_t id = out_id(ref, fragment);
+    if (id == out_base_[ref.peer]) {
+      comm->refusals.afar.note_first(rank_of(ref), seq, p.peers[ref.peer].num_sends());
+    }
+    const Stamp stamp{id + mark(), nbytes};
     if (follows_stamp(nbytes, fragment)) {
       std::unique_ptr<unsigned char[]> before(new unsigned char[sizeof stamp]);
       std::memcpy(before.get(), &stamp, sizeof stamp);
@@ -298,11 +354,15 @@ bool Op::post_send(const Ref& ref, int64_t fragment, const unsigned char* value,
                    std::unique_ptr<unsigned char[]> staging) {
   MpiSend& send = mpi_sends_.emplace_back();
   send.fragment = fragment;
+  send.peer = rank_of(ref);
   send.staging = std::move(staging);
   const int rc = comm->off_node->isend(value, static_cast<int>(nbytes), comm->off_node->byte_type,
                                        comm->link(rank_of(ref)).mpi_rank, comm->mpi_tag,
                                        comm->mpi_comm, &send.request);
-  if (rc == 0) return true;
+  if (rc == 0) {
+    comm->refusals.afar.count_sent(send.peer);
+    return true;
+  }
   static_cast<void>(send.staging.release());
   mpi_sends_.pop_back();  // it has no request that could be tested
   fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)));

@@ -44,6 +44,7 @@ void P2P::attach() {
 bool P2P::idle() const { return comm_.messages_in_flight == 0 && !lingering_; }
 
 void P2P::answer(int peer, const PacketHeader& header) {
+  if (!attached_) attach();
   channels_[peer].control.push_back(header);
   lingering_ = true;
 }
@@ -137,14 +138,17 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     return;
   }
   if (header.kind == PacketKind::Heard) {
-    comm_.refusals.settle_afar(source, header.send_id);
+    comm_.refusals.settle_afar(source, header.send_id, {header.recv_id, header.offset, header.nbytes});
+    return;
+  }
+  if (header.kind == PacketKind::Left) {
+    comm_.refusals.has_left_afar(source, header.send_id);
     return;
   }
   if (header.kind == PacketKind::Ended) {
-    comm_.break_down("this rank's operation #" + std::to_string(header.send_id) +
-                     " was refused, and rank " + std::to_string(source) +
-                     " of another node had begun it");
-    comm_.tell_failure(header.send_id + 1);
+    comm_.break_down("rank " + std::to_string(source) +
+                     " of another node cannot take a refused call back");
+    comm_.tell_failure(header.send_id);
     return;
   }
   if (header.kind == PacketKind::Data) {
@@ -513,8 +517,13 @@ void P2P::tell_refused(uint64_t seq, const std::string& reason) {
   }
 }
 
-void P2P::tell_heard(int rank, uint64_t seq) {
-  answer(rank, {PacketKind::Heard, kAnyType, 0, 0, seq, 0, 0});
+void P2P::tell_heard(int rank, uint64_t seq, const Afar::Told& told) {
+  answer(rank, {PacketKind::Heard, kAnyType, 0, told.to_here, seq, told.from_here, told.sent});
+}
+
+void P2P::tell_left(int rank, uint64_t seq) {
+  if (comm_.link(rank).kind != LinkKind::Mpi) return;
+  answer(rank, {PacketKind::Left, kAnyType, 0, 0, seq, 0, 0});
 }
 
 void P2P::tell_ended(int rank, uint64_t seq) {

@@ -34,9 +34,9 @@ constexpr uint64_t kEagerOverhead = 192;
 constexpr int16_t kSendCode = 64, kRecvCode = 65;
 
 // Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
-// other nodes of a call that was refused. Heard answers that, and Ended says that the communicator
-// ends by it.
-enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone, Refused, Heard, Ended };
+// other nodes of a call that was refused. Heard answers that, Left says that a rank has left the call
+// of others, and Ended says that the communicator ends by it.
+enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone, Refused, Heard, Left, Ended };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
 using TypeCode = uint8_t;
@@ -50,7 +50,10 @@ struct PacketHeader {
   TypeCode type;  // of a message (Eager, Rts)
   int32_t tag;
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
-  uint64_t send_id;  // the sender's name for the message; the operation's number, for Refused
+  // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
+  // the first one that fails, for Ended.
+  // What Heard tells (Afar::Told) is in recv_id, offset and nbytes.
+  uint64_t send_id;
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
   uint64_t offset;   // Data: where the payload belongs; Cts: what a relay calls that, or 0
 };
@@ -176,8 +179,10 @@ class P2P {
   // Tells the ranks of other nodes that this rank's operation `seq` was refused.
   void tell_refused(uint64_t seq, const std::string& reason);
   // Tells such a rank that this one knows of it.
-  void tell_heard(int rank, uint64_t seq);
-  // Tells such a rank that the communicator has ended by its refusal.
+  void tell_heard(int rank, uint64_t seq, const Afar::Told& told);
+  // Tells such a rank that this one has left operation `seq`, which another rank has refused.
+  void tell_left(int rank, uint64_t seq);
+  // Tells such a rank that the communicator has ended, from operation `seq` on.
   void tell_ended(int rank, uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
   void take_back(const std::shared_ptr<Op>& op, const std::string& why);

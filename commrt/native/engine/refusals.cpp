@@ -37,6 +37,7 @@ void remove_where(List& list, Test test) {
 void Refusals::attach() {
   told_ = &header(0).num_refused_here;
   seen_ = 0;  // and not what it says: a peer that was faster may have refused a call already
+  seen_afar_.assign(comm_.members.size(), 0);
 }
 
 void Refusals::detach() {
@@ -54,6 +55,11 @@ RankHeader& Refusals::header(int member) const {
 
 Refusal& Refusals::record(int member, uint64_t index) const {
   return reinterpret_cast<Refusal*>(region(member) + comm_.layout.refusals)[index % kRefusals];
+}
+
+// The same of what others have refused and that member has heard of.
+Refusal& Refusals::record_afar(int member, uint64_t index) const {
+  return reinterpret_cast<Refusal*>(region(member) + comm_.layout.heard_afar)[index % kRefusals];
 }
 
 // What member `of` answers to member `to`.
@@ -81,6 +87,7 @@ bool Refusals::refuse(const std::string& reason) {
     const std::string text = shortened(reason, Refusal::kMostBytes);
     one.seq = seq;
     one.nbytes = text.size();
+    one.rank = comm_.rank;
     std::memcpy(one.reason, text.data(), text.size());
     for (int peer : comm_.members) {
       if (peer != comm_.rank) unsettled_.push_back({peer, seq, num_own_, comm_.link(peer).next_in});
@@ -91,9 +98,7 @@ bool Refusals::refuse(const std::string& reason) {
     header(me).started.store(seq + 1, std::memory_order_release);
     for (int peer : comm_.members) comm_.ring(peer);
   }
-  for (int peer = 0; peer < comm_.size; ++peer) {
-    if (comm_.link(peer).kind == LinkKind::Mpi) afar_.push_back({peer, seq, {}});
-  }
+  afar.refuse(seq);
   comm_.p2p->tell_refused(seq, shortened(reason, Refusal::kMostBytes));
   remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
   comm_.take_number();
@@ -106,19 +111,23 @@ void Refusals::look() {
     seen_ = told_->load(std::memory_order_acquire);
     const int me = comm_.member_of(comm_.rank);
     for (int m = 0; m < static_cast<int>(comm_.members.size()); ++m) {
-      if (m != me) hear(m);
+      if (m == me) continue;
+      hear(m);
+      hear_of_afar(m);
     }
   }
   if (!disturb_) return;
   settle();
   skip();
   prune();
+  afar.work();
+  if (afar.is_busy()) comm_.p2p->look_closely();  // peers are to answer
   see();
 }
 
 void Refusals::see() {
   disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty() ||
-             !afar_.empty();
+             afar.is_busy();
 }
 
 // Answers all that a member has refused meanwhile.
@@ -155,7 +164,7 @@ Refusals::Range Refusals::hear(int rank, uint64_t seq, const std::string& why) {
 
 Op* Refusals::find(uint64_t seq) const {
   for (const auto& op : comm_.active_) {
-    if (op->seq == seq && !op->is_agreement && !op->finished()) return op.get();
+    if (op->seq == seq && !op->is_agreement && !op->is_over()) return op.get();
   }
   return nullptr;
 }
@@ -165,11 +174,13 @@ Refusals::Ended& Refusals::end(Op& op, const std::string& why) {
   Ended ended{op.seq, {}};
   for (size_t i = 0; i < op.plan->peers.size(); ++i) {  // a vendor collective has none
     const PeerUse& use = op.plan->peers[i];
+    if (comm_.link(use.rank).kind != LinkKind::Shared) continue;
     const Range out{op.out_base_[i], op.out_base_[i] + use.num_sends()};
     const Range in{op.in_base_[i], op.in_base_[i] + use.num_recvs()};
     ended.uses.push_back({use.rank, out, in});
     if (in.length() != 0) skips_.push_back({use.rank, op.seq, in});
   }
+  afar.leave(op);
   op.refuse(why);
   ended_.push_back(std::move(ended));
   return ended_.back();
@@ -224,17 +235,18 @@ bool Refusals::hold_back(int peer, uint64_t seq) const {
 }
 
 bool Refusals::hold_back(uint64_t seq) const {
-  return hold_back_afar(seq) ||
+  return afar.hold_back(seq) ||
          std::any_of(unsettled_.begin(), unsettled_.end(),
                      [seq](const Unsettled& one) { return one.seq < seq; });
 }
 
-bool Refusals::hold_back_afar(uint64_t seq) const {
-  return std::any_of(afar_.begin(), afar_.end(), [seq](const Skip& one) { return one.seq < seq; });
+void Refusals::settle_afar(int rank, uint64_t seq, const Afar::Told& told) {
+  afar.settle(rank, seq, told);
+  see();
 }
 
-void Refusals::settle_afar(int rank, uint64_t seq) {
-  remove_where(afar_, [=](const Skip& one) { return one.peer == rank && one.seq == seq; });
+void Refusals::has_left_afar(int rank, uint64_t seq) {
+  afar.has_left(rank, seq);
   see();
 }
 
@@ -329,8 +341,22 @@ void Refusals::end_new(Op& op) {
     for (const Coming& one : all) end_all(op, one.rank, one.why);
     return see();
   }
+  // Those of other nodes were told that nothing goes there, and nothing comes from there.
+  for (const Coming& one : all) {
+    Link& link = comm_.link(one.rank);
+    for (size_t i = 0; link.kind == LinkKind::Mpi && i < op.plan->peers.size(); ++i) {
+      const PeerUse& use = op.plan->peers[i];
+      if (use.rank != one.rank) continue;
+      link.next_out -= use.num_sends();
+      link.next_in -= use.num_recvs();
+    }
+  }
   Ended& ended = end(op, all.front().why);
   for (const Coming& one : all) {
+    if (comm_.link(one.rank).kind == LinkKind::Mpi) {
+      afar.forget(one.rank, op.seq);
+      continue;
+    }
     // They were told that nothing comes from here.
     const Range out = leave(ended, one.rank);
     comm_.link(one.rank).next_out -= out.length();
@@ -341,22 +367,81 @@ void Refusals::end_new(Op& op) {
   see();
 }
 
-void Refusals::hear_from_afar(int rank, uint64_t seq, const std::string& reason) {
-  const std::string why = said_of(rank, reason);
+// A rank of another node has refused an operation.
+void Refusals::end_by(int rank, uint64_t seq, const std::string& why) {
   if (seq >= comm_.next_seq) {
-    coming_.push_back({seq, rank, why});
-    see();
+    const bool is_known = std::any_of(coming_.begin(), coming_.end(), [=](const Coming& one) {
+      return one.seq == seq && one.rank == rank;
+    });
+    if (!is_known) coming_.push_back({seq, rank, why});
   } else if (Op* const op = find(seq)) {
-    end_all(*op, rank, why);
+    if (comm_.can_take_back(*op)) {
+      end(*op, why);
+    } else {
+      end_all(*op, rank, why);
+    }
   }
-  comm_.p2p->tell_heard(rank, seq);  // behind what says that the communicator has ended
+}
+
+void Refusals::hear_from_afar(int rank, uint64_t seq, const std::string& reason) {
+  const bool is_new = seq >= comm_.next_seq;
+  if (find(seq) != nullptr) tell_node(rank, seq, reason);
+  end_by(rank, seq, said_of(rank, reason));
+  const auto told = is_new ? Afar::Told{} : afar.pass_over(rank, seq);
+  if (!told.has_value()) end_communicator(seq + 1);
+  comm_.p2p->tell_heard(rank, seq, told.value_or(Afar::Told{}));  // behind what says that it has ended
+  see();
+}
+
+// This rank is about to leave an operation. Ranks of its node look whether that is so before they
+// take what they have read from here, or write here.
+void Refusals::tell_node(int rank, uint64_t seq, const std::string& reason) {
+  if (comm_.arena == nullptr) return;
+  const int me = comm_.member_of(comm_.rank);
+  const uint64_t index = header(me).num_heard_afar.load(std::memory_order_relaxed);
+  Refusal& one = record_afar(me, index);
+  const std::string text = shortened(reason, Refusal::kMostBytes);
+  one.seq = seq;
+  one.nbytes = text.size();
+  one.rank = rank;
+  std::memcpy(one.reason, text.data(), text.size());
+  header(me).num_heard_afar.store(index + 1, std::memory_order_release);
+  header(0).num_refused_here.fetch_add(1);
+  ++seen_;
+  for (int peer : comm_.members) comm_.ring(peer);
+}
+
+// Takes from a member of this node what it has heard from other nodes.
+void Refusals::hear_of_afar(int member) {
+  uint64_t& seen = seen_afar_[static_cast<size_t>(member)];
+  const std::atomic<uint64_t>& count = header(member).num_heard_afar;
+  for (; seen < count.load(std::memory_order_acquire); ++seen) {
+    const Refusal one = record_afar(member, seen);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (count.load(std::memory_order_acquire) - seen >= kRefusals) {
+      seen = count.load(std::memory_order_acquire);
+      uint64_t from = comm_.next_seq;
+      for (const auto& op : comm_.active_) from = std::min(from, op->seq);
+      return end_communicator(from);
+    }
+    const int rank = static_cast<int>(one.rank);
+    end_by(rank, one.seq, said_of(rank, std::string(one.reason, one.nbytes)));
+  }
+  see();
+}
+
+// Operations from `seq` on cannot come into step again.
+void Refusals::end_communicator(uint64_t seq) {
+  comm_.break_down("a rank has refused a call so many calls ago that the ranks cannot take it back");
+  comm_.tell_failure(seq);
+  for (int peer = 0; peer < comm_.size; ++peer) comm_.p2p->tell_ended(peer, seq);
 }
 
 // An operation that cannot be taken back: the communicator ends with it, on all ranks.
 void Refusals::end_all(Op& op, int rank, const std::string& why) {
   op.given_up = true;
   comm_.fail_op(op, why + "; it cannot be taken back here, so the communicator ends");
-  comm_.p2p->tell_ended(rank, op.seq);
+  comm_.p2p->tell_ended(rank, op.seq + 1);
 }
 
 std::string Refusals::reason_of(int member, uint64_t seq) const {

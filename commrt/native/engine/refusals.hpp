@@ -18,7 +18,8 @@
 // anything of later calls. And a line that a peer has given back is used only under the same
 // condition: a rank that left an operation gives lines back after it has seen the word.
 //
-// Between nodes nothing is taken back: the communicator ends, and says why (P2P::tell_refused).
+// Between nodes packets tell (P2P::tell_refused), and `afar` keeps the order of messages. A rank that
+// leaves a call by such a packet tells its node first, as one that refuses does.
 #pragma once
 
 #include <atomic>
@@ -26,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/afar.hpp"
 #include "engine/layout.hpp"
 
 namespace commrt {
@@ -54,11 +56,10 @@ class Refusals {
   // Takes a place in the order of calls for one that was refused here. False: peers have not
   // looked at so many earlier ones that there is no room; nothing has happened.
   bool refuse(const std::string& reason);
-  // True if operation `seq` may not begin with ranks of other nodes yet: some may not know of a
-  // refusal before it, and would take its messages for another call's.
-  bool hold_back_afar(uint64_t seq) const;
   // A rank of another node knows of this rank's refusal of `seq`.
-  void settle_afar(int rank, uint64_t seq);
+  void settle_afar(int rank, uint64_t seq, const Afar::Told& told);
+  // A rank of another node has left operation `seq`.
+  void has_left_afar(int rank, uint64_t seq);
   // A rank of another node has refused its operation `seq`.
   void hear_from_afar(int rank, uint64_t seq, const std::string& reason);
   // The next operation was refused by others. Its ids are those of a call that has begun.
@@ -102,6 +103,10 @@ class Refusals {
   };
 
   void hear(int member);
+  void hear_of_afar(int member);
+  void tell_node(int rank, uint64_t seq, const std::string& reason);
+  void end_by(int rank, uint64_t seq, const std::string& why);
+  void end_communicator(uint64_t seq);
   void end_all(Op& op, int rank, const std::string& why);
   Range hear(int rank, uint64_t seq, const std::string& why);
   Op* find(uint64_t seq) const;
@@ -116,6 +121,7 @@ class Refusals {
   unsigned char* region(int member) const;
   RankHeader& header(int member) const;
   Refusal& record(int member, uint64_t index) const;
+  Refusal& record_afar(int member, uint64_t index) const;
   Answer& answer(int of, int to, uint64_t index) const;
   std::atomic<uint64_t>& heard(int of, int from) const;
 
@@ -129,7 +135,10 @@ class Refusals {
   std::vector<Ended> ended_;
   std::vector<Skip> skips_;
   std::vector<Unsettled> unsettled_;
-  std::vector<Skip> afar_;  // refusals of this rank of which ranks of other nodes may not know
+  std::vector<uint64_t> seen_afar_;  // by member: of what it has heard from other nodes
+
+ public:
+  Afar afar{comm_};
 };
 
 }  // namespace commrt

@@ -591,6 +591,7 @@ void Relay::cancel(Request* request) {
   if (at == queue.end()) return;
   queue.erase(at);
   if (queue.empty()) peer.posted.erase(it);
+  request->cancelled = true;
   request->end();
 }
 

@@ -49,6 +49,7 @@ class Relay {
   // Belongs to the engine until a test says that it has ended.
   struct Request {
     std::atomic<bool> done{false};
+    bool cancelled = false;  // a receive, before it had a message
     int code = 0;
     uint64_t nbytes = 0;  // of a receive: its room, then what came
     unsigned char* data = nullptr;

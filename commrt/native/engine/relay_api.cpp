@@ -11,6 +11,7 @@ namespace {
 
 struct Status {  // how a relay uses MPI's
   int count;
+  int cancelled;
 };
 
 Relay* relay_of(Handle handle) { return reinterpret_cast<Relay*>(handle); }
@@ -45,6 +46,7 @@ int relay_test(void* slot, int* flag, void* status) {
   *flag = request == nullptr || request->done.load(std::memory_order_acquire);
   if (!*flag || request == nullptr) return 0;
   static_cast<Status*>(status)->count = static_cast<int>(request->nbytes);
+  static_cast<Status*>(status)->cancelled = request->cancelled;
   const int code = request->code;
   delete request;
   request = nullptr;
@@ -59,6 +61,11 @@ int relay_cancel(void* slot) {
 
 int relay_get_count(const void* status, Handle, int* count) {
   *count = static_cast<const Status*>(status)->count;
+  return 0;
+}
+
+int relay_test_cancelled(const void* status, int* flag) {
+  *flag = static_cast<const Status*>(status)->cancelled;
   return 0;
 }
 
@@ -88,6 +95,7 @@ const MpiApi& relay_api() {
     made.test = relay_test;
     made.cancel = relay_cancel;
     made.get_count = relay_get_count;
+    made.test_cancelled = relay_test_cancelled;
     made.error_class = relay_error_class;
     made.error_string = relay_error_string;
     made.err_truncate = Relay::kTruncated;

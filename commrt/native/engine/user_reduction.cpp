@@ -123,7 +123,7 @@ bool run_wanted(Engine& engine) {
     {
       std::lock_guard<std::mutex> lock(engine.mutex);
       op->user_value->state = UserValue::State::Done;
-      if (!wrong.empty() && !op->finished()) op->fail_by_user(wrong);
+      if (!wrong.empty() && !op->is_over()) op->fail_by_user(wrong);
     }
     engine.ring();
     if (interrupted) return false;

@@ -1315,6 +1315,7 @@ class PersistentCall:
         keep_out: Any | None,
         result: Any | None,
         operation: Any,
+        places: Places | None = None,
         source: int = 0,
         nbytes: int = 0,
     ) -> None: ...
@@ -1349,6 +1350,7 @@ class PersistentMessages:
         keep_recvs: Any,
         result: Any,
         operation: Any,
+        places: Places | None = None,
     ) -> None:
         """Rows are (address, nbytes, peer, tag, code of the type, replaced), all
         checked.
@@ -1370,6 +1372,17 @@ class PersistentMessages:
     def run_bound(self, nonblocking: bool) -> Any: ...
     def start(self) -> Any:
         """Start the operation and return its Request; wait before starting it again."""
+
+class Places:
+    """Where the arrays of a bound call lie."""
+
+    def __init__(self, arrays: Sequence[Any], look: Any) -> None:
+        """`look` returns (address, bytes) of an array that is neither numpy's nor
+        torch's own, or None where neither can change.
+        """
+
+    def check(self, operation: str) -> None:
+        """Raise UsageError where an array has other memory than it had at first."""
 
 class Plan:
     """One rank's operation, ready to be started any number of times."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.places import places_of
 from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.boxes.strided import StridedArray
@@ -405,6 +406,7 @@ class BoundBoxes:
     ) -> None:
         self._group, self._boxes, self._arrays = group, boxes, arrays
         self._result, self.operation = result, what
+        self._places = places_of(array.array for array in arrays)
 
     @property
     def label(self) -> str:
@@ -422,6 +424,7 @@ class BoundBoxes:
     def _run(self, nonblocking: bool) -> Any:
         group = self._group
         group.check_usable()
+        group.check_places(self._places, self.operation)
         return self._boxes.run(
             self._arrays, self._result, self.operation, nonblocking, group.timeout_s
         )

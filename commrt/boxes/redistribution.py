@@ -13,6 +13,7 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import empty_like_array, view_anywhere
+from commrt.arrays.places import places_of
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import box_template
@@ -193,7 +194,8 @@ class Redistributions:
         table = address_table(arrays)
         owners = (table, moved.sent.owner, moved.taken.owner)
         return _native.PersistentCall(
-            self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME
+            *(self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME),
+            places_of([moved.sent.array, moved.taken.array]),
         )
 
     def _moved(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from commrt import _native
+from commrt.arrays.places import places_of
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import Place, box_template
@@ -134,7 +135,8 @@ class Halos:
         table = address_table(halo.arrays)
         owners = (table, *(array.owner for array in halo.arrays))
         return _native.PersistentCall(
-            group, plan, table.ctypes.data, 0, owners, None, fields, halo.what
+            *(group, plan, table.ctypes.data, 0, owners, None, fields, halo.what),
+            places_of(array.array for array in halo.arrays),
         )
 
     def sent_nbytes(

@@ -182,6 +182,7 @@ class CallShape:
         has_in: bool,
         has_out: bool,
         divides: bool,
+        facts: int = 0,
     ) -> None: ...
 
 class CallSites:
@@ -2138,6 +2139,8 @@ def make_box_plan(
     most_inline: int,
     store: int,
     adaptive: int,
+    dtype: int,
+    facts: int,
 ) -> Plan:
     """Plan of one rank that moves boxes of arrays; its buffer is a table of their
     addresses.
@@ -2182,6 +2185,7 @@ def make_box_template(
             ],
         ]
     ],
+    facts: int,
 ) -> BoxTemplate:
     """Plans of calls whose boxes begin and end at the call's numbers."""
 

@@ -38,6 +38,7 @@ from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.agreed_calls import SharedFact
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
+from commrt.planning.facts import number_of_facts
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import other_call
@@ -250,7 +251,12 @@ class Redistributions:
         if plan is None:
             moves = redistribution_moves(moved.source, moved.target, group.rank)
             template = box_template(
-                group, moves, arrays, coll=_CODE, label="boxes/direct"
+                group,
+                moves,
+                arrays,
+                coll=_CODE,
+                label="boxes/direct",
+                facts=number_of_facts(common_facts(moved)),
             )
             plan = template.plan(group, [], strides)
             group.keep_plan(family, len(numbers), [*numbers, *strides], plan)
@@ -268,6 +274,7 @@ class Redistributions:
             what=_NAME,
             coll=_CODE,
             label="boxes/direct",
+            facts=number_of_facts(common_facts(moved)),
         )
 
 

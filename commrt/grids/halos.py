@@ -31,6 +31,7 @@ from commrt.grids.halo_arguments import (
 )
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
+from commrt.planning.facts import number_of_facts
 from commrt.schedule.boxes import Move
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import other_call
@@ -262,6 +263,7 @@ class Halos:
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
+            facts=number_of_facts(equal_everywhere(halo)),
         )
 
     def _device_boxes(self, halo: Halo) -> DeviceBoxes:
@@ -278,6 +280,7 @@ class Halos:
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
+            facts=number_of_facts(equal_everywhere(halo)),
         )
 
     def _moves(self, halo: Halo, shapes: Any = None) -> list[Move]:

@@ -38,31 +38,45 @@ class FusedRequest(request.Request):
 
 class MessageMethod: ...
 class Operation: ...
-class AllRounds:
 
+class AllRounds:
     """The rounds of all ranks."""
 
-    def check(self, rows: Sequence[NDArray[Any]], *, distances: int, messages: int, goal: OperationGoal, rule: int, once: Sequence[NDArray[Any]]) -> int:
+    def check(
+        self,
+        rows: Sequence[NDArray[Any]],
+        *,
+        distances: int,
+        messages: int,
+        goal: OperationGoal,
+        rule: int,
+        once: Sequence[NDArray[Any]],
+    ) -> int:
         """Check what all ranks run; return the calls of the largest group."""
 
     def num_rounds(self, rank: int) -> int: ...
-
     def num_slots(self, rank: int) -> int: ...
-
     def rows(self, rank: int) -> NDArray[Any]:
         """Return a rank's messages and work."""
 
-    def sequence(self, rank: int, *, size: int, fragments: int, lag: int, distances: int, messages: int) -> NDArray[Any]:
+    def sequence(
+        self,
+        rank: int,
+        *,
+        size: int,
+        fragments: int,
+        lag: int,
+        distances: int,
+        messages: int,
+    ) -> NDArray[Any]:
         """Return what a rank's stream runs."""
 
 class Backoff:
-
     """How a thread waits that looks again and again. The engine's bell wakes it;
     None is the engine of this process, if it has one.
     """
 
     def __init__(self, engine: Engine | None = None, spins: int = 0) -> None: ...
-
     def pause(self, limit_s: float) -> None:
         """To be called after a look that found nothing: return for the next look,
         after a yield or a sleep of at most so long.
@@ -72,10 +86,11 @@ class Backoff:
         """The same without yields before the sleep."""
 
 class Bells:
-
     """Words by which ranks of a node wake each other."""
 
-    def __init__(self, name: str, address: int, region_nbytes: int, members: int, own: int) -> None:
+    def __init__(
+        self, name: str, address: int, region_nbytes: int, members: int, own: int
+    ) -> None:
         """Take over zeroed memory that the ranks share."""
 
     def is_asleep(self, member: int) -> bool:
@@ -83,7 +98,6 @@ class Bells:
 
     @property
     def name(self) -> str: ...
-
     @property
     def own(self) -> int:
         """Number of this rank among the members."""
@@ -92,24 +106,26 @@ class Bells:
         """Wake a member, if it sleeps."""
 
 class BoxTemplate:
-
     """What calls that move boxes have in common, but for where boxes lie."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
 
-    def plan(self, group: Group, numbers: Sequence[int], strides: Sequence[int]) -> Plan:
+    def plan(
+        self, group: Group, numbers: Sequence[int], strides: Sequence[int]
+    ) -> Plan:
         """The plan of one call."""
 
-    def program(self, numbers: Sequence[int], strides: Sequence[int]) -> tuple[Any, ...]:
+    def program(
+        self, numbers: Sequence[int], strides: Sequence[int]
+    ) -> tuple[Any, ...]:
         """Return a call's boxes, steps, their dependencies, peers, the longest
         message's bytes, how far ahead steps are tried, and the fewest slots. For
         tests.
         """
 
 class CallCheck:
-
     """Compares the calls of a group's ranks before they run, in check mode."""
 
     def __init__(self, make_exchange: Any, size: int, seed: int) -> None:
@@ -118,10 +134,20 @@ class CallCheck:
         """
 
     def are_same(self, fingerprint: int, pairs: int, timeout_s: float) -> bool:
-        """Return whether all ranks make the same call; collective. 0 is no call.
-        """
+        """Return whether all ranks make the same call; collective. 0 is no call."""
 
-    def fingerprint(self, coll: int, dtype: int, redop: int, root: int, count: int, counts: Sequence[int], seq: int, name: int, rest: int) -> int:
+    def fingerprint(
+        self,
+        coll: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        count: int,
+        counts: Sequence[int],
+        seq: int,
+        name: int,
+        rest: int,
+    ) -> int:
         """Return the number of a call. `name` is a number of its name, `rest` one of
         all that the others do not say.
         """
@@ -137,33 +163,52 @@ class CallCheck:
         """
 
 class CallShape:
-
     """A call without its lengths, and how those of its arrays follow."""
 
-    def __init__(self, *, coll: int, dtype: int, redop: int, root: int, label: str, returns_out: bool, counts: int, x_part: tuple[int, int], out_part: tuple[int, int], x_is_own: bool, out_is_own: bool, has_in: bool, has_out: bool, divides: bool) -> None: ...
+    def __init__(
+        self,
+        *,
+        coll: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        label: str,
+        returns_out: bool,
+        counts: int,
+        x_part: tuple[int, int],
+        out_part: tuple[int, int],
+        x_is_own: bool,
+        out_is_own: bool,
+        has_in: bool,
+        has_out: bool,
+        divides: bool,
+        facts: int = 0,
+    ) -> None: ...
 
 class CallSites:
-
     """Places that calls have come from."""
 
     def __init__(self, classify: Any, beyond: Any, core: Any, nowhere: Any) -> None: ...
-
     def clear(self) -> None:
         """Forget all of them."""
 
     def of_caller(self, frame: Any) -> Any:
-        """Return where the user's program called; `core` for calls of commrt's own.
-        """
+        """Return where the user's program called; `core` for calls of commrt's own."""
 
     def of_running(self) -> Any:
         """The same of the frame that runs now."""
 
 class CudaDevice(Device):
-
     """A GPU, through the CUDA driver."""
 
-    def __init__(self, ordinal: int = 0, *, memory_flags: bool = True, library: str = '', sysfs: str = '/sys') -> None: ...
-
+    def __init__(
+        self,
+        ordinal: int = 0,
+        *,
+        memory_flags: bool = True,
+        library: str = "",
+        sysfs: str = "/sys",
+    ) -> None: ...
     @property
     def can_memory_flags(self) -> bool:
         """Whether the card can do what memory_flags says."""
@@ -193,7 +238,6 @@ class CudaDevice(Device):
         """Identity of the device in every process: 32 hexadecimal digits."""
 
 class Device:
-
     """A device: memory, streams, events; see docs/internals/devices.md."""
 
     def alloc(self, nbytes: int) -> int:
@@ -251,8 +295,7 @@ class Device:
         """Unmap it."""
 
     def ipc_export(self, ptr: int) -> tuple[Any, ...]:
-        """Return a handle of the allocation for other processes, and ptr's offset.
-        """
+        """Return a handle of the allocation for other processes, and ptr's offset."""
 
     def ipc_open(self, handle: bytes) -> int:
         """Map another process's allocation; return its first address."""
@@ -267,7 +310,22 @@ class Device:
     def last_error(self) -> str:
         """Reason why the latest failed call of this thread failed."""
 
-    def launch_boxes(self, kind: int, buffer: int, buffer_nbytes: int, arrays: Sequence[int], table: int, *, table_nbytes: int, terms_at: int, num_boxes: int, units: int, stream: int, op: int = 0, dtype: int = 0) -> None:
+    def launch_boxes(
+        self,
+        kind: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        *,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+        stream: int,
+        op: int = 0,
+        dtype: int = 0,
+    ) -> None:
         """Pack (0), unpack (1) or combine (2) boxes of arrays by a kernel;
         BoxTable.launch() calls it.
         """
@@ -275,16 +333,30 @@ class Device:
     def launch_copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes by a kernel."""
 
-    def launch_divide(self, dtype: int, dst: int, count: int, divisor: int, stream: int) -> None:
+    def launch_divide(
+        self, dtype: int, dst: int, count: int, divisor: int, stream: int
+    ) -> None:
         """Divide integers toward zero, by a kernel."""
 
     def launch_host(self, stream: int, function: Callable[[], Any]) -> None:
         """Call a function from a stream; conformance tests only."""
 
-    def launch_reduce(self, op: int, dtype: int, dst: int, src: int, count: int, stream: int) -> None:
+    def launch_reduce(
+        self, op: int, dtype: int, dst: int, src: int, count: int, stream: int
+    ) -> None:
         """dst = dst op src, element by element, by a kernel."""
 
-    def launch_scaled_sum(self, dtype: int, dst: int, src: int, count: int, which: int, real: float, integer: int, stream: int) -> None:
+    def launch_scaled_sum(
+        self,
+        dtype: int,
+        dst: int,
+        src: int,
+        count: int,
+        which: int,
+        real: float,
+        integer: int,
+        stream: int,
+    ) -> None:
         """dst = dst + src by a kernel, dst (1) or src (2) multiplied first; or (4) dst
         = src, scaled.
         """
@@ -298,8 +370,7 @@ class Device:
         """Take a lock as the device knows of it; nothing on real hardware."""
 
     def make_current(self, enter: bool) -> None:
-        """Make it this thread's current one for other libraries, or take it back.
-        """
+        """Make it this thread's current one for other libraries, or take it back."""
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy bytes."""
@@ -323,12 +394,10 @@ class Device:
         """Return (kind, device, base, nbytes) of the memory at an address."""
 
     def read(self, ptr: int, nbytes: int) -> bytes:
-        """Return bytes of host memory, as a host thread that the device knows of.
-        """
+        """Return bytes of host memory, as a host thread that the device knows of."""
 
     def stream_create(self, priority: int = 0, blocking: bool = False) -> int:
-        """Return a new stream; a blocking one takes turns with the legacy stream 0.
-        """
+        """Return a new stream; a blocking one takes turns with the legacy stream 0."""
 
     def stream_destroy(self, stream: int) -> None:
         """Give a stream back; what it was given still runs."""
@@ -358,7 +427,6 @@ class Device:
         """Write a flag, after all before it."""
 
 class DeviceCall:
-
     """One started call on device memory."""
 
     @property
@@ -398,24 +466,28 @@ class DeviceCall:
         """The messages it waits for, in words; empty: none."""
 
 class DeviceRequest(request.Request):
-
     """One started call on arrays on a device; has the methods of Request."""
 
     def __bool__(self) -> bool: ...
-
-    def __init__(self, comm: Any, call: DeviceCall, result: Any | None, operation: str, timeout_s: float, device: Any, stream: int, array: Any | None) -> None: ...
-
+    def __init__(
+        self,
+        comm: Any,
+        call: DeviceCall,
+        result: Any | None,
+        operation: str,
+        timeout_s: float,
+        device: Any,
+        stream: int,
+        array: Any | None,
+    ) -> None: ...
     def __repr__(self) -> str: ...
-
     def be_quiet(self) -> None:
         """Do not warn where it is dropped."""
 
     @property
     def call(self) -> DeviceCall: ...
-
     @property
     def comm(self) -> Any: ...
-
     @property
     def device(self) -> int:
         """Number of the device of its arrays."""
@@ -450,8 +522,7 @@ class DeviceRequest(request.Request):
         """Block the host until the operation is complete; return the output."""
 
     def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error.
-        """
+        """Run a little progress; True once complete. Raises the operation's error."""
 
     @property
     def timeout_s(self) -> float:
@@ -472,12 +543,10 @@ class DeviceRequest(request.Request):
         """Return who keeps it waiting, in words."""
 
 class DeviceWork:
-
     """A communicator's work of a kind on one device."""
 
     def close(self) -> None:
-        """Nobody calls any more: give back what is not in use, at once or later.
-        """
+        """Nobody calls any more: give back what is not in use, at once or later."""
 
     @property
     def failed(self) -> bool:
@@ -495,14 +564,14 @@ class DeviceWork:
         """Calls whose end the host has not seen."""
 
 class EndWatch:
-
     """How a thread waits for the first of many operations that ends. With has_core
     it yields before it sleeps; without, it sleeps at once.
     """
 
     def __init__(self, engine: Engine, has_core: bool) -> None: ...
-
-    def wait(self, requests: list[Any], *, is_curious: bool, limit_s: float) -> list[int]:
+    def wait(
+        self, requests: list[Any], *, is_curious: bool, limit_s: float
+    ) -> list[int]:
         """Make progress until some of the requests have ended, and return their
         indices. None: time is up, wake() was called, or test() has something to do.
         So it is after any progress, too, if the caller is_curious. By one thread.
@@ -512,11 +581,9 @@ class EndWatch:
         """End this wait, or the next one. For any thread."""
 
 class Engine:
-
     """Progress for every communicator of one rank."""
 
     def __init__(self) -> None: ...
-
     def add_bells(self, bells: Bells) -> None:
         """Let threads of this process sleep until ranks of a node ring."""
 
@@ -526,7 +593,6 @@ class Engine:
 
     @property
     def has_thread(self) -> bool: ...
-
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
@@ -535,17 +601,10 @@ class Engine:
     def is_parked(self) -> bool:
         """Whether its thread sleeps until something is started."""
 
-    def leave(self) -> None:
-        """Tell the ranks of this node that this one has done its part in all that it
-        started.
-        """
-
     def release_streams(self, why: str) -> None:
-        """Fail all work on device memory that is under way, and let its streams go.
-        """
+        """Fail all work on device memory that is under way, and let its streams go."""
 
     def start_thread(self) -> None: ...
-
     def step(self) -> bool:
         """Run one pass over all operations in flight, a slice of each; True if
         anything advanced.
@@ -554,20 +613,16 @@ class Engine:
     def stop_thread(self) -> None: ...
 
 class EngineOrder:
-
     """An order in which all ranks run."""
 
     def __len__(self) -> int: ...
-
     def rows(self) -> NDArray[Any]:
         """Return rank, fragment and instruction of each place."""
 
 class Front:
-
     """What a program holds of a group: its methods, and none of its parts."""
 
     def __init__(self, group: Any) -> None: ...
-
     @property
     def name(self) -> str:
         """Its name in messages."""
@@ -581,27 +636,22 @@ class Front:
         """Number of ranks."""
 
 class GlooGroup:
-
     """Keeps the collectives of a group of gloo in order."""
 
     def __init__(self) -> None: ...
-
     @property
     def is_busy(self) -> bool:
         """Whether an operation has not ended, as far as is known."""
 
 class Group:
-
     """Native base of Communicator."""
 
     def __init__(self, engine: Engine, rank: int, size: int, name: str) -> None: ...
-
-    def _attach_arena(self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /) -> None: ...
-
+    def _attach_arena(
+        self, arg0: int, arg1: int, arg2: int, arg3: Sequence[int], /
+    ) -> None: ...
     def _detach(self) -> None: ...
-
     def _forget_plans(self) -> None: ...
-
     def _pass_over(self) -> None:
         """Count the next operation, which runs nowhere, since some rank has refused
         it.
@@ -620,53 +670,43 @@ class Group:
         """
 
     def _set_spins(self, arg: int, /) -> None: ...
-
     @property
     def _slow(self) -> bool: ...
-
     @_slow.setter
     def _slow(self, arg: bool, /) -> None: ...
-
     @property
     def _timeout_s(self) -> float: ...
-
     @_timeout_s.setter
     def _timeout_s(self, arg: float, /) -> None: ...
-
     def _why_next_is_refused(self) -> str:
         """Return why other ranks have refused their next operation; empty: they have
         not.
         """
 
     def add_mirror(self, address: int, nbytes: int, original: int) -> bool:
-        """Tell that memory of the symmetric heap is mapped at another address, too.
-        """
+        """Tell that memory of the symmetric heap is mapped at another address, too."""
 
-    def add_template(self, family: PlanFamily, lo: int, hi: int, template: PlanTemplate) -> None:
-        """Let a family make the plans of vectors of `lo` to below `hi` elements.
-        """
+    def add_template(
+        self, family: PlanFamily, lo: int, hi: int, template: PlanTemplate
+    ) -> None:
+        """Let a family make the plans of vectors of `lo` to below `hi` elements."""
 
     def attach_bells(self, bells: Bells, members: Sequence[int]) -> None:
         """Let peers be woken: for each rank its number among the bells' members, or
         -1.
         """
 
-    def attach_liveness(self, liveness: Liveness, members: Sequence[int]) -> None:
-        """Watch the processes of peers: for each rank its number among the members, or
-        -1.
-        """
-
     def attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
-
     def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
-
     def attach_segment(self, address: int, part_nbytes: int) -> None:
         """Add a segment to the symmetric heap: a part for each on-node rank."""
 
     def box_family(self, template: BoxTemplate) -> PlanFamily:
         """Make a family of calls that move boxes."""
 
-    def box_plan(self, family: PlanFamily, numbers: Sequence[int], strides: Sequence[int]) -> Plan:
+    def box_plan(
+        self, family: PlanFamily, numbers: Sequence[int], strides: Sequence[int]
+    ) -> Plan:
         """Return the plan of a call that moves boxes, made if need be: where they
         begin and end, and the strides of all arrays.
         """
@@ -677,16 +717,11 @@ class Group:
 
     @call_check.setter
     def call_check(self, arg: CallCheck | None, /) -> None: ...
-
     def drop_family(self, family: PlanFamily) -> None:
         """Drop a family with its plans."""
 
     @property
-    def failed_by_death(self) -> bool: ...
-
-    @property
     def failure(self) -> str: ...
-
     def find_plan(self, family: PlanFamily, count: int, counts: Sequence[int]) -> Plan:
         """Return the plan of a call, made of its family's template if need be; None:
         neither.
@@ -694,8 +729,9 @@ class Group:
 
     @property
     def idle(self) -> bool: ...
-
-    def keep_plan(self, family: PlanFamily, count: int, counts: Sequence[int], plan: Plan) -> None:
+    def keep_plan(
+        self, family: PlanFamily, count: int, counts: Sequence[int], plan: Plan
+    ) -> None:
         """Keep the plan of a call."""
 
     def kept_plans(self) -> list[Plan]:
@@ -706,24 +742,20 @@ class Group:
         """Number of looks of a wait, now, before it yields."""
 
     def least_used_family(self) -> PlanFamily:
-        """Return the family to drop, where all of them take too much; else None.
-        """
+        """Return the family to drop, where all of them take too much; else None."""
 
     @property
     def name(self) -> str: ...
-
     @property
     def next_seq(self) -> int: ...
-
     def not_started(self, arg: int, /) -> list[int]: ...
-
     @property
     def num_device_work(self) -> int: ...
-
     @property
     def num_plans(self) -> int: ...
-
-    def plan_family(self, coll: int, dtype: int, redop: int, root: int, unit: int, is_plain: bool) -> PlanFamily:
+    def plan_family(
+        self, coll: int, dtype: int, redop: int, root: int, unit: int, is_plain: bool
+    ) -> PlanFamily:
         """Make a family of calls that differ only in lengths; the dispatcher knows
         plain ones.
         """
@@ -734,41 +766,93 @@ class Group:
 
     @plans_limit_nbytes.setter
     def plans_limit_nbytes(self, arg: int, /) -> None: ...
-
     @property
     def plans_nbytes(self) -> int:
         """Bytes of the plans that it keeps, and of what new ones are made of."""
 
     def probe_latency_ns(self, arg0: int, arg1: int, arg2: float, /) -> float: ...
-
-    def probe_slots_ns(self, peer: int, window_nbytes: int, timeout_s: float) -> tuple[float, float]:
+    def probe_slots_ns(
+        self, peer: int, window_nbytes: int, timeout_s: float
+    ) -> tuple[float, float]:
         """Return ns per line in one slot again and again, and through a window."""
 
     @property
     def rank(self) -> int: ...
-
-    def recv_bytes(self, data: int, capacity: int, source: int, tag: int, keep: Any | None, result: Any, operation: Any, nonblocking: bool, timeout_s: float, type: int = 255) -> Any: ...
-
+    def recv_bytes(
+        self,
+        data: int,
+        capacity: int,
+        source: int,
+        tag: int,
+        keep: Any | None,
+        result: Any,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+        type: int = 255,
+    ) -> Any: ...
     def remove_mirror(self, address: int) -> None: ...
-
-    def run_plan(self, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any, nonblocking: bool, timeout_s: float) -> Any: ...
-
-    def send_bytes(self, data: int, nbytes: int, dest: int, tag: int, keep: Any | None, operation: Any, nonblocking: bool, timeout_s: float, type: int = 255) -> Any:
+    def run_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+    ) -> Any: ...
+    def send_bytes(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        tag: int,
+        keep: Any | None,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+        type: int = 255,
+    ) -> Any:
         """`type` is the code of the element type, which its receive must have; without
         it any may.
         """
 
-    def sendrecv_bytes(self, data: int, nbytes: int, dest: int, sendtag: int, out_data: int, capacity: int, source: int, recvtag: int, keep_x: Any | None, keep_out: Any | None, result: Any, operation: Any, nonblocking: bool, timeout_s: float, sent_type: int = 255, received_type: int = 255) -> Any: ...
-
-    def set_failure(self, why: str, by_death: bool = False) -> None: ...
-
+    def sendrecv_bytes(
+        self,
+        data: int,
+        nbytes: int,
+        dest: int,
+        sendtag: int,
+        out_data: int,
+        capacity: int,
+        source: int,
+        recvtag: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any,
+        operation: Any,
+        nonblocking: bool,
+        timeout_s: float,
+        sent_type: int = 255,
+        received_type: int = 255,
+    ) -> Any: ...
+    def set_failure(self, arg: str, /) -> None: ...
     def set_slot_window(self, nbytes: int) -> None:
         """Let payloads pass through so much of each lane; 0: not at all."""
 
     @property
     def size(self) -> int: ...
-
-    def time_plan(self, plan: Plan, data_in: int, data_out: int, repetitions: int, timeout_s: float) -> float:
+    def time_plan(
+        self,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        repetitions: int,
+        timeout_s: float,
+    ) -> float:
         """Seconds of `repetitions` blocking runs back to back, without Python in
         between; the engine's lock is held throughout unless a run has to wait for
         long.
@@ -785,17 +869,19 @@ class Group:
         from `first` on; -1: there is none.
         """
 
-    def who_died(self, peer: int = -1) -> str:
-        """Return which rank's process has ended; empty: none. One that has left counts
-        only as the peer.
-        """
-
 class HostWork(DeviceWork):
-
     """A communicator's calls on one device whose work is the host's."""
 
-    def __init__(self, group: Group, device: Device, slots: int, first_nbytes: int, most_nbytes: int, first_value: int = 0, flags: bool = True) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+        flags: bool = True,
+    ) -> None: ...
     def announce(self) -> None:
         """Let a simulated device know that the host did something."""
 
@@ -826,7 +912,14 @@ class HostWork(DeviceWork):
     def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
-    def start(self, arrays: Sequence[tuple[int, int, bool, bool]], stream: int, asked_for: bool, keep: Any, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        arrays: Sequence[tuple[int, int, bool, bool]],
+        stream: int,
+        asked_for: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device all that there is to do; rows are (address, bytes, whether
         the host reads it, whether it writes it).
         """
@@ -834,47 +927,46 @@ class HostWork(DeviceWork):
     def wait_until_come(self, call: DeviceCall, limit_s: float) -> bool:
         """The same once it is so, or after that time, 0.05 s at most."""
 
-class Liveness:
-
-    """Which processes of this node's ranks have ended."""
-
-    def __init__(self, descriptors: Sequence[int], names: Sequence[str]) -> None:
-        """Take over descriptors of processes (os.pidfd_open), -1 for those that are
-        not watched.
-        """
-
-    def has_ended(self, member: int) -> bool:
-        """What the last look has found."""
-
-    def look(self, anew: bool = False) -> bool:
-        """Ask the kernel, unless that was done just now; True if any has ended."""
-
-    def name(self, member: int) -> str:
-        """What messages call the process."""
-
 class LoweredPrograms:
-
     """The lowered programs of all ranks."""
 
     def __init__(self) -> None: ...
-
-    def add(self, rank: int, spaces: SpaceTable, inputs: NDArray[Any], input_ptr: NDArray[Any], outputs: NDArray[Any], output_ptr: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], messages_in: dict[int, int], messages_out: dict[int, int]) -> None: ...
-
+    def add(
+        self,
+        rank: int,
+        spaces: SpaceTable,
+        inputs: NDArray[Any],
+        input_ptr: NDArray[Any],
+        outputs: NDArray[Any],
+        output_ptr: NDArray[Any],
+        deps: NDArray[Any],
+        dep_ptr: NDArray[Any],
+        messages_in: dict[int, int],
+        messages_out: dict[int, int],
+    ) -> None: ...
     def check(self) -> None: ...
-
-    def check_meaning(self, order: EngineOrder, goal: OperationGoal, rule: int) -> None: ...
-
+    def check_meaning(
+        self, order: EngineOrder, goal: OperationGoal, rule: int
+    ) -> None: ...
     def rounds(self) -> AllRounds: ...
-
-    def run(self, fragments: int, lines: int, has_lines: Callable[[int, int], bool] | None) -> EngineOrder:
+    def run(
+        self, fragments: int, lines: int, has_lines: Callable[[int, int], bool] | None
+    ) -> EngineOrder:
         """Return an order in which all of it runs."""
 
 class MessageStager(DeviceWork):
-
     """A communicator's messages on one device."""
 
-    def __init__(self, group: Group, device: Device, slots: int, first_nbytes: int, most_nbytes: int, first_value: int = 0, flags: bool = True) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+        flags: bool = True,
+    ) -> None: ...
     @property
     def num_leaving(self) -> int:
         """Calls whose copy to the host is not seen."""
@@ -892,12 +984,18 @@ class MessageStager(DeviceWork):
     def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
-    def start(self, sends: Sequence[tuple[int, int, int, int, int]], recvs: Sequence[tuple[int, int, int, int, int]], stream: int, orders: bool, keep: Any, timeout_s: float) -> DeviceCall:
-        """Start messages, rows of (address, bytes, peer, tag), as one operation.
-        """
+    def start(
+        self,
+        sends: Sequence[tuple[int, int, int, int, int]],
+        recvs: Sequence[tuple[int, int, int, int, int]],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
+        """Start messages, rows of (address, bytes, peer, tag), as one operation."""
 
 class MpiDevicePlan:
-
     """Plan of a call of MPI on device memory."""
 
     backend: str = "mpi"
@@ -907,107 +1005,137 @@ class MpiDevicePlan:
         """Bytes of memory that it takes."""
 
 class MpiWork(DeviceWork):
-
     """A communicator's operations of MPI on device memory."""
 
-    def __init__(self, group: Group, device: Device, order: NcclOrder | None, flags: bool, first_value: int = 0) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        order: NcclOrder | None,
+        flags: bool,
+        first_value: int = 0,
+    ) -> None: ...
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
     def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
-    def start(self, plan: MpiDevicePlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: MpiDevicePlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device and the engine all that there is to do."""
 
 class NcclComm:
-
     """One rank of an NCCL communicator; see commrt/nccl."""
 
     def abort(self, timeout_s: float) -> int: ...
-
-    def collective(self, coll: int, x: int, out: int, count: int, dtype: int, op: int, root: int, stream: int, timeout_s: float) -> int: ...
-
-    def counted(self, coll: int, x: int, out: int, send_counts: Sequence[int], recv_counts: Sequence[int], itemsize: int, dtype: int, op: int, factor: bytes, root: int, stream: int, timeout_s: float) -> int: ...
-
+    def collective(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
+    def counted(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        itemsize: int,
+        dtype: int,
+        op: int,
+        factor: bytes,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
     def describe(self, code: int) -> str: ...
-
     def destroy(self, timeout_s: float) -> int: ...
-
     @property
     def device(self) -> int: ...
-
     @property
     def error(self) -> int: ...
-
-    def exchange(self, sends: Sequence[tuple[int, int, int]], recvs: Sequence[tuple[int, int, int]], stream: int, timeout_s: float) -> int: ...
-
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, int, int]],
+        recvs: Sequence[tuple[int, int, int]],
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
     def finalize(self, timeout_s: float) -> int: ...
-
     def forget(self) -> None:
         """Use it no more; for adopted ones."""
 
     @property
     def most_distances(self) -> int: ...
-
     @most_distances.setter
     def most_distances(self, arg: int, /) -> None: ...
-
     @property
     def most_messages(self) -> int: ...
-
     @most_messages.setter
     def most_messages(self, arg: int, /) -> None: ...
-
     @property
     def most_reductions(self) -> int: ...
-
     @most_reductions.setter
     def most_reductions(self, arg: int, /) -> None: ...
-
     @property
     def num_calls(self) -> int: ...
-
     @property
     def num_groups(self) -> int: ...
-
     @property
     def owned(self) -> bool: ...
-
     @property
     def pointer(self) -> int: ...
-
     def poll(self) -> int: ...
-
-    def premul(self, coll: int, x: int, out: int, count: int, dtype: int, factor: bytes, root: int, stream: int, timeout_s: float) -> int: ...
-
+    def premul(
+        self,
+        coll: int,
+        x: int,
+        out: int,
+        count: int,
+        dtype: int,
+        factor: bytes,
+        root: int,
+        stream: int,
+        timeout_s: float,
+    ) -> int: ...
     @property
     def rank(self) -> int: ...
-
     @property
     def size(self) -> int: ...
-
-    def split(self, color: int, key: int, options: NcclOptions, timeout_s: float) -> tuple[NcclComm, int]:
+    def split(
+        self, color: int, key: int, options: NcclOptions, timeout_s: float
+    ) -> tuple[NcclComm, int]:
         """The child, None for a rank without one, and the code."""
 
     @property
     def state(self) -> int: ...
-
     def wait(self, timeout_s: float) -> int: ...
 
 class NcclLibrary:
-
     """A libnccl.so.2 that was opened, and its functions."""
 
     def describe(self, code: int) -> str: ...
-
     @property
     def has_alltoall(self) -> bool: ...
-
     @property
     def path(self) -> str: ...
-
     def unique_id(self) -> tuple[int, bytes]:
         """The result code, and a new id to give to all ranks."""
 
@@ -1015,11 +1143,23 @@ class NcclLibrary:
     def version(self) -> int: ...
 
 class NcclOptions:
-
     """Values for ncclConfig_t; None: NCCL's default."""
 
-    def __init__(self, *, blocking: bool, cga_cluster_size: int | None, min_ctas: int | None, max_ctas: int | None, split_share: int | None, traffic_class: int | None, cta_policy: int | None, nvls_ctas: int | None, max_p2p_peers: int | None, net_name: str, comm_name: str) -> None: ...
-
+    def __init__(
+        self,
+        *,
+        blocking: bool,
+        cga_cluster_size: int | None,
+        min_ctas: int | None,
+        max_ctas: int | None,
+        split_share: int | None,
+        traffic_class: int | None,
+        cta_policy: int | None,
+        nvls_ctas: int | None,
+        max_p2p_peers: int | None,
+        net_name: str,
+        comm_name: str,
+    ) -> None: ...
     def size_and_version(self, version: int) -> tuple[int, int]:
         """Size and version, as they stand at the beginning of ncclConfig_t."""
 
@@ -1027,7 +1167,6 @@ class NcclOptions:
         """The first field that a library of this version does not know."""
 
 class NcclOrder:
-
     """The order of NCCL's work on a device."""
 
     def close(self, abort_timeout_s: float) -> None:
@@ -1041,16 +1180,21 @@ class NcclOrder:
         """Go on with ending communicators; how many are left."""
 
 class NcclPhase:
-
     """Messages among neighbours that move at the same time."""
 
-    def __init__(self, *, messages: Sequence[tuple[bool, int, int, int, int]], copies: Sequence[tuple[int, int, int, int, int]], packs: Sequence[StagedLaunch], unpacks: Sequence[StagedLaunch]) -> None:
+    def __init__(
+        self,
+        *,
+        messages: Sequence[tuple[bool, int, int, int, int]],
+        copies: Sequence[tuple[int, int, int, int, int]],
+        packs: Sequence[StagedLaunch],
+        unpacks: Sequence[StagedLaunch],
+    ) -> None:
         """Rows of (whether it leaves, array, offset, bytes, peer), and of (array,
         offset) from and to, and bytes.
         """
 
 class NcclPlan:
-
     """Plan of a call by NCCL."""
 
     backend: str = "nccl"
@@ -1060,11 +1204,9 @@ class NcclPlan:
         """Bytes of memory that it takes."""
 
 class NcclWork(DeviceWork):
-
     """A communicator's operations by NCCL."""
 
     def __init__(self, group: Group, order: NcclOrder, comm: NcclComm) -> None: ...
-
     @property
     def comm_pointer(self) -> int:
         """The ncclComm_t, for tests."""
@@ -1072,20 +1214,44 @@ class NcclWork(DeviceWork):
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
-    def start(self, plan: NcclPlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: NcclPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device all that there is to do."""
 
-    def start_arrays(self, plan: NcclPlan, addresses: Sequence[int], stream: int, orders: bool, keep: Any, timeout_s: float) -> DeviceCall:
+    def start_arrays(
+        self,
+        plan: NcclPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
         """The same of any number of arrays."""
 
 class OperationGoal:
-
     """What an operation starts from and must reach."""
 
-    def __init__(self, *, size: int, shape: int, per_rank_input: bool, idempotent: bool, holders: Sequence[tuple[int, int]]) -> None: ...
+    def __init__(
+        self,
+        *,
+        size: int,
+        shape: int,
+        per_rank_input: bool,
+        idempotent: bool,
+        holders: Sequence[tuple[int, int]],
+    ) -> None: ...
 
 class PeerExchange:
-
     """Exchange memory that peers have opened."""
 
     def count_from(self, value: int) -> None:
@@ -1098,7 +1264,6 @@ class PeerExchange:
     def half_nbytes(self) -> int: ...
 
 class PeerPlan:
-
     """Plan of a call over memory of peers."""
 
     backend: str = "ipc"
@@ -1108,11 +1273,11 @@ class PeerPlan:
         """Bytes of memory that it takes."""
 
 class PeerWork(DeviceWork):
-
     """A communicator's operations over memory of peers."""
 
-    def __init__(self, group: Group, exchange: PeerExchange, first_value: int = 0) -> None: ...
-
+    def __init__(
+        self, group: Group, exchange: PeerExchange, first_value: int = 0
+    ) -> None: ...
     def end(self) -> None:
         """Give back what the device has of this, but for the exchange memory."""
 
@@ -1122,20 +1287,40 @@ class PeerWork(DeviceWork):
     def plant(self, name: str) -> None:
         """Plant a bug, for tests."""
 
-    def start(self, plan: PeerPlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: PeerPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device all that there is to do."""
 
 class PersistentCall:
-
     """A collective bound to its arrays; call it, or start() it."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
 
-    def __init__(self, group: Any, plan: Plan, data_in: int, data_out: int, keep_x: Any | None, keep_out: Any | None, result: Any | None, operation: Any, source: int = 0, nbytes: int = 0) -> None: ...
-
+    def __init__(
+        self,
+        group: Any,
+        plan: Plan,
+        data_in: int,
+        data_out: int,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        result: Any | None,
+        operation: Any,
+        places: Places | None = None,
+        source: int = 0,
+        nbytes: int = 0,
+    ) -> None: ...
     def __repr__(self) -> str: ...
-
     @property
     def label(self) -> str:
         """The candidate that runs it: backend/algorithm{params}."""
@@ -1148,25 +1333,31 @@ class PersistentCall:
         """Let runs go through a method that calls run_bound."""
 
     def run_bound(self, nonblocking: bool) -> Any: ...
-
     def start(self) -> Any:
-        """Start the operation and return its Request; wait before starting it again.
-        """
+        """Start the operation and return its Request; wait before starting it again."""
 
 class PersistentMessages:
-
     """A multi_sendrecv bound to its arrays; call it, or start() it."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
 
-    def __init__(self, group: Any, sends: Sequence[tuple[int, int, int, int, int, bool]], recvs: Sequence[tuple[int, int, int, int, int, bool]], keep_sends: Any, keep_recvs: Any, result: Any, operation: Any) -> None:
+    def __init__(
+        self,
+        group: Any,
+        sends: Sequence[tuple[int, int, int, int, int, bool]],
+        recvs: Sequence[tuple[int, int, int, int, int, bool]],
+        keep_sends: Any,
+        keep_recvs: Any,
+        result: Any,
+        operation: Any,
+        places: Places | None = None,
+    ) -> None:
         """Rows are (address, nbytes, peer, tag, code of the type, replaced), all
         checked.
         """
 
     def __repr__(self) -> str: ...
-
     @property
     def label(self) -> str:
         """What runs it: the engine's messages."""
@@ -1179,15 +1370,22 @@ class PersistentMessages:
         """Let runs go through a method that calls run_bound."""
 
     def run(self, nonblocking: bool, timeout_s: float) -> Any: ...
-
     def run_bound(self, nonblocking: bool) -> Any: ...
-
     def start(self) -> Any:
-        """Start the operation and return its Request; wait before starting it again.
+        """Start the operation and return its Request; wait before starting it again."""
+
+class Places:
+    """Where the arrays of a bound call lie."""
+
+    def __init__(self, arrays: Sequence[Any], look: Any) -> None:
+        """`look` returns (address, bytes) of an array that is neither numpy's nor
+        torch's own, or None where neither can change.
         """
 
-class Plan:
+    def check(self, operation: str) -> None:
+        """Raise UsageError where an array has other memory than it had at first."""
 
+class Plan:
     """One rank's operation, ready to be started any number of times."""
 
     @property
@@ -1196,16 +1394,12 @@ class Plan:
 
     @property
     def fragments(self) -> int: ...
-
     @property
     def in_elems(self) -> int: ...
-
     @property
     def instructions(self) -> int: ...
-
     @property
     def label(self) -> str: ...
-
     @property
     def landings(self) -> list[int]:
         """Where each message may land in its peer's result, in elements."""
@@ -1216,31 +1410,26 @@ class Plan:
 
     @property
     def out_elems(self) -> int: ...
-
     @property
     def pair_fragments(self) -> list[tuple[int, int, int]]:
         """Each peer, and the fragments that have messages to it and from it."""
 
     @property
     def slot_nbytes(self) -> int: ...
-
     @property
     def slots(self) -> int: ...
-
     @property
     def stores(self) -> tuple[int, int]:
         """Codes of the stores that it begins with, and that it learns about."""
 
     @property
     def tmp_nbytes(self) -> int: ...
-
     def with_factor(self, group: Group, factor: float, integer_factor: int) -> Plan:
         """This plan of a premul_sum with another factor; the same object if it is the
         same.
         """
 
 class PlanFamily:
-
     """Calls that differ only in their lengths."""
 
     def named(self, label: str) -> PlanTemplate:
@@ -1253,12 +1442,10 @@ class PlanFamily:
         """Elements of the full vector for each of a count."""
 
 class PlanTemplate:
-
     """What calls have in common that differ in their lengths alone."""
 
     @property
     def label(self) -> str: ...
-
     def lacks_reach(self, num_elements: int) -> bool:
         """Return whether plans of this length need set_reach() first."""
 
@@ -1269,29 +1456,31 @@ class PlanTemplate:
     def plan(self, group: Group, num_elements: int, counts: Sequence[int]) -> Plan:
         """The plan for so many elements; None if there can be none."""
 
-    def set_reach(self, *, exposable: NDArray[Any], operand_exposable: NDArray[Any], deliverable: NDArray[Any], spaces: Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]], landings: Sequence[tuple[int, int, int]]) -> None:
+    def set_reach(
+        self,
+        *,
+        exposable: NDArray[Any],
+        operand_exposable: NDArray[Any],
+        deliverable: NDArray[Any],
+        spaces: Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]],
+        landings: Sequence[tuple[int, int, int]],
+    ) -> None:
         """Say what peers may reach of buffers in the symmetric heap."""
 
 class RecordCounter:
-
     """Counter of the calls of a group, or of the messages of a pair."""
 
     def __init__(self) -> None: ...
-
     @property
     def next(self) -> int: ...
-
     @next.setter
     def next(self, arg: int, /) -> None: ...
 
 class RecordRing:
-
     """The latest calls of this process's ranks."""
 
     def __init__(self, maxlen: int) -> None: ...
-
     def __len__(self) -> int: ...
-
     def append(self, kind: Any, site: Any) -> int:
         """Add a call that begins now; return its number."""
 
@@ -1322,18 +1511,15 @@ class RecordRing:
         """Keep so many from now on."""
 
     def snapshot(self) -> list[Any]:
-        """Return (kind, site, seq, start in ns, end in ns) of each, oldest first.
-        """
+        """Return (kind, site, seq, start in ns, end in ns) of each, oldest first."""
 
     def take_back(self, first: int, num: int = 1) -> None:
         """They were refused here: they count on no rank."""
 
 class Relay:
-
     """Messages to other nodes that threads of Python's carry."""
 
     def __init__(self, rank: int, size: int) -> None: ...
-
     def answer(self, question: int) -> Any:
         """Return the peer's answer: None so far; -1: no such communicator."""
 
@@ -1372,11 +1558,17 @@ class Relay:
         """The oldest payload that `next` gave has left."""
 
 class RelayCarrier:
-
     """Gives a relay's frames to gloo."""
 
-    def __init__(self, relay: Relay, send: Any, recv: Any, frombuffer: Any, uint8: Any, landing: dict[str, Any]) -> None: ...
-
+    def __init__(
+        self,
+        relay: Relay,
+        send: Any,
+        recv: Any,
+        frombuffer: Any,
+        uint8: Any,
+        landing: dict[str, Any],
+    ) -> None: ...
     def attend(self, peer: int) -> Any:
         """Wait until this thread is needed. Works to be waited for, each to be
         followed by `left`; None where nothing comes any more.
@@ -1398,15 +1590,12 @@ class RelayCarrier:
         """gloo does not reach the peer, and says why."""
 
 class Request(request.Request):
-
     """One started operation. Keep it, and wait() for it: the buffers belong to the
     engine until then.
     """
 
     def __bool__(self) -> bool: ...
-
     def __repr__(self) -> str: ...
-
     def be_quiet(self) -> None:
         """Do not warn where it is dropped."""
 
@@ -1427,8 +1616,7 @@ class Request(request.Request):
         """Name of the operation."""
 
     def raise_if_late(self, limit_s: float) -> None:
-        """Raise what a wait that began so long ago would raise, unless it has ended.
-        """
+        """Raise what a wait that began so long ago would raise, unless it has ended."""
 
     @property
     def received_nbytes(self) -> int:
@@ -1457,8 +1645,7 @@ class Request(request.Request):
         """End a message that its peer does not know of, or has not asked for."""
 
     def test(self) -> bool:
-        """Run a little progress; True once complete. Raises the operation's error.
-        """
+        """Run a little progress; True once complete. Raises the operation's error."""
 
     @property
     def timeout_s(self) -> float:
@@ -1471,11 +1658,9 @@ class Request(request.Request):
         """
 
 class ScheduleFaultError(Exception):
-
     """What is wrong with a schedule: kind, numbers, contents."""
 
 class SimDevice(Device):
-
     """A simulated device; SimWorld makes them."""
 
     def fail_after(self, commands: int) -> None:
@@ -1489,11 +1674,9 @@ class SimDevice(Device):
         """Number of commands that a graph was captured from."""
 
 class SimWorld:
-
     """Simulated devices and host threads, by one seed."""
 
     def __init__(self, options: dict[str, Any]) -> None: ...
-
     def attach(self, index: int) -> None:
         """Be a host thread; returns at its first turn."""
 
@@ -1542,31 +1725,55 @@ class SimWorld:
         """The first 64 violations that were found."""
 
 class SpaceTable:
-
     """The spaces of one rank."""
 
-    def __init__(self, rows: Sequence[tuple[int, int, int, bool, int, int, int, Sequence[int]]]) -> None: ...
+    def __init__(
+        self, rows: Sequence[tuple[int, int, int, bool, int, int, int, Sequence[int]]]
+    ) -> None: ...
 
 class StagedLaunch:
-
     """A launch of boxes that is part of a call."""
 
-    def __init__(self, *, kind: int, op: int, dtype: int, buffer: int, buffer_nbytes: int, arrays: Sequence[int], table: int, table_nbytes: int, terms_at: int, num_boxes: int, units: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        kind: int,
+        op: int,
+        dtype: int,
+        buffer: int,
+        buffer_nbytes: int,
+        arrays: Sequence[int],
+        table: int,
+        table_nbytes: int,
+        terms_at: int,
+        num_boxes: int,
+        units: int,
+    ) -> None: ...
 
 class StagedPart:
-
     """Copies of a piece, and the plan that the host runs for it."""
 
-    def __init__(self, runs: Plan, copies_in: Sequence[tuple[int, int, int, int, int]], copies_out: Sequence[tuple[int, int, int, int, int]], *, out_at: int = 0, table: Sequence[int] | None = None, packs: Sequence[StagedLaunch] = [], unpacks: Sequence[StagedLaunch] = []) -> None:
+    def __init__(
+        self,
+        runs: Plan,
+        copies_in: Sequence[tuple[int, int, int, int, int]],
+        copies_out: Sequence[tuple[int, int, int, int, int]],
+        *,
+        out_at: int = 0,
+        table: Sequence[int] | None = None,
+        packs: Sequence[StagedLaunch] = [],
+        unpacks: Sequence[StagedLaunch] = [],
+    ) -> None:
         """Rows are (array, offset there, stride there from piece to piece, bytes,
         offset in pinned memory); `table` are offsets of the host's arrays.
         """
 
 class StagedPlan:
-
     """Plan of a call on device memory, by its pieces."""
 
-    def agreeing(self, runs: Plan, words: Sequence[int], names: Sequence[str]) -> StagedPlan:
+    def agreeing(
+        self, runs: Plan, words: Sequence[int], names: Sequence[str]
+    ) -> StagedPlan:
         """The same, with facts that the ranks compare on the way: a word for each, 0
         for what this rank knows nothing of; `runs` is a maximum of twice as many.
         """
@@ -1579,22 +1786,27 @@ class StagedPlan:
 
     @by_kernel.setter
     def by_kernel(self, arg: bool, /) -> None: ...
-
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes, with the plans that it runs on the host.
-        """
+        """Bytes of memory that it takes, with the plans that it runs on the host."""
 
     @property
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
 class Stager(DeviceWork):
-
     """A communicator's collectives on one device."""
 
-    def __init__(self, group: Group, device: Device, slots: int, first_nbytes: int, most_nbytes: int, first_value: int = 0, flags: bool = True) -> None: ...
-
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        slots: int,
+        first_nbytes: int,
+        most_nbytes: int,
+        first_value: int = 0,
+        flags: bool = True,
+    ) -> None: ...
     @property
     def pinned_nbytes(self) -> int:
         """Pinned memory for data."""
@@ -1608,21 +1820,44 @@ class Stager(DeviceWork):
     def release_rest(self) -> int:
         """Give back what is left of one that failed: 1 done, 2 never, 0 later."""
 
-    def start(self, plan: StagedPlan, data_in: int, data_out: int, stream: int, orders: bool, keep_x: Any | None, keep_out: Any | None, timeout_s: float) -> DeviceCall:
+    def start(
+        self,
+        plan: StagedPlan,
+        data_in: int,
+        data_out: int,
+        stream: int,
+        orders: bool,
+        keep_x: Any | None,
+        keep_out: Any | None,
+        timeout_s: float,
+    ) -> DeviceCall:
         """Give the device and the engine all that there is to do."""
 
-    def start_arrays(self, plan: StagedPlan, addresses: Sequence[int], stream: int, orders: bool, keep: Any, timeout_s: float) -> DeviceCall:
+    def start_arrays(
+        self,
+        plan: StagedPlan,
+        addresses: Sequence[int],
+        stream: int,
+        orders: bool,
+        keep: Any,
+        timeout_s: float,
+    ) -> DeviceCall:
         """The same of any number of arrays."""
 
 class StepColumns:
-
     """The steps of one rank, in columns."""
 
     def __init__(self) -> None: ...
-
     def __len__(self) -> int: ...
-
-    def append(self, op: int, src: tuple[int, int, int] | None, dst: tuple[int, int, int] | None, peer: int, deps: tuple[int, ...], after: tuple[int, ...]) -> int:
+    def append(
+        self,
+        op: int,
+        src: tuple[int, int, int] | None,
+        dst: tuple[int, int, int] | None,
+        peer: int,
+        deps: tuple[int, ...],
+        after: tuple[int, ...],
+    ) -> int:
         """Add a step as it is; return its index."""
 
     def next_waits_for(self, steps: Sequence[int]) -> None:
@@ -1637,41 +1872,46 @@ class StepColumns:
     def place_next(self, first: int) -> None:
         """Say it of one more space."""
 
-    def record(self, op: int, src: tuple[int, int, int] | None, dst: tuple[int, int, int] | None, peer: int) -> int:
+    def record(
+        self,
+        op: int,
+        src: tuple[int, int, int] | None,
+        dst: tuple[int, int, int] | None,
+        peer: int,
+    ) -> int:
         """Add a step that waits for what its data demands; return its index."""
 
-    def row(self, index: int) -> tuple[int, tuple[int, int, int] | None, tuple[int, int, int] | None, int, tuple[int, ...], tuple[int, ...]]:
+    def row(
+        self, index: int
+    ) -> tuple[
+        int,
+        tuple[int, int, int] | None,
+        tuple[int, int, int] | None,
+        int,
+        tuple[int, ...],
+        tuple[int, ...],
+    ]:
         """Return op, src, dst, peer, deps and after of a step."""
 
 class StepPrograms:
-
     """The steps of all ranks."""
 
     def __init__(self, programs: list[Any]) -> None: ...
-
     def check_input_lasts(self) -> None: ...
-
     def check_lengths(self) -> None: ...
-
     def check_meaning(self, goal: OperationGoal, rule: int) -> None: ...
-
     def check_races(self) -> None: ...
-
     def check_well_formed(self) -> None: ...
-
     def events(self) -> tuple[NDArray[Any], NDArray[Any], int]:
         """Return what runs, step by step, who sent it, and the longest chain of
         messages.
         """
 
     def longest_chain(self) -> int: ...
-
     @property
     def num_steps(self) -> int: ...
-
     def partners(self) -> NDArray[Any]:
-        """Return for each step of all ranks the other end of its message, or -1.
-        """
+        """Return for each step of all ranks the other end of its message, or -1."""
 
     def sent(self, rank: int) -> tuple[list[int], int]:
         """Return the blocks that a rank sends, by space, and its most messages to one
@@ -1679,27 +1919,28 @@ class StepPrograms:
         """
 
 class StreamProgram:
-
     """Commands that a stream runs for a schedule."""
 
     @property
     def extents(self) -> list[int]: ...
-
     @property
     def num_commands(self) -> int: ...
-
     @property
     def num_parts(self) -> int: ...
-
     @property
     def size(self) -> int: ...
 
 class ThreadDevice(Device):
-
     """A device of real threads, one for each stream."""
 
-    def __init__(self, *, seed: int = 0, max_delay_us: int = 0, ordinal: int = 0, memory_flags: bool = True) -> None: ...
-
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay_us: int = 0,
+        ordinal: int = 0,
+        memory_flags: bool = True,
+    ) -> None: ...
     def close(self) -> None:
         """End all threads, also those that wait; memory goes with the last user of the
         device.
@@ -1715,10 +1956,26 @@ def book_load(line: int) -> int:
     """Return it; what its writer did before has been done then."""
 
 def book_store(line: int, value: int) -> None:
-    """Write a word of memory that ranks share, after all this thread did before.
-    """
+    """Write a word of memory that ranks share, after all this thread did before."""
 
-def cache_device_call(group: Group, *, coll: int, reduction: int, root: int, dtype: int, count: int, device: Any, runner: DeviceWork, plan: Any, gives_out: bool, sends: bool, receives: bool, in_place: bool, out_count: int, detours: Any | None) -> None:
+def cache_device_call(
+    group: Group,
+    *,
+    coll: int,
+    reduction: int,
+    root: int,
+    dtype: int,
+    count: int,
+    device: Any,
+    runner: DeviceWork,
+    plan: Any,
+    gives_out: bool,
+    sends: bool,
+    receives: bool,
+    in_place: bool,
+    out_count: int,
+    detours: Any | None,
+) -> None:
     """Start collectives like this one without Python from now on, but while there
     is something in the list `detours`.
     """
@@ -1730,8 +1987,7 @@ def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
 
 def close_fusion(group: Group) -> None: ...
-
-def cuda_driver(library: str = '') -> tuple[str, int, list[tuple[str, int, bool]]]:
+def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
     compute capability and whether it has memory flags; no device is opened.
     """
@@ -1748,17 +2004,29 @@ def digest_fused(group: Group, call: int) -> int:
     """Digest of the calls before `call`; equal on all ranks."""
 
 def drop_ended(arg: Engine, /) -> None: ...
-
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
 def forget_device_calls(group: Group) -> None:
     """Look at all of them in full again."""
 
-def fuse(group: Any, data_in: int, data_out: int, count: int, dtype: int, redop: int, keep_x: Any, keep_out: Any, result: Any, timeout_s: float) -> Any:
+def fuse(
+    group: Any,
+    data_in: int,
+    data_out: int,
+    count: int,
+    dtype: int,
+    redop: int,
+    keep_x: Any,
+    keep_out: Any,
+    result: Any,
+    timeout_s: float,
+) -> Any:
     """Add an allreduce to a bucket; None where it is too long for that."""
 
-def fuse_away(group: Any, away: Any, request: Any, count: int, dtype: int, redop: int) -> Any:
+def fuse_away(
+    group: Any, away: Any, request: Any, count: int, dtype: int, redop: int
+) -> Any:
     """Add an allreduce on a device to the bucket that `away` sends:
     `away.send(requests)`, or `away.fail(requests, error)`. The number of the
     call; None where it is too long.
@@ -1768,8 +2036,7 @@ def fused_calls(group: Group) -> tuple[Any, ...]:
     """Calls that went into buckets, and those of them that are sent."""
 
 def fusion_method_names() -> list[str]:
-    """Names that its service `fusion` must have, as the engine asks it for them.
-    """
+    """Names that its service `fusion` must have, as the engine asks it for them."""
 
 def group_method_names() -> list[str]:
     """Names that a Communicator must have, as the engine asks it for them."""
@@ -1785,9 +2052,18 @@ def inline_nbytes() -> tuple[int, int]:
     """
 
 class kernels:  # noqa: N801
-
     @staticmethod
-    def combine(dtype: int, op: int, dst: NDArray[Any], srcs: Sequence[NDArray[Any]], scaled: Sequence[int] = [], factor: float = 1.0, integer_factor: int = 1, dst2: NDArray[Any] | None = None, store: int = 0) -> None:
+    def combine(
+        dtype: int,
+        op: int,
+        dst: NDArray[Any],
+        srcs: Sequence[NDArray[Any]],
+        scaled: Sequence[int] = [],
+        factor: float = 1.0,
+        integer_factor: int = 1,
+        dst2: NDArray[Any] | None = None,
+        store: int = 0,
+    ) -> None:
         """Reduce srcs, element by element, into dst (and dst2)."""
 
     @staticmethod
@@ -1825,51 +2101,209 @@ class kernels:  # noqa: N801
 def leave_arrays(leaves: bool) -> None:
     """Whether this thread drops no arrays of devices that calls have kept."""
 
-def load_mpi(addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int) -> None: ...
-
-def lower_steps(steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], list[tuple[int, int]], list[tuple[int, int]], list[int], int]:
+def load_mpi(
+    addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
+) -> None: ...
+def lower_steps(
+    steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes
+) -> tuple[
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    NDArray[Any],
+    list[tuple[int, int]],
+    list[tuple[int, int]],
+    list[int],
+    int,
+]:
     """Return the tables of a rank's lowered program."""
 
-def make_box_plan(group: Group, *, coll: int, label: str, redop: int, reduces: bool, boxes: NDArray[Any], steps: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], peers: Sequence[tuple[int, int, int]], lane_nbytes: int, most_slots: int, ahead: int, spins: int, most_inline: int, store: int, adaptive: int) -> Plan:
+def make_box_plan(
+    group: Group,
+    *,
+    coll: int,
+    label: str,
+    redop: int,
+    reduces: bool,
+    boxes: NDArray[Any],
+    steps: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    peers: Sequence[tuple[int, int, int]],
+    lane_nbytes: int,
+    most_slots: int,
+    ahead: int,
+    spins: int,
+    most_inline: int,
+    store: int,
+    adaptive: int,
+    dtype: int,
+    facts: int,
+) -> Plan:
     """Plan of one rank that moves boxes of arrays; its buffer is a table of their
     addresses.
     """
 
-def make_box_template(*, rank: int, size: int, coll: int, label: str, redop: int, reduces: bool, stated: bool, limit_nbytes: int, lane_nbytes: int, spins: int, most_inline: int, slots_nbytes: int, fewest_slots: int, learns_from: int, stores: Sequence[tuple[int, int]], arrays: Sequence[tuple[int, int]], moves: Sequence[tuple[int, int, int, tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]], Sequence[int], Sequence[int]], tuple[int, Sequence[tuple[int, int]], Sequence[tuple[int, int]], Sequence[int], Sequence[int]]]]) -> BoxTemplate:
+def make_box_template(
+    *,
+    rank: int,
+    size: int,
+    coll: int,
+    label: str,
+    redop: int,
+    reduces: bool,
+    stated: bool,
+    limit_nbytes: int,
+    lane_nbytes: int,
+    spins: int,
+    most_inline: int,
+    slots_nbytes: int,
+    fewest_slots: int,
+    learns_from: int,
+    stores: Sequence[tuple[int, int]],
+    arrays: Sequence[tuple[int, int]],
+    moves: Sequence[
+        tuple[
+            int,
+            int,
+            int,
+            tuple[
+                int,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]],
+                Sequence[int],
+                Sequence[int],
+            ],
+            tuple[
+                int,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]],
+                Sequence[int],
+                Sequence[int],
+            ],
+        ]
+    ],
+    facts: int,
+) -> BoxTemplate:
     """Plans of calls whose boxes begin and end at the call's numbers."""
 
-def make_gloo_plan(group: GlooGroup, *, coll: int, dtype: int, redop: int, root: int, in_elems: int, out_elems: int, label: str, returns_out: bool, factor: float, method: Any, arguments: Any, agreement: Plan | None, digest: int) -> Plan: ...
-
+def make_gloo_plan(
+    group: GlooGroup,
+    *,
+    coll: int,
+    dtype: int,
+    redop: int,
+    root: int,
+    in_elems: int,
+    out_elems: int,
+    label: str,
+    returns_out: bool,
+    factor: float,
+    method: Any,
+    arguments: Any,
+    agreement: Plan | None,
+    digest: int,
+) -> Plan: ...
 def make_message_method(name: str, kind: int, function: Any) -> Any:
     """Make the method descriptor of send (0), recv (1), sendrecv (2) or
     multi_sendrecv (3) around the Python function that takes all other calls.
     """
 
-def make_native_template(group: Group, shape: CallShape, *, datatype: int, op: int, comm: int, unit: int, is_blocked: bool) -> PlanTemplate:
+def make_native_template(
+    group: Group,
+    shape: CallShape,
+    *,
+    datatype: int,
+    op: int,
+    comm: int,
+    unit: int,
+    is_blocked: bool,
+) -> PlanTemplate:
     """Plans of one collective of the MPI library."""
 
 def make_nccl_order(device: Device, first_value: int = 0) -> NcclOrder:
     """Make the order of NCCL's work on a device."""
 
-def make_operation(name: str, doc: str, coll: int, takes_x: bool, has_root: bool, reduces: bool, in_place: bool, scatters: bool, fuses: bool, num_counts: int, only_cached: bool = False) -> Any:
+def make_operation(
+    name: str,
+    doc: str,
+    coll: int,
+    takes_x: bool,
+    has_root: bool,
+    reduces: bool,
+    in_place: bool,
+    scatters: bool,
+    fuses: bool,
+    num_counts: int,
+    only_cached: bool = False,
+) -> Any:
     """Make the method descriptor of one operation; with `only_cached` it returns
     NotImplemented where it would leave a call to Python.
     """
 
-def make_peer_exchange(device: Device, rank: int, memory: Sequence[int], half_nbytes: int) -> PeerExchange:
+def make_peer_exchange(
+    device: Device, rank: int, memory: Sequence[int], half_nbytes: int
+) -> PeerExchange:
     """One rank's exchange; `memory` is where each rank's is mapped here."""
 
-def make_schedule_template(group: Group, shape: CallShape, *, spaces: Sequence[tuple[int, tuple[int, int, int, Sequence[int], Sequence[int]]]], share: int, peers: Sequence[tuple[int, int, int]], inputs: NDArray[Any], input_ptr: NDArray[Any], outputs: NDArray[Any], output_ptr: NDArray[Any], deps: NDArray[Any], dep_ptr: NDArray[Any], messages: Sequence[tuple[int, int, int, int]], publishes: int, chunk_nbytes: int, long_from_nbytes: int, long_chunk_nbytes: int, lane_nbytes: int, depth: int, slot_reuse: int, spins: int, most_inline: int, stores: tuple[int, int, Sequence[tuple[int, int]]], on_node: int, factor: float, integer_factor: int, divisor: int, alone: bool, itemsize: int, user_function: int, user_owner: Any | None, rounds_scaled: bool, shows_from_nbytes: int, wants_reach: bool, instr_pairs: Sequence[int]) -> PlanTemplate:
+def make_schedule_template(
+    group: Group,
+    shape: CallShape,
+    *,
+    spaces: Sequence[tuple[int, tuple[int, int, int, Sequence[int], Sequence[int]]]],
+    share: int,
+    peers: Sequence[tuple[int, int, int]],
+    inputs: NDArray[Any],
+    input_ptr: NDArray[Any],
+    outputs: NDArray[Any],
+    output_ptr: NDArray[Any],
+    deps: NDArray[Any],
+    dep_ptr: NDArray[Any],
+    messages: Sequence[tuple[int, int, int, int]],
+    publishes: int,
+    chunk_nbytes: int,
+    long_from_nbytes: int,
+    long_chunk_nbytes: int,
+    lane_nbytes: int,
+    depth: int,
+    slot_reuse: int,
+    spins: int,
+    most_inline: int,
+    stores: tuple[int, int, Sequence[tuple[int, int]]],
+    on_node: int,
+    factor: float,
+    integer_factor: int,
+    divisor: int,
+    alone: bool,
+    itemsize: int,
+    user_function: int,
+    user_owner: Any | None,
+    rounds_scaled: bool,
+    shows_from_nbytes: int,
+    wants_reach: bool,
+    instr_pairs: Sequence[int],
+) -> PlanTemplate:
     """Plans of one lowered schedule, and the rules of their lengths."""
 
-def make_stream_program(commands: NDArray[Any], *, size: int, dtype: int, itemsize: int, real: float, integer: int, divisor: int) -> StreamProgram:
+def make_stream_program(
+    commands: NDArray[Any],
+    *,
+    size: int,
+    dtype: int,
+    itemsize: int,
+    real: float,
+    integer: int,
+    divisor: int,
+) -> StreamProgram:
     """A program of the commands in the rows."""
 
 def mark_forked() -> None: ...
-
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
-
-def mpi_device_plan(runs: Plan, *, in_nbytes: int, out_nbytes: int, in_place: bool, sends_out: bool) -> MpiDevicePlan:
+def mpi_device_plan(
+    runs: Plan, *, in_nbytes: int, out_nbytes: int, in_place: bool, sends_out: bool
+) -> MpiDevicePlan:
     """`in_place`: MPI may read where it writes; `sends_out`: this rank's input is
     to lie in its output.
     """
@@ -1877,19 +2311,63 @@ def mpi_device_plan(runs: Plan, *, in_nbytes: int, out_nbytes: int, in_place: bo
 def nccl_adopt(library: NcclLibrary, pointer: int) -> tuple[NcclComm, int]:
     """Use another program's communicator; it is never destroyed here."""
 
-def nccl_init(library: NcclLibrary, size: int, rank: int, id: bytes, options: NcclOptions) -> tuple[NcclComm, int]:
+def nccl_init(
+    library: NcclLibrary, size: int, rank: int, id: bytes, options: NcclOptions
+) -> tuple[NcclComm, int]:
     """Begin to join; _wait finishes it."""
 
 def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
     """Open a libnccl; returns it, or None and the reason."""
 
-def nccl_phases_plan(operation: str, phases: Sequence[NcclPhase], *, coll: int, in_nbytes: int = 0, out_nbytes: int = 0, elements: int = 0, element_type: int = 0, reduction: int = 0) -> NcclPlan:
+def nccl_phases_plan(
+    operation: str,
+    phases: Sequence[NcclPhase],
+    *,
+    coll: int,
+    in_nbytes: int = 0,
+    out_nbytes: int = 0,
+    elements: int = 0,
+    element_type: int = 0,
+    reduction: int = 0,
+) -> NcclPlan:
     """A plan of messages among neighbours, one phase behind the other."""
 
-def nccl_plan(operation: str, *, coll: int, is_barrier: bool, is_counted: bool, needs_copy: bool, count: int, send_counts: Sequence[int], recv_counts: Sequence[int], itemsize: int, dtype: int, op: int, root: int, factor: bytes, in_nbytes: int, elements: int, element_type: int, reduction: int) -> NcclPlan:
+def nccl_plan(
+    operation: str,
+    *,
+    coll: int,
+    is_barrier: bool,
+    is_counted: bool,
+    needs_copy: bool,
+    count: int,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    itemsize: int,
+    dtype: int,
+    op: int,
+    root: int,
+    factor: bytes,
+    in_nbytes: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> NcclPlan:
     """Make the plan of a call by NCCL."""
 
-def nccl_program_plan(operation: str, program: StreamProgram, *, coll: int, scratch_nbytes: int, in_nbytes: int, out_nbytes: int, in_place: bool, root: int, elements: int, element_type: int, reduction: int) -> NcclPlan:
+def nccl_program_plan(
+    operation: str,
+    program: StreamProgram,
+    *,
+    coll: int,
+    scratch_nbytes: int,
+    in_nbytes: int,
+    out_nbytes: int,
+    in_place: bool,
+    root: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
 def num_cached_device_calls(group: Group) -> int:
@@ -1904,23 +2382,32 @@ def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
 def peer_exchange_flags_nbytes(size: int) -> int:
     """Bytes of flags that exchange memory begins with."""
 
-def peer_plan(program: StreamProgram, *, scratch_nbytes: int, in_nbytes: int, out_nbytes: int, in_place: bool, coll: int, root: int, elements: int, element_type: int, reduction: int) -> PeerPlan:
+def peer_plan(
+    program: StreamProgram,
+    *,
+    scratch_nbytes: int,
+    in_nbytes: int,
+    out_nbytes: int,
+    in_place: bool,
+    coll: int,
+    root: int,
+    elements: int,
+    element_type: int,
+    reduction: int,
+) -> PeerPlan:
     """Make the plan of a call over memory of peers."""
 
 def planted_bugs() -> list[str]:
-    """Names of the bugs that tests can plant in the staging of device memory.
-    """
+    """Names of the bugs that tests can plant in the staging of device memory."""
 
 def planted_host_work_bugs() -> list[str]:
-    """Names of the bugs that tests can plant in calls whose work is the host's.
-    """
+    """Names of the bugs that tests can plant in calls whose work is the host's."""
 
 def planted_message_bugs() -> list[str]:
     """The same, of messages of device memory."""
 
 def planted_mpi_bugs() -> list[str]:
-    """Names of the bugs that tests can plant in MPI's calls on device memory.
-    """
+    """Names of the bugs that tests can plant in MPI's calls on device memory."""
 
 def planted_nccl_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls by NCCL."""
@@ -1928,36 +2415,52 @@ def planted_nccl_bugs() -> list[str]:
 def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
 
-def record_method(name: str, function: Any, owner: Any | None, ring: RecordRing, sites: CallSites, *, reads: str, look: Any, watch: Any, raised: Any, calls: Any | None = None, asked: Any | None = None) -> Any:
+def record_method(
+    name: str,
+    function: Any,
+    owner: Any | None,
+    ring: RecordRing,
+    sites: CallSites,
+    *,
+    reads: str,
+    look: Any,
+    watch: Any,
+    raised: Any,
+    calls: Any | None = None,
+    asked: Any | None = None,
+) -> Any:
     """Return a callable that runs a function, with a record of each call."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
-    """Bytes of shared memory per rank for a group of `members` on-node ranks.
-    """
+    """Bytes of shared memory per rank for a group of `members` on-node ranks."""
 
 def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
-
 def remember_reduction(name: Any, code: int) -> None:
-    """Let the operations take this very object for the reduction of that code.
-    """
+    """Let the operations take this very object for the reduction of that code."""
 
 def send_fused(group: Group, call: int) -> None:
     """Send the buckets of the calls before `call`."""
 
 class sparse:  # noqa: N801
-
     @staticmethod
     def add_dense(dtype: int, x: int, dense: int, count: int) -> None:
         """Add dense elements to others."""
 
     @staticmethod
-    def add_into(index_nbytes: int, dtype: int, indices: int, values: int, count: int, first: int, dense: int) -> None:
+    def add_into(
+        index_nbytes: int,
+        dtype: int,
+        indices: int,
+        values: int,
+        count: int,
+        first: int,
+        dense: int,
+    ) -> None:
         """Add entries to the dense elements from index first on."""
 
     @staticmethod
     def count_magnitudes(dtype: int, values: int, count: int, counts: int) -> None:
-        """Add to 2048 counts of elements by the leading bits of their magnitudes.
-        """
+        """Add to 2048 counts of elements by the leading bits of their magnitudes."""
 
     @staticmethod
     def first_unordered(keys: int, count: int) -> int:
@@ -1980,59 +2483,106 @@ class sparse:  # noqa: N801
         """Write the ascending positions of the k elements of largest magnitude."""
 
     @staticmethod
-    def locate(key_nbytes: int, shape: Sequence[int], keys: int, count: int, coordinates: int) -> None:
+    def locate(
+        key_nbytes: int, shape: Sequence[int], keys: int, count: int, coordinates: int
+    ) -> None:
         """Write the coordinates of numbers: the reverse."""
 
     @staticmethod
-    def merge(index_nbytes: int, dtype: int, indices_a: int, values_a: int, num_a: int, indices_b: int, values_b: int, num_b: int, indices: int, values: int) -> int:
+    def merge(
+        index_nbytes: int,
+        dtype: int,
+        indices_a: int,
+        values_a: int,
+        num_a: int,
+        indices_b: int,
+        values_b: int,
+        num_b: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the sorted union of two sets of entries; return its length."""
 
     @staticmethod
-    def merge_keys(dtype: int, keys_a: int, values_a: int, num_a: int, keys_b: int, values_b: int, num_b: int, keys: int, values: int) -> int:
+    def merge_keys(
+        dtype: int,
+        keys_a: int,
+        values_a: int,
+        num_a: int,
+        keys_b: int,
+        values_b: int,
+        num_b: int,
+        keys: int,
+        values: int,
+    ) -> int:
         """Do what merge does, with keys of 16 bytes."""
 
     @staticmethod
-    def number(key_nbytes: int, shape: Sequence[int], coordinates: int, count: int, keys: int) -> int:
+    def number(
+        key_nbytes: int, shape: Sequence[int], coordinates: int, count: int, keys: int
+    ) -> int:
         """Write numbers in C order of int64 coordinates, a row for each dimension,
         before the first that lies outside; return how many there are.
         """
 
     @staticmethod
-    def sparsify(index_nbytes: int, dtype: int, dense: int, count: int, first: int, indices: int, values: int) -> int:
+    def sparsify(
+        index_nbytes: int,
+        dtype: int,
+        dense: int,
+        count: int,
+        first: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the entries that are not zero; return their number."""
 
     @staticmethod
-    def split(index_nbytes: int, indices: int, count: int, bounds: Sequence[int]) -> list[int]:
+    def split(
+        index_nbytes: int, indices: int, count: int, bounds: Sequence[int]
+    ) -> list[int]:
         """Return how many indices lie below each of the ascending bounds."""
 
     @staticmethod
-    def split_keys(keys: int, count: int, bounds: Sequence[tuple[int, int]]) -> list[int]:
+    def split_keys(
+        keys: int, count: int, bounds: Sequence[tuple[int, int]]
+    ) -> list[int]:
         """Do what split does, with keys of 16 bytes and bounds of two words, the lower
         one first.
         """
 
     @staticmethod
-    def sum(index_nbytes: int, dtype: int, lists: Sequence[tuple[int, int, int]], first: int, last: int, indices: int, values: int) -> int:
+    def sum(
+        index_nbytes: int,
+        dtype: int,
+        lists: Sequence[tuple[int, int, int]],
+        first: int,
+        last: int,
+        indices: int,
+        values: int,
+    ) -> int:
         """Write the sorted union of lists of (indices, values, count); return its
         length.
         """
 
     @staticmethod
-    def take_buckets(dtype: int, values: int, count: int, bucket: int, positions: int) -> int:
+    def take_buckets(
+        dtype: int, values: int, count: int, bucket: int, positions: int
+    ) -> int:
         """Write the positions of elements in this bucket or above; return their
         number.
         """
 
-def staged_plan(parts: Sequence[StagedPart], pieces: int, slot_nbytes: int, serial: bool = False) -> StagedPlan:
-    """Make a plan of as many parts as pieces, or of the first ones and the last.
-    """
+def staged_plan(
+    parts: Sequence[StagedPart], pieces: int, slot_nbytes: int, serial: bool = False
+) -> StagedPlan:
+    """Make a plan of as many parts as pieces, or of the first ones and the last."""
 
 def stream_steps() -> list[str]:
     """Names of a program's steps, by their codes."""
 
 def view_of_numpy(arg: Any, /) -> Any:
-    """(address, count, dtype code, writable) of a plain numpy array, else None.
-    """
+    """(address, count, dtype code, writable) of a plain numpy array, else None."""
 
 def view_of_tensor(arg: Any, /) -> Any:
     """(address, count, dtype code) of a plain tensor of torch's in host memory,
@@ -2051,7 +2601,6 @@ def wait_fused(requests: list[Any]) -> Any:
     """
 
 class wire:  # noqa: N801
-
     @staticmethod
     def block(format: int) -> int:
         """Elements of a block."""
@@ -2061,7 +2610,9 @@ class wire:  # noqa: N801
         """Write what came as elements."""
 
     @staticmethod
-    def encode(format: int, dtype: int, x: int, residual: int, count: int, wire: int) -> None:
+    def encode(
+        format: int, dtype: int, x: int, residual: int, count: int, wire: int
+    ) -> None:
         """Write x plus residual (0: none) as it goes over the wire."""
 
     @staticmethod
@@ -2069,11 +2620,24 @@ class wire:  # noqa: N801
         """Bytes that so many elements take."""
 
     @staticmethod
-    def settle(format: int, dtype: int, wire: int, count: int, x: int, residual: int) -> None:
+    def settle(
+        format: int, dtype: int, wire: int, count: int, x: int, residual: int
+    ) -> None:
         """Leave in residual what of x plus residual did not go."""
 
     @staticmethod
-    def sum(format: int, dtype: int, parts: Sequence[int], own: int, x: int, residual: int, count: int, divisor: float, wire: int, lost: int) -> None:
+    def sum(
+        format: int,
+        dtype: int,
+        parts: Sequence[int],
+        own: int,
+        x: int,
+        residual: int,
+        count: int,
+        divisor: float,
+        wire: int,
+        lost: int,
+    ) -> None:
         """Write the sum of all parts (of part own: x plus residual) over divisor as it
         goes over the wire, and to lost (0: nowhere) what that leaves out of the
         sum.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -300,14 +301,15 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
                 f"orders work of its own device only"
             )
         return stream.handle
-    number = device_number(stream)
+    number = device_number(stream, what)
+    with _asking_stream(stream, what):
+        handle = _handle(stream)
     ordinal = getattr(device, "ordinal", None)
     if number is not None and ordinal is not None and number != ordinal:
         raise UsageError(
             f"{what}: stream {shown(stream)} is on device {number}, the array on "
             f"device {ordinal}: a stream orders work of its own device only"
         )
-    handle = _handle(stream)
     if handle is None or handle < 0:
         raise UsageError(
             f"{what}: stream={shown(stream)} must be None, the integer handle of a "
@@ -317,16 +319,31 @@ def as_stream(stream: Any, device: Any, what: str) -> int:
     return 0 if handle == _LEGACY else handle
 
 
-def device_number(stream: Any) -> int | None:
+@contextmanager
+def _asking_stream(stream: Any, what: str) -> Iterator[None]:
+    """Raise whatever a stream raises about itself as UsageError that names ``what``."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(
+            f"{what}: stream= is a {type(stream).__name__} that fails when it is asked "
+            f"for its handle ({type(error).__name__}: {error}): pass None, or the "
+            f"integer handle of a CUDA stream"
+        ) from error
+
+
+def device_number(stream: Any, what: str) -> int | None:
     """Return the number of a stream's device; None where it does not say.
 
     cupy's say ``device_id``, and -1 where it may be any; torch's have a ``device`` with
-    ``index``, those of cuda.core one with ``device_id``.
+    ``index``, those of cuda.core one with ``device_id``. Raises UsageError, which names
+    ``what``, for a stream that cannot say.
     """
-    number = getattr(stream, "device_id", None)
-    if number is None:
-        on = getattr(stream, "device", None)
-        number = getattr(on, "index", getattr(on, "device_id", None))
+    with _asking_stream(stream, what):
+        number = getattr(stream, "device_id", None)
+        if number is None:
+            on = getattr(stream, "device", None)
+            number = getattr(on, "index", getattr(on, "device_id", None))
     is_known = isinstance(number, int) and number >= 0
     return number if is_known else None
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
+from commrt.arrays.places import places_of
 from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
 from commrt.boxes.strided import StridedArray
@@ -119,9 +120,11 @@ class DeviceBoxes:
         coll: int,
         label: str,
         reduction: ReduceOp | None = None,
+        facts: int = 0,
     ) -> None:
         """Plan the moves of one rank; collective, as the first plan asks for NCCL.
 
+        ``facts`` is a number of what the ranks have to agree on, which messages carry.
         ``phases`` says in how many steps the ranks move boxes, one after the other and
         the same on all of them; 1 where what is sent is there from the start, whatever
         the moves say.
@@ -186,7 +189,7 @@ class DeviceBoxes:
             )
             return
         parts = [
-            self._part(step, sent, taken, placed, coll, label)
+            self._part(step, sent, taken, placed, coll, label, facts)
             for step, (sent, taken) in zip(steps, sides, strict=True)
         ]
         longest = max(_pinned(sent) + taken.nbytes for sent, taken in sides)
@@ -223,6 +226,7 @@ class DeviceBoxes:
         tables: Any,
         coll: int,
         label: str,
+        facts: int,
     ) -> _native.StagedPart:
         """Return one phase: what is launched and copied, and what the host runs."""
         packs, unpacks = self._launches(sent, taken, tables)
@@ -230,7 +234,12 @@ class DeviceBoxes:
             self._group, list(_in_buffers(step, sent, taken)), [1, 1], reduces=False
         )
         return _native.StagedPart(
-            box_plan(self._group, program, [_BYTES, _BYTES], coll=coll, label=label),
+            box_plan(
+                *(self._group, program, [_BYTES, _BYTES]),
+                coll=coll,
+                label=label,
+                facts=facts,
+            ),
             [(self._number(0), 0, 0, sent.nbytes, 0)],
             [(self._number(self._coming_at), 0, 0, taken.nbytes, _pinned(sent))],
             table=[0, _pinned(sent)],
@@ -405,6 +414,7 @@ class BoundBoxes:
     ) -> None:
         self._group, self._boxes, self._arrays = group, boxes, arrays
         self._result, self.operation = result, what
+        self._places = places_of(array.array for array in arrays)
 
     @property
     def label(self) -> str:
@@ -422,6 +432,7 @@ class BoundBoxes:
     def _run(self, nonblocking: bool) -> Any:
         group = self._group
         group.check_usable()
+        group.check_places(self._places, self.operation)
         return self._boxes.run(
             self._arrays, self._result, self.operation, nonblocking, group.timeout_s
         )

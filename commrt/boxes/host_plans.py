@@ -98,6 +98,7 @@ def box_template(
     label: str,
     reduction: ReduceOp | None = None,
     stated: bool = False,
+    facts: int = 0,
 ) -> _native.BoxTemplate:
     """Return what makes the plans of calls with these moves, as ``box_plan`` does.
 
@@ -109,6 +110,8 @@ def box_template(
         label: the plans' name.
         reduction: how what arrives is combined with what is there; None: it is not.
         stated: as in ``schedule.boxes.compile_moves``.
+        facts: a number of what the ranks have to agree on, besides the operation and
+            the first array's type; messages carry it.
     """
     transport = TransportParams()
     reduces = reduction is not None
@@ -132,6 +135,7 @@ def box_template(
         learns_from=learns_from,
         stores=[(a & _SLOT_STORES, b & _SLOT_STORES) for a, b in (short, long)],
         arrays=[(dtype.code, ndim) for dtype, ndim in arrays],
+        facts=facts,
         moves=[
             (
                 move.phase,
@@ -173,6 +177,7 @@ def box_plan(
     coll: int,
     label: str,
     reduction: ReduceOp | None = None,
+    facts: int = 0,
 ) -> Any:
     """Return the engine's plan; its buffer is a table of the arrays' addresses."""
     transport = TransportParams()
@@ -199,6 +204,8 @@ def box_plan(
         most_inline=transport.most_inline(reduction is not None),
         store=store & _SLOT_STORES,
         adaptive=adaptive & _SLOT_STORES,
+        dtype=layouts[0].dtype.code,
+        facts=facts,
     )
 
 

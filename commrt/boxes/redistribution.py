@@ -13,6 +13,7 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import empty_like_array, view_anywhere
+from commrt.arrays.places import places_of
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import box_template
@@ -37,6 +38,7 @@ from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.agreed_calls import SharedFact
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
+from commrt.planning.facts import number_of_facts
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import other_call
@@ -193,7 +195,8 @@ class Redistributions:
         table = address_table(arrays)
         owners = (table, moved.sent.owner, moved.taken.owner)
         return _native.PersistentCall(
-            self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME
+            *(self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME),
+            places_of([moved.sent.array, moved.taken.array]),
         )
 
     def _moved(
@@ -248,7 +251,12 @@ class Redistributions:
         if plan is None:
             moves = redistribution_moves(moved.source, moved.target, group.rank)
             template = box_template(
-                group, moves, arrays, coll=_CODE, label="boxes/direct"
+                group,
+                moves,
+                arrays,
+                coll=_CODE,
+                label="boxes/direct",
+                facts=number_of_facts(common_facts(moved)),
             )
             plan = template.plan(group, [], strides)
             group.keep_plan(family, len(numbers), [*numbers, *strides], plan)
@@ -266,6 +274,7 @@ class Redistributions:
             what=_NAME,
             coll=_CODE,
             label="boxes/direct",
+            facts=number_of_facts(common_facts(moved)),
         )
 
 

@@ -72,7 +72,7 @@ def strided(array: Any, what: str) -> StridedArray:
     numpy arrays and those on devices may have any strides; others must be C-contiguous
     (``arrays.view``).
     """
-    if is_on_device(array):
+    if is_on_device(array, what):
         found = _on_device(array, what)
     elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         mine = plain_array(array)

@@ -27,6 +27,7 @@ from commrt.arrays.host import (
     view_anywhere,
     view_new,
 )
+from commrt.arrays.places import places_of
 from commrt.errors import BufferError_, UsageError, shown, suggest
 from commrt.select.facts import Query
 from commrt.vocabulary.checks import as_integer, check_flag
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 _BYTE = DTYPES[5]
+_MOST_NBYTES = 2**63 - 1
 _OPTIONS = (
     *("nonblocking", "timeout_s", "algorithm", "backend", "params", "name", "stream"),
 )
@@ -147,6 +149,11 @@ class Bound:
     """Elements per rank, for each of the operation's ``count_arguments``."""
     given_elements: int = 0
     """Elements of ``x`` as it was given, also where it is not sent; with counts."""
+
+    @property
+    def places(self) -> _native.Places:
+        """Where its arrays lie at this moment, for a call that runs more than once."""
+        return places_of(each.array for each in (self.x, self.out) if each is not None)
 
     @property
     def in_elements(self) -> int:
@@ -265,10 +272,10 @@ def check_question(
     if spec.reduces:
         check_reduction(reduction, kind)
     number = as_integer(nbytes)
-    if number is None or number < 0:
+    if number is None or not 0 <= number <= _MOST_NBYTES:
         raise UsageError(
             f"{what}: nbytes={shown(nbytes)} must be a number of bytes, an integer "
-            "from 0"
+            f"from 0 to {_MOST_NBYTES}"
         )
     root_rank = as_integer(root)
     if spec.has_root:

@@ -69,10 +69,11 @@ class HostRoute:
             plan,
             0 if x is None else x.address,
             0 if out is None else out.address,
-            None if x is None else (x.owner, x.array),
+            None if x is None else x.owner,
             None if out is None else out.owner,
             bound.result,
             call.spec.name,
+            bound.places,
             0 if x is None else x.copied_from,
             0 if x is None else x.nbytes,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
+from commrt import _native
 from commrt.arrays.residual import check_residual
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.channel import Channel
@@ -96,13 +97,17 @@ class CompressedCall:
     call: Call
     bound: Bound
     wire: WireFormat
+    places: _native.Places | None = None
+    """Where its arrays lie, if it runs more than once."""
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
-        return self.compression.start(self.call, self.bound, self.wire).wait()
+        return self.start().wait()
 
     def start(self) -> SteppedRequest:
         """Start the operation and return its request; wait before starting again."""
+        if self.places is not None:
+            self.compression.check_places(self.places, self.operation)
         return self.compression.start(self.call, self.bound, self.wire)
 
     @property
@@ -229,7 +234,7 @@ class Compression:
 
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any] | None:
         """Return what starts the call; None where it is not compressed."""
-        compressed = self.bind(call, bound)
+        compressed = self._compressed(call, bound)
         if compressed is None:
             return None
         return compressed.start if call.nonblocking else compressed
@@ -239,6 +244,10 @@ class Compression:
 
         In check mode all ranks are compared here.
         """
+        compressed = self._compressed(call, bound)
+        return compressed and replace(compressed, places=bound.places)
+
+    def _compressed(self, call: Call, bound: Bound) -> CompressedCall | None:
         wire = self._compression(call, bound)
         if wire is None:
             return None
@@ -267,7 +276,17 @@ class Compression:
 
         There the ranks meet, too, before they open the others.
         """
-        return None if arguments.get(COMPRESS) in (None, EXACT) else self._channels
+        asked = arguments.get(COMPRESS)
+        is_exact = asked is None or (isinstance(asked, str) and asked == EXACT)
+        return None if is_exact else self._channels
+
+    def check_places(self, places: _native.Places, what: str) -> None:
+        """Raise UsageError where an array of a bound call has other memory."""
+        try:
+            places.check(what)
+        except Exception as error:
+            (self._channels or self._channel).refuse(error)
+            raise
 
     def start(self, call: Call, bound: Bound, wire: WireFormat) -> SteppedRequest:
         """Start a compressed call; return its request."""

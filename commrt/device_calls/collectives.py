@@ -387,7 +387,7 @@ class DeviceCollectives:
             return bound.on
         if isinstance(call.stream, DeviceStream):  # a barrier has no array
             return call.stream.device
-        return cuda_device(device_number(call.stream) or 0)
+        return cuda_device(device_number(call.stream, call.spec.name) or 0)
 
     def order_exported(self, device: Any, stream: int, arrays: Sequence[Any]) -> None:
         """Let the call come after the streams that its arrays are ordered by."""
@@ -514,17 +514,23 @@ class BoundDeviceCall:
     ) -> None:
         self._devices, self._bound, self._plan = devices, bound, plan
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
+        self._places = bound.places
 
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
-        self._devices.comm.check_usable()
+        self._check()
         self._devices.start(self._calls[0], self._bound, self._plan).be_quiet()
         return self._bound.result
 
     def start(self) -> DeviceRequest:
         """Start the operation and return its request."""
-        self._devices.comm.check_usable()
+        self._check()
         return self._devices.start(self._calls[1], self._bound, self._plan)
+
+    def _check(self) -> None:
+        comm = self._devices.comm
+        comm.check_usable()
+        comm.check_places(self._places, self.operation)
 
     @property
     def operation(self) -> str:

@@ -177,6 +177,7 @@ class BoundHostCall:
         self._devices, self._bound = devices, bound
         self._calls = [replace(call, nonblocking=flag) for flag in (False, True)]
         self.operation = call.spec.name
+        self._places = bound.places
         self.label = f"host/{call.compress}"
         if not _compresses(call):
             devices.check(call, bound)
@@ -191,4 +192,5 @@ class BoundHostCall:
         return self._run(self._calls[1])
 
     def _run(self, call: Call) -> Any:
+        self._devices.comm.check_places(self._places, self.operation)
         return self._devices.prepare(call, self._bound)()

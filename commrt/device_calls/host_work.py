@@ -15,7 +15,6 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,14 +44,15 @@ __all__ = [
 ]
 
 
-def holds_device_arrays(*arguments: Any) -> bool:
-    """Return whether any of a call's arguments is, or consists of, device arrays."""
-    parts = chain.from_iterable(
-        each if isinstance(each, tuple | list) else [each] for each in arguments
-    )
+def holds_device_arrays(what: str, **arguments: Any) -> bool:
+    """Return whether any argument of a call is, or consists of, device arrays.
+
+    Raises BufferError_, which names the argument, where an array cannot say.
+    """
     return any(
-        is_on_device(part)
-        for part in parts
+        is_on_device(part, f"{what}: {name}")
+        for name, given in arguments.items()
+        for part in (given if isinstance(given, tuple | list) else [given])
         if part is not None and not isinstance(part, str | int | float | np.ndarray)
     )
 
@@ -62,7 +62,11 @@ def refuse_host_arrays(what: str, given: Any) -> None:
     if isinstance(given, tuple | list):
         for number, each in enumerate(given):
             refuse_host_arrays(f"{what}[{number}]", each)
-    elif given is not None and not isinstance(given, int) and not is_on_device(given):
+    elif (
+        given is not None
+        and not isinstance(given, int)
+        and not is_on_device(given, what)
+    ):
         raise UsageError(
             f"{what} is in host memory, and others of its arrays are on a device; pass "
             f"arrays of one place"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from commrt import _native
+from commrt.arrays.places import places_of
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
 from commrt.boxes.host_plans import Place, box_template
@@ -30,6 +31,7 @@ from commrt.grids.halo_arguments import (
 )
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
+from commrt.planning.facts import number_of_facts
 from commrt.schedule.boxes import Move
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import other_call
@@ -134,7 +136,8 @@ class Halos:
         table = address_table(halo.arrays)
         owners = (table, *(array.owner for array in halo.arrays))
         return _native.PersistentCall(
-            group, plan, table.ctypes.data, 0, owners, None, fields, halo.what
+            *(group, plan, table.ctypes.data, 0, owners, None, fields, halo.what),
+            places_of(array.array for array in halo.arrays),
         )
 
     def sent_nbytes(
@@ -260,6 +263,7 @@ class Halos:
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
+            facts=number_of_facts(equal_everywhere(halo)),
         )
 
     def _device_boxes(self, halo: Halo) -> DeviceBoxes:
@@ -276,6 +280,7 @@ class Halos:
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
+            facts=number_of_facts(equal_everywhere(halo)),
         )
 
     def _moves(self, halo: Halo, shapes: Any = None) -> list[Move]:

@@ -21,6 +21,7 @@ import numpy as np
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
+from commrt.arrays.places import places_of
 from commrt.arrays.plain import as_array
 from commrt.boxes.host_plans import Place, box_template
 from commrt.calls.bound_call import Binders
@@ -291,7 +292,8 @@ class NeighborCalls:
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         owners = (table, bound.x.owner, bound.out.owner)
         return _native.PersistentCall(
-            group, plan, table.ctypes.data, 0, owners, None, bound.result, what
+            *(group, plan, table.ctypes.data, 0, owners, None, bound.result, what),
+            places_of([bound.x.array, bound.out.array]),
         )
 
     def _checked(
@@ -505,7 +507,7 @@ def _check_own(
         if move.source.count != move.target.count:
             raise UsageError(
                 f"{what}: it sends itself {move.source.count} elements and expects "
-                f"{move.target.count}; the counts must be equal"
+                f"{move.target.count} by recv_counts; the counts must be equal"
             )
 
 

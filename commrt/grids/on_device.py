@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.host import HostView
+from commrt.arrays.places import places_of
 from commrt.backends.base import Attached
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
@@ -140,6 +141,7 @@ class BoundNeighbors:
         self._group, self._devices = group, devices
         self._plan, self._call = plan, call
         self.operation = call.what
+        self._places = places_of([call.x.array, call.out.array])
 
     @property
     def label(self) -> str:
@@ -148,11 +150,16 @@ class BoundNeighbors:
 
     def __call__(self) -> Any:
         """Run it; the current stream waits for it. Return its output."""
-        return self.run(False, self._group.timeout_s)
+        return self._run(False)
 
     def start(self) -> Any:
         """Start it and return its request."""
-        return self.run(True, self._group.timeout_s)
+        return self._run(True)
+
+    def _run(self, nonblocking: bool) -> Any:
+        self._group.check_usable()
+        self._group.check_places(self._places, self.operation)
+        return self.run(nonblocking, self._group.timeout_s)
 
     def run(self, nonblocking: bool, timeout_s: float, stream: Any = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output."""

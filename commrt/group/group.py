@@ -395,6 +395,17 @@ class Group(_native.Group):
             self.set_failure(why, by_death=True)
         raise PeerFailedError(f"{self.name}, rank {self.rank}: {why}")
 
+    def check_places(self, places: _native.Places, what: str) -> None:
+        """Raise UsageError where an array of a bound collective has other memory.
+
+        The call takes its place in the order of calls.
+        """
+        try:
+            places.check(what)
+        except Exception as error:
+            self.refuse(error)
+            raise
+
     def heed_refusals(self) -> None:
         """Raise RefusedError where the next operation was refused by another rank."""
         why = self._why_next_is_refused()

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import place_of
-from commrt.arrays.host import overlap
+from commrt.arrays.host import HostView, overlap
+from commrt.arrays.places import places_of
 from commrt.calls.bound_call import Binders, BoundCall
 from commrt.errors import UsageError
-from commrt.messages.by_nccl import NcclMessages
-from commrt.messages.lists import Message
+from commrt.messages.lists import WHAT, Message
 from commrt.messages.on_device import DeviceMessages
 from commrt.messages.point_to_point import Messages
 
@@ -32,6 +33,19 @@ def message_binders(messages: Messages) -> Binders:
     }
 
 
+def _checked(
+    what: str, arrays: Sequence[HostView], run: Callable[[bool], Any]
+) -> Callable[[bool], Any]:
+    """Return ``run``, which raises UsageError where an array has other memory."""
+    places = places_of(each.array for each in arrays)
+
+    def checked(nonblocking: bool) -> Any:
+        places.check(what)
+        return run(nonblocking)
+
+    return checked
+
+
 def _on_device(
     messages: Messages,
     what: str,
@@ -44,18 +58,19 @@ def _on_device(
     if place_of(what, arrays) is None:
         return None
     bound = messages.on_device(what, sends, recvs, result)
-    return BoundCall(what, _STAGED, bound.run)
+    return BoundCall(what, _STAGED, _checked(what, arrays, bound.run))
 
 
 def _bind_messages(
     messages: Messages, *, sends: Any, recvs: Any, in_place: Any, backend: Any
-) -> _native.PersistentMessages | BoundCall | NcclMessages:
+) -> _native.PersistentMessages | BoundCall:
     """Return all of both lists as one operation."""
     messages.group.check_usable()
-    bound = messages.listed(sends, recvs, in_place, None, backend)
-    if isinstance(bound, DeviceMessages):
-        return BoundCall("multi_sendrecv", _STAGED, bound.run)
-    return bound
+    bound = messages.listed(sends, recvs, in_place, None, backend, is_bound=True)
+    if isinstance(bound, _native.PersistentMessages):
+        return bound
+    label = _STAGED if isinstance(bound, DeviceMessages) else bound.label
+    return BoundCall(WHAT, label, _checked(WHAT, bound.arrays, bound.run))
 
 
 def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
@@ -73,7 +88,7 @@ def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
         limit = messages.group.timeout_s
         return messages.group.send_bytes(*to, nonblocking, limit, sent.dtype.code)
 
-    return BoundCall(what, _MESSAGES, run)
+    return BoundCall(what, _MESSAGES, _checked(what, [sent], run))
 
 
 def _bind_recv(messages: Messages, out: Any, *, source: Any, tag: Any) -> BoundCall:
@@ -91,7 +106,7 @@ def _bind_recv(messages: Messages, out: Any, *, source: Any, tag: Any) -> BoundC
         limit = messages.group.timeout_s
         return messages.group.recv_bytes(*place, nonblocking, limit, got.dtype.code)
 
-    return BoundCall(what, _MESSAGES, run)
+    return BoundCall(what, _MESSAGES, _checked(what, [got], run))
 
 
 def _bind_sendrecv(
@@ -127,4 +142,4 @@ def _bind_sendrecv(
             *leaving, *coming, *owners, out, what, nonblocking, limit, *types
         )
 
-    return BoundCall(what, _MESSAGES, run)
+    return BoundCall(what, _MESSAGES, _checked(what, [sent, got], run))

@@ -59,9 +59,10 @@ class NcclMessages:
         self._devices, self._comparison = devices, comparison
         self._here = f"{WHAT} on {group.name}, rank {group.rank}"
         self._sends, self._recvs = list(sends), list(recvs)
-        self._arrays = [each for each, _, _ in (*sends, *recvs)]
-        self._on = place_of(self._here, self._arrays)
-        if self._arrays and self._on is None:
+        self.arrays = [each for each, _, _ in (*sends, *recvs)]
+        """All arrays, those that leave first."""
+        self._on = place_of(self._here, self.arrays)
+        if self.arrays and self._on is None:
             raise UsageError(
                 f"{self._here}: backend='nccl' is for arrays on devices, and these "
                 f"are in host memory; leave it out, on all ranks"
@@ -88,7 +89,7 @@ class NcclMessages:
                 messages.append((leaves, index, 0, array.nbytes, peer))
         leaving = [index for leaves, index in own if leaves]
         coming = [index for leaves, index in own if not leaves]
-        sizes = [[self._arrays[i].nbytes for i in each] for each in (leaving, coming)]
+        sizes = [[self.arrays[i].nbytes for i in each] for each in (leaving, coming)]
         if sizes[0] != sizes[1]:
             raise UsageError(
                 f"{self._here}: it sends itself {sizes[0]} bytes and receives "
@@ -116,7 +117,7 @@ class NcclMessages:
                 f"its device is not known: let all ranks make another collective call "
                 f"on arrays on devices before"
             )
-        first = self._arrays[0].array if self._arrays else None
+        first = self.arrays[0].array if self.arrays else None
         if self._stream is None:
             stream = current_stream_of(first, device)
         else:
@@ -126,10 +127,10 @@ class NcclMessages:
                 f"{self._here}: backend='nccl', and NCCL cannot be used: "
                 f"{nccl.why_no_devices}; leave it out, on all ranks"
             )
-        devices.order_exported(device, stream, self._arrays)
+        devices.order_exported(device, stream, self.arrays)
         plan = _native.nccl_phases_plan(WHAT, [self._phase], coll=_CODE)
-        addresses = [each.address for each in self._arrays]
-        keep = tuple(each.owner for each in self._arrays)
+        addresses = [each.address for each in self.arrays]
+        keep = tuple(each.owner for each in self.arrays)
         work = devices.runner(device, plan)
         started = devices.launch(
             lambda: work.start_arrays(
@@ -143,14 +144,6 @@ class NcclMessages:
             return request
         request.be_quiet()
         return self._result
-
-    def __call__(self) -> Any:
-        """Run it; the current stream waits for it. Return the arrays received into."""
-        return self.run(False)
-
-    def start(self) -> Any:
-        """Start it and return its request."""
-        return self.run(True)
 
     def _compare(self, timeout_s: float) -> None:
         """Raise the same MismatchError on all ranks unless both ends say the same."""

@@ -51,8 +51,10 @@ class Lists:
                 f"reads while it writes: pass separate arrays, or leave backend out"
             )
 
-    def on_host(self, group: Group) -> _native.PersistentMessages:
-        """Return the engine's call of these messages."""
+    def on_host(
+        self, group: Group, places: _native.Places | None = None
+    ) -> _native.PersistentMessages:
+        """Return the engine's call of these messages; it looks where ``places`` are."""
         return _native.PersistentMessages(
             group,
             _rows(self.leaving, self.replaced),
@@ -61,6 +63,7 @@ class Lists:
             tuple(array.owner for array, _, _ in self.coming),
             self.result,
             WHAT,
+            places,
         )
 
 

@@ -30,13 +30,14 @@ class DeviceMessages:
     ) -> None:
         self._group, self._devices = group, devices
         self._what = what
-        self._arrays = [each for each, _, _ in (*sends, *recvs)]
+        self.arrays = [each for each, _, _ in (*sends, *recvs)]
+        """All arrays, those that leave first."""
         self._result = result
         self._stream = stream
         self._sends, self._recvs = _rows(sends), _rows(recvs)
         self._peers = tuple(peer for _, peer, _ in recvs)
-        self._keep = tuple(each.owner for each in self._arrays)
-        self._on = place_of(what, self._arrays)
+        self._keep = tuple(each.owner for each in self.arrays)
+        self._on = place_of(what, self.arrays)
         devices.messages(self._on)
 
     def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
@@ -44,13 +45,13 @@ class DeviceMessages:
         group, device = self._group, self._on
         group.check_usable()
         limit = group.timeout_s if timeout_s is None else timeout_s
-        first = self._arrays[0].array
+        first = self.arrays[0].array
         if self._stream is None:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._what)
         devices = self._devices
-        devices.order_exported(device, stream, self._arrays)
+        devices.order_exported(device, stream, self.arrays)
         messages = devices.messages(device)
         started = devices.launch(
             lambda: messages.start(

@@ -13,6 +13,7 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.device import place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere
+from commrt.arrays.places import places_of
 from commrt.arrays.plain import as_array
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
@@ -289,11 +290,19 @@ class Messages:
         )
 
     def listed(
-        self, sends: Any, recvs: Any, in_place: Any, stream: Any, backend: Any
+        self,
+        sends: Any,
+        recvs: Any,
+        in_place: Any,
+        stream: Any,
+        backend: Any,
+        *,
+        is_bound: bool = False,
     ) -> _native.PersistentMessages | DeviceMessages | NcclMessages:
         """Return both lists as one operation; an error names the first wrong message.
 
-        Nothing is started, and all messages are checked.
+        Nothing is started, and all messages are checked. ``is_bound`` says that it may
+        run more than once: then it looks whether its arrays are where they were.
         """
         by_nccl = check_backend(WHAT, backend)
         lists = check_lists(self.group, sends, recvs, in_place)
@@ -311,7 +320,8 @@ class Messages:
             return self.on_device(
                 WHAT, lists.leaving, lists.coming, lists.result, stream
             )
-        return lists.on_host(self.group)
+        places = places_of(each.array for each in lists.arrays) if is_bound else None
+        return lists.on_host(self.group, places)
 
     def outgoing(
         self, what: str, x: Any, dest: Any, dest_name: str, tag: Any, tag_name: str

@@ -32,7 +32,9 @@ def _bind_sparse(
 ) -> BoundCall:
     """Return the sum of what ``x`` holds at each run."""
     group.check_usable()
-    if parts_on_device("sparse_allreduce", x) is None and not holds_device_arrays(out):
+    what = "sparse_allreduce"
+    on_device = parts_on_device(what, x) is not None
+    if not on_device and not holds_device_arrays(what, out=out):
         sums.check_sparse(x, result, out, algorithm, False, group.timeout_s)
 
     def run(nonblocking: bool) -> Any:
@@ -41,7 +43,7 @@ def _bind_sparse(
         )
 
     label = f"sparse/{algorithm or 'by fill'}"
-    return BoundCall("sparse_allreduce", label, run)
+    return BoundCall(what, label, run)
 
 
 def _bind_topk(
@@ -49,7 +51,7 @@ def _bind_topk(
 ) -> BoundCall:
     """Return the largest elements of what ``x`` and ``residual`` hold at each run."""
     group.check_usable()
-    if not holds_device_arrays(x, residual):
+    if not holds_device_arrays("topk_allreduce", x=x, residual=residual):
         sums.check_topk(x, k, residual, False, group.timeout_s)
 
     def run(nonblocking: bool) -> Any:

@@ -144,7 +144,7 @@ class SparseSums:
             else check_timeout(here, timeout_s)
         )
         parts = parts_on_device(what, x)
-        if parts is not None or holds_device_arrays(out):
+        if parts is not None or holds_device_arrays(what, out=out):
             arrays = x if parts is None else parts[:2]
             refuse_host_arrays(f"{what}: x", arrays)
             refuse_host_arrays(f"{what}: out", out)
@@ -202,7 +202,7 @@ class SparseSums:
             if timeout_s is None
             else check_timeout(here, timeout_s)
         )
-        if holds_device_arrays(x, residual):
+        if holds_device_arrays(what, x=x, residual=residual):
             refuse_host_arrays(f"{what}: x", x)
             refuse_host_arrays(f"{what}: residual", residual)
             host_call = self._largest_on_host(x, k, residual, nonblocking, limit)

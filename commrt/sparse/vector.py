@@ -303,7 +303,8 @@ def parts_on_device(what: str, x: Any) -> tuple[Any, Any, Any] | None:
     if not isinstance(x, tuple | list) or len(x) != 3:
         return None
     indices, values, shape = x
-    on_device = is_on_device(indices) or is_on_device(values)
+    named = ((indices, f"{what}: x[0]"), (values, f"{what}: x[1]"))
+    on_device = any(is_on_device(array, name) for array, name in named)
     return (indices, values, shape) if on_device else None
 
 

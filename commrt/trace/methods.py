@@ -186,8 +186,9 @@ def _kind_of_collective(
         on_device=stream is not None,
         asked={name: more[name] for name in _WISHES if more.get(name) is not None},
     )
-    if more.get("compress") not in (None, EXACT):
-        algorithm = f"compressed/{more['compress']}"
+    wire = more.get("compress")
+    if isinstance(wire, str) and wire != EXACT:
+        algorithm = f"compressed/{wire}"
     out_nbytes = None
     if spec.rule_bytes == "any":
         out_nbytes = _sum(more.get("recv_counts")) * itemsize

@@ -38,6 +38,21 @@ def my_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if "commrt-futures" in t.name]
 
 
+def _batch(count: int) -> Any:
+    """Start messages to and from the last rank together; return the last Work."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    last = size - 1
+    peers = range(last) if rank == last else [last]
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, numbers(count), peer) for peer in peers]
+        + [dist.P2POp(dist.irecv, torch.zeros(count), peer) for peer in peers]
+    )
+    for work in works[:-1]:
+        if rank == last:
+            work.wait()
+    return works[-1]
+
+
 def started(kind: str) -> Any:
     """Start an operation in which the last rank has a part; return its Work."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -112,4 +127,8 @@ def started(kind: str) -> Any:
         case "coalesced":
             group: Any = dist.group.WORLD
             return group.allreduce_coalesced([numbers(2), numbers(3)])
+        case "batch":
+            return _batch(3)
+        case "coalesced messages":
+            return _batch(70_000)
     raise AssertionError(kind)

@@ -19,6 +19,7 @@ from process_groups import job, unequal
 
 from commrt import _native
 from commrt.errors import TimeoutError_
+from commrt.torch import Options
 
 DEADLINE_S = 300.0
 Call = Callable[[], Any]
@@ -101,6 +102,67 @@ def test_futures_of_every_kind_of_work_wait_for_nobody(
     torchrun: Any, ranks: int, settings: dict[str, str]
 ) -> None:
     got = torchrun(ranks, late_partners, env=settings, deadline_s=DEADLINE_S)
+    assert got == [[]] * ranks
+
+
+BY_GLOO = [
+    *("all_reduce", "long", "broadcast", "reduce", "all_gather", "reduce_scatter"),
+    *("all_to_all", "splits", "gather", "scatter", "barrier"),
+]
+"""Kinds that gloo's own collectives run."""
+ON_NODES = [*WITH_GLOO, *WITHOUT_GLOO, "batch", "coalesced messages"]
+
+
+def late_on_nodes(kinds: list[str], algorithm: str | None) -> list[str]:
+    """Return the kinds of which somebody waited, in their first call and later."""
+    found = []
+    for which in ("first", "second"):
+        options = {"pg_options": Options(algorithm=algorithm)} if algorithm else {}
+        with job("commrt", which, **options):
+            size = dist.get_world_size()
+            if "sparse" in kinds:
+                dist.all_reduce(torch.eye(3).to_sparse())  # waits for all ranks
+            for kind in kinds if which == "first" else reversed(kinds):
+                is_open, *got = late_partner(kind)
+                found += [] if is_open else [f"{kind}, {which}: waited"]
+                if kind in ("all_reduce", "coalesced", "managed"):
+                    want = sum(torch.arange(2) + 10.0 * rank for rank in range(size))
+                    found += unequal(want, got[0][:2], 0, kind)
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("progress", ["off", "on"])
+@pytest.mark.parametrize(("nodes", "ranks"), [("1", 2), ("2,1", 3), ("1", 3)])
+@pytest.mark.full(sample=2)
+def test_futures_across_nodes_wait_for_nobody(
+    torchrun: Any, nodes: str, ranks: int, progress: str
+) -> None:
+    env = {"COMMRT_NODES": nodes, "COMMRT_PROGRESS": progress}
+    got = torchrun(
+        *(ranks, late_on_nodes),
+        kinds=ON_NODES,
+        algorithm=None,
+        env=env,
+        deadline_s=DEADLINE_S,
+    )
+    assert got == [[]] * ranks
+
+
+@pytest.mark.parametrize("progress", ["off", "on"])
+@pytest.mark.parametrize(("nodes", "ranks"), [("1", 2), ("2,1", 3), ("1", 3)])
+@pytest.mark.full(sample=2)
+def test_futures_of_gloos_own_collectives_wait_for_nobody(
+    torchrun: Any, nodes: str, ranks: int, progress: str
+) -> None:
+    env = {"COMMRT_NODES": nodes, "COMMRT_PROGRESS": progress}
+    got = torchrun(
+        *(ranks, late_on_nodes),
+        kinds=BY_GLOO,
+        algorithm="gloo/native",
+        env=env,
+        deadline_s=DEADLINE_S,
+    )
     assert got == [[]] * ranks
 
 

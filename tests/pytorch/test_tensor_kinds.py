@@ -103,3 +103,55 @@ def test_a_plan_does_not_run_on_memory_that_is_gone() -> None:
     x.untyped_storage().resize_(0)
     with pytest.raises(UsageError, match=r"allreduce: an array .* plan the"):
         call()
+
+
+class Sub(torch.Tensor):
+    """A tensor that the engine does not know at a glance."""
+
+
+def bound_calls(cart: Any, x: Any, out: Any) -> list[Any]:
+    """Return calls bound to two tensors of 64 numbers, of which none has begun."""
+    line = commrt.Layout((64,), (1,), (commrt.Block(0),))
+    return [
+        cart.plan.allreduce(x, out=out),
+        cart.plan.halo_exchange([x, out], 1),
+        cart.plan.halo_reduce([x, out], 1),
+        cart.plan.redistribute(x, line, line, out=out),
+        cart.plan.neighbor_alltoall(x, out=out),
+        cart.plan.send(x, 0),
+        cart.plan.sendrecv(x, 0, out, 0),
+        cart.plan.multi_sendrecv(sends=[(x, 0)], recvs=[(out, 0)]),
+    ]
+
+
+def other_data(x: Any) -> None:
+    x.data = torch.zeros(64)
+
+
+def freed(x: Any) -> None:
+    x.untyped_storage().resize_(0)
+
+
+def shortened(x: Any) -> None:
+    """The second time, the storage may begin where it did at first."""
+    for nbytes in (128, 64, 8):
+        x.untyped_storage().resize_(nbytes)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Sub], ids=["own", "subclass"])
+@pytest.mark.parametrize("change", [other_data, freed, shortened])
+@pytest.mark.parametrize("which", ["x", "out"])
+def test_every_bound_call_looks_where_its_tensors_are(
+    which: str, change: Any, kind: Any
+) -> None:
+    cart = commrt.init().cart((1,), periodic=True)
+    x, out = (torch.zeros(64).as_subclass(kind) for _ in range(2))
+    calls = bound_calls(cart, x, out)
+    for call in calls[:5]:
+        call()
+    change(x if which == "x" else out)
+    for call in calls:
+        if call.operation == "send" and which == "out":
+            continue
+        with pytest.raises((UsageError, BufferError_), match=r"planned|its storage"):
+            call()

@@ -73,8 +73,14 @@ int code_of_numpy_type(PyObject* dtype) {
 
 bool is_numpy_array(PyObject* object) { return PyArray_CheckExact(object); }
 
-const void* address_of_numpy(PyObject* array) {
-  return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+bool memory_of_numpy(PyObject* object, const void*& address, int64_t& nbytes) {
+  if (!PyArray_Check(object)) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  address = PyArray_DATA(array);
+  nbytes = PyArray_ITEMSIZE(array);
+  const npy_intp* const dims = PyArray_DIMS(array);
+  for (int i = 0, ndim = PyArray_NDIM(array); i < ndim; ++i) nbytes *= dims[i];
+  return true;
 }
 
 bool view_of_numpy(PyObject* object, View& view) {

@@ -213,14 +213,14 @@ bool has_memory(PyObject* object) {
   return seen.data != nullptr && lies_in_storage(object, (last + 1) * itemsize, itemsize);
 }
 
-const void* address_on_host(PyObject* object) {
-  if (PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) != 0) {
-    object = PyTuple_GET_ITEM(object, PyTuple_GET_SIZE(object) - 1);
-  }
-  if (is_numpy_array(object)) return address_of_numpy(object);
+bool memory_of_tensor(PyObject* object, const void*& address, std::int64_t& nbytes) {
   dlpack::Tensor seen{};
-  if (!is_plain(object) || torch().view_of == nullptr || !show(object, seen)) return nullptr;
-  return static_cast<const unsigned char*>(seen.data) + seen.byte_offset;
+  if (!is_plain(object) || torch().view_of == nullptr || !show(object, seen)) return false;
+  address = static_cast<const unsigned char*>(seen.data) + seen.byte_offset;
+  std::int64_t count = 1;
+  for (int i = 0; i < seen.ndim; ++i) count *= seen.shape[i];
+  nbytes = has_memory(object) ? count * ((seen.bits * seen.lanes + 7) / 8) : -1;
+  return true;
 }
 
 void bind_tensor_view(nb::module_& m) {

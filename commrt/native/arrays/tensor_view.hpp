@@ -37,10 +37,10 @@ inline bool view_on_host(PyObject* object, View& view) {
 // in its storage. False, with no Python error set, also where torch does not say.
 bool has_memory(PyObject* object);
 
-// Returns where the first element of one of numpy's arrays or torch's tensors lies at this moment;
-// null where that cannot be seen at a glance. Of a tuple, which keeps several objects, it asks the
-// last one.
-const void* address_on_host(PyObject* object);
+// Fills in where the first element of a dense tensor of such a class lies at this moment, of any
+// strides and type, on any device, and how many bytes its elements have. Their storage may have
+// fewer: the bytes are -1 then. False, with no Python error set, for everything else.
+bool memory_of_tensor(PyObject* object, const void*& address, std::int64_t& nbytes);
 
 void bind_tensor_view(nb::module_& m);
 

@@ -24,7 +24,9 @@ struct View {
 // no Python error set, for everything else: the caller then asks Python.
 bool view_of_numpy(PyObject* object, View& view);
 bool is_numpy_array(PyObject* object);  // with any strides and of any type
-const void* address_of_numpy(PyObject* array);
+// Fills in where the first element of an array of numpy's or of a subclass lies at this moment, and
+// how many bytes its elements have. False for everything else.
+bool memory_of_numpy(PyObject* object, const void*& address, int64_t& nbytes);
 void register_numpy_type(int type_num, int dtype_code);
 // The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
 int code_of_numpy_type(PyObject* dtype);

@@ -85,7 +85,8 @@ BoxProgram read_program(const Rows& boxes, const Steps& steps, const Numbers& de
 PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, int redop,
                       bool reduces, Rows boxes, Steps steps, Numbers deps, Numbers dep_ptr,
                       const std::vector<std::tuple<int, int, int>>& peers, int64_t lane_nbytes,
-                      int most_slots, int ahead, int spins, int64_t most_inline, int store, int adaptive) {
+                      int most_slots, int ahead, int spins, int64_t most_inline, int store, int adaptive,
+                      int dtype, uint16_t facts) {
   BoxCallKind kind;
   kind.coll = coll;
   kind.label = label;
@@ -94,6 +95,8 @@ PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, in
   kind.lane_nbytes = static_cast<size_t>(lane_nbytes);
   kind.spins = spins;
   kind.most_inline = static_cast<size_t>(most_inline);
+  kind.dtype = static_cast<DType>(dtype);
+  kind.facts = facts;
   return plan_of_boxes(read_program(boxes, steps, deps, dep_ptr, peers, ahead, kind), kind,
                        most_slots, static_cast<Store>(store), static_cast<Store>(adaptive),
                        *group.comm);
@@ -134,10 +137,12 @@ std::shared_ptr<BoxTemplate> make_box_template(
     int rank, int size, int coll, const std::string& label, int redop, bool reduces, bool stated,
     int64_t limit_nbytes, int64_t lane_nbytes, int spins, int64_t most_inline, uint64_t slots_nbytes,
     uint64_t fewest_slots, uint64_t learns_from, const std::vector<std::pair<int, int>>& stores,
-    const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves) {
+    const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves,
+    uint16_t facts) {
   auto made = std::make_shared<BoxTemplate>();
   made->kind = {coll, label, static_cast<RedOp>(redop), reduces, stated, limit_nbytes,
-                static_cast<size_t>(lane_nbytes), spins, static_cast<size_t>(most_inline)};
+                static_cast<size_t>(lane_nbytes), spins, static_cast<size_t>(most_inline),
+                arrays.empty() ? DType::U8 : static_cast<DType>(arrays[0].first), facts};
   made->slots_nbytes = slots_nbytes;
   made->fewest_slots = fewest_slots;
   made->stores.learns_from = learns_from;
@@ -165,7 +170,7 @@ void bind_boxes(nb::module_& m) {
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("boxes"),
         nb::arg("steps"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("peers"),
         nb::arg("lane_nbytes"), nb::arg("most_slots"), nb::arg("ahead"), nb::arg("spins"), nb::arg("most_inline"),
-        nb::arg("store"), nb::arg("adaptive"),
+        nb::arg("store"), nb::arg("adaptive"), nb::arg("dtype"), nb::arg("facts"),
         "Plan of one rank that moves boxes of arrays; its buffer is a table of their addresses.");
   nb::class_<BoxTemplate>(
       m, "BoxTemplate", "What calls that move boxes have in common, but for where boxes lie.")
@@ -205,7 +210,7 @@ void bind_boxes(nb::module_& m) {
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),
         nb::arg("limit_nbytes"), nb::arg("lane_nbytes"), nb::arg("spins"), nb::arg("most_inline"),
         nb::arg("slots_nbytes"), nb::arg("fewest_slots"), nb::arg("learns_from"), nb::arg("stores"), nb::arg("arrays"), nb::arg("moves"),
-        "Plans of calls whose boxes begin and end at the call's numbers.");
+        nb::arg("facts"), "Plans of calls whose boxes begin and end at the call's numbers.");
 }
 
 }  // namespace commrt

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A multi_sendrecv bound to its arrays: checked once, started any number of times.
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "arrays/places.hpp"
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "calls/group_methods.hpp"
@@ -33,10 +35,11 @@ class PersistentMessages {
  public:
   PersistentMessages(nb::object group, const std::vector<Row>& sends,
                      const std::vector<Row>& recvs, nb::object keep_sends, nb::object keep_recvs,
-                     nb::object result, nb::object operation)
+                     nb::object result, nb::object operation, std::shared_ptr<Places> places)
       : group_(std::move(group)), lists_(lists_of(sends, recvs)),
         keep_sends_(std::move(keep_sends)), keep_recvs_(std::move(keep_recvs)),
-        result_(std::move(result)), operation_(std::move(operation)) {}
+        result_(std::move(result)), operation_(std::move(operation)),
+        places_(std::move(places)) {}
 
   nb::object run(bool nonblocking, double timeout_s) const {
     Group& group = *nb::inst_ptr<Group>(group_);
@@ -44,6 +47,7 @@ class PersistentMessages {
         Engine::forked.load(std::memory_order_relaxed)) {
       group_.attr(group_methods::kCheckUsable)();
     }
+    if (places_) places_->check(nb::cast<std::string>(operation_));
     return run_multi(group_, lists_, keep_sends_, keep_recvs_, result_, operation_, nonblocking,
                      timeout_s);
   }
@@ -67,6 +71,7 @@ class PersistentMessages {
   nb::object group_;
   MessageLists lists_;
   nb::object keep_sends_, keep_recvs_, result_, operation_;
+  std::shared_ptr<Places> places_;
 };
 
 }  // namespace
@@ -75,9 +80,10 @@ void bind_multi(nb::module_& m) {
   nb::class_<PersistentMessages>(m, "PersistentMessages", nb::is_weak_referenceable(),
                                  "A multi_sendrecv bound to its arrays; call it, or start() it.")
       .def(nb::init<nb::object, const std::vector<Row>&, const std::vector<Row>&, nb::object,
-                    nb::object, nb::object, nb::object>(),
+                    nb::object, nb::object, nb::object, std::shared_ptr<Places>>(),
            nb::arg("group"), nb::arg("sends"), nb::arg("recvs"), nb::arg("keep_sends"),
            nb::arg("keep_recvs"), nb::arg("result"), nb::arg("operation"),
+           nb::arg("places") = nb::none(),
            "Rows are (address, nbytes, peer, tag, code of the type, replaced), all checked.")
       .def("run",
            [](const PersistentMessages& self, bool nonblocking, double timeout_s) {

@@ -136,6 +136,7 @@ struct CallShape {
   int counts;
   std::pair<int64_t, int64_t> x_part, out_part;
   bool x_is_own, out_is_own, has_in, has_out, divides;
+  uint16_t facts;
 };
 
 TemplatePtr template_of(const Group& group, const CallShape& shape) {
@@ -146,6 +147,7 @@ TemplatePtr template_of(const Group& group, const CallShape& shape) {
   plan.redop = static_cast<RedOp>(shape.redop);
   plan.root = shape.root;
   plan.label = shape.label;
+  plan.facts = shape.facts;
   plan.itemsize = item_size(plan.dtype);
   plan.returns_out = shape.returns_out;
   made->counts = static_cast<Counts>(shape.counts);
@@ -381,14 +383,14 @@ void bind_plan(nb::module_& m) {
                           const std::string& label, bool returns_out, int counts,
                           std::pair<int64_t, int64_t> x_part,
                           std::pair<int64_t, int64_t> out_part, bool x_is_own, bool out_is_own,
-                          bool has_in, bool has_out, bool divides) {
+                          bool has_in, bool has_out, bool divides, uint16_t facts) {
              new (self) CallShape{coll, dtype, redop, root, label, returns_out, counts, x_part,
-                                  out_part, x_is_own, out_is_own, has_in, has_out, divides};
+                                  out_part, x_is_own, out_is_own, has_in, has_out, divides, facts};
            },
            nb::kw_only(), nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
            nb::arg("label"), nb::arg("returns_out"), nb::arg("counts"), nb::arg("x_part"),
            nb::arg("out_part"), nb::arg("x_is_own"), nb::arg("out_is_own"), nb::arg("has_in"),
-           nb::arg("has_out"), nb::arg("divides"));
+           nb::arg("has_out"), nb::arg("divides"), nb::arg("facts") = 0);
   nb::class_<PlanTemplate>(
       m, "PlanTemplate", "What calls have in common that differ in their lengths alone.")
       .def_prop_ro("label", [](const PlanTemplate& made) { return made.prototype.label; })

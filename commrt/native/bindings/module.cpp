@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The extension module: numpy's C interface, then every binding.
+#include "arrays/places.hpp"
 #include "arrays/tensor_view.hpp"
 #include "arrays/view.hpp"
 #include "bindings/bindings.hpp"
@@ -18,6 +19,7 @@ NB_MODULE(_native, m) {
   commrt::bind_waiting(m);
   commrt::bind_fusion(m);
   commrt::bind_tensor_view(m);
+  commrt::bind_places(m);
   commrt::bind_operation(m);
   commrt::bind_p2p_operation(m);
   commrt::bind_boxes(m);

@@ -11,6 +11,8 @@ namespace commrt::group_methods {
 // Raises the error that a group says of itself where it is closed, broken or another process's.
 inline constexpr char kCheckUsable[] = "check_usable";
 inline constexpr char kCheckProcess[] = "check_process";
+// Raises an error where an array of a bound collective has other memory.
+inline constexpr char kCheckPlaces[] = "check_places";
 // Arguments that are not plain.
 inline constexpr char kCheckTimeout[] = "_check_timeout";
 inline constexpr char kStreamOnHost[] = "_stream_on_host";
@@ -29,7 +31,7 @@ inline constexpr char kDevices[] = "devices";
 inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
-  return {kCheckUsable, kCheckProcess, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
+  return {kCheckUsable, kCheckProcess, kCheckPlaces, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
           kOperationError, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 

@@ -5,8 +5,10 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
+#include "arrays/places.hpp"
 #include "calls/group.hpp"
 
 namespace commrt {
@@ -14,10 +16,10 @@ namespace commrt {
 class PersistentCall {
  public:
   // `source`: if the operation reads a copy, the memory whose `nbytes` bytes are copied anew before
-  // each run.
+  // each run. `places`: where the arrays of the program lie; none: they stay.
   PersistentCall(nb::object group, PlanPtr plan, uint64_t in, uint64_t out, nb::object keep_x,
-                 nb::object keep_out, nb::object result, nb::object operation, uint64_t source,
-                 uint64_t nbytes);
+                 nb::object keep_out, nb::object result, nb::object operation,
+                 std::shared_ptr<Places> places, uint64_t source, uint64_t nbytes);
 
   // The call that users make. It is recorded while somebody records.
   nb::object call(bool nonblocking);
@@ -33,16 +35,14 @@ class PersistentCall {
   void* out() const { return out_; }
 
  private:
-  void check_place(const nb::object& array, const void* place) const;
-
   nb::object group_;
   PlanPtr plan_;
   const void* in_;
   void* out_;
   nb::object keep_x_, keep_out_, result_, operation_;
+  std::shared_ptr<Places> places_;
   const void* source_;
   uint64_t nbytes_;
-  const void *at_x_, *at_out_;  // where the arrays' first elements were; null: not known
 };
 
 }  // namespace commrt

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "engine/call_mark.hpp"
 #include "engine/comm.hpp"
 
 namespace commrt {
@@ -422,6 +423,7 @@ std::shared_ptr<Plan> plan_of_boxes(BoxProgram&& program, const BoxCallKind& kin
   }
   plan->in_elems = space.offsets.back();  // what is moved, for records and waits
   plan->finish(1, kind.lane_nbytes, 1, 0);
+  plan->mark = mark_of_plan(kind.coll, kind.dtype, static_cast<uint64_t>(kind.redop), kind.facts);
   return plan;
 }
 

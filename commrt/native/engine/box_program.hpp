@@ -63,6 +63,8 @@ struct BoxCallKind {
   size_t lane_nbytes = 0;
   int spins = -1;
   size_t most_inline = 0;
+  DType dtype = DType::U8;  // what messages say of the call: its first array's type,
+  uint16_t facts = 0;       // and a number of all else that the ranks have to agree on
 };
 
 BoxProgram compile_moves(const std::vector<BoxMove>& moves, const std::vector<DType>& types,

@@ -41,7 +41,38 @@ constexpr CallName kCallNames[] = {
     {86, "neighbor_alltoallv", false, false},
 };
 
+const CallName* name_of(int code) {
+  for (const CallName& call : kCallNames) {
+    if (call.code == code) return &call;
+  }
+  return nullptr;
+}
+
+int code_of(uint64_t mark) {
+  return static_cast<int>(low_bits(mark >> kMarkShift, kMarkCollBits));
+}
+
+// Says of two calls that are alike in words what makes them differ.
+std::string other_facts(uint64_t theirs, uint64_t mine) {
+  constexpr int kHaloExchange = 80, kHaloReduce = 81, kRedistribute = 82;
+  const int code = code_of(mine);
+  const uint64_t differ = (theirs ^ mine) >> kMarkRootShift;
+  if (code != code_of(theirs) || call_has_root(code) || low_bits(differ, kMarkRootBits) == 0) {
+    return "";
+  }
+  if (code == kHaloExchange || code == kHaloReduce) {
+    return "; they differ in width, axes, corners, direct or the types of their fields";
+  }
+  if (code == kRedistribute) return "; they differ in their layouts";
+  return "; they differ in the algorithm, its parameters or the function of the reduction";
+}
+
 }  // namespace
+
+bool call_has_root(int coll) {
+  const CallName* const call = name_of(coll);
+  return call != nullptr && call->has_root;
+}
 
 const char* name_of_type(DType dtype) {
   constexpr std::array<const char*, kNumDTypes> names = {
@@ -56,21 +87,19 @@ std::string describe_mark(uint64_t mark) {
   constexpr std::array<const char*, kNumRedOps> reductions = {
       "sum", "prod", "min", "max", "avg", "land", "lor", "lxor", "band", "bor", "bxor",
       "premul_sum"};
-  const int code = static_cast<int>(low_bits(mark >> kMarkShift, kMarkCollBits));
+  const int code = code_of(mark);
   const uint64_t type = low_bits(mark >> kMarkTypeShift, kMarkTypeBits);
   const uint64_t reduction = low_bits(mark >> kMarkReductionShift, kMarkReductionBits);
   const uint64_t root = low_bits(mark >> kMarkRootShift, kMarkRootBits);
-  for (const CallName& call : kCallNames) {
-    if (call.code != code) continue;
-    std::string said = std::string(call.name) + " of " + name_of_type(static_cast<DType>(type));
-    if (call.reduces) {
-      said += reduction < reductions.size() ? std::string(", op='") + reductions[reduction] + "'"
-                                            : ", a reduction of the program";
-    }
-    if (call.has_root) said += ", root=" + std::to_string(root);
-    return said;
+  const CallName* const call = name_of(code);
+  if (call == nullptr) return "an operation of number " + std::to_string(code);
+  std::string said = std::string(call->name) + " of " + name_of_type(static_cast<DType>(type));
+  if (call->reduces) {
+    said += reduction < reductions.size() ? std::string(", op='") + reductions[reduction] + "'"
+                                          : ", a reduction of the program";
   }
-  return "an operation of number " + std::to_string(code);
+  if (call->has_root) said += ", root=" + std::to_string(root);
+  return said;
 }
 
 std::string describe_marks(int peer, uint64_t theirs, uint64_t mine, uint64_t seq) {
@@ -79,7 +108,7 @@ std::string describe_marks(int peer, uint64_t theirs, uint64_t mine, uint64_t se
   const std::string rank = "rank " + std::to_string(peer);
   return rank + " made another call: " + describe_mark(theirs) + ", its operation #" + number +
          "; expected is what this rank called: " + describe_mark(mine) + ", operation #" +
-         std::to_string(seq) +
+         std::to_string(seq) + other_facts(theirs, mine) +
          "; let all ranks make the same calls in the same order (COMMRT_DEBUG=check compares "
          "them before anything is sent)";
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The mark of a call, which its messages carry: operation, element type, reduction, root, and the
-// call's place in the order of calls.
+// call's place in the order of calls. An operation without a root has a number of more facts in the
+// root's place: of the algorithm and its parameters, or of a halo's widths, or of two layouts.
 //
 // A message says in one word that it is there, that it is the expected one of its pair, and that
 // it belongs to the call that its receiver makes: the word is the message's id plus the mark. Both
@@ -34,7 +35,8 @@ constexpr uint64_t low_bits(uint64_t value, int bits) {
   return value & ((uint64_t{1} << bits) - 1);
 }
 
-// The part of a mark that a plan knows; `reduction` is kUserReduction for a user's own.
+// The part of a mark that a plan knows; `reduction` is kUserReduction for a user's own. `root` is a
+// number of more facts where there is no root.
 constexpr uint64_t mark_of_plan(int coll, DType dtype, uint64_t reduction, int root) {
   return 1 | low_bits(static_cast<uint64_t>(coll), kMarkCollBits) << kMarkShift |
          static_cast<uint64_t>(dtype) << kMarkTypeShift | reduction << kMarkReductionShift |
@@ -51,6 +53,9 @@ constexpr uint64_t call_mark(uint64_t of_plan, uint64_t seq) {
 constexpr bool has_id(uint64_t word, uint64_t id) {
   return low_bits(word - id, kMarkShift) == 1;
 }
+
+// True if the operation of this number has a root.
+bool call_has_root(int coll);
 
 // The low bits of the call's number that a mark has.
 constexpr uint64_t order_of(uint64_t mark) { return low_bits(mark >> kMarkOrderShift, 16); }

@@ -99,7 +99,8 @@ size_t Plan::nbytes() const {
 
 void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t slot_window) {
   fragments = fragments_;
-  mark = mark_of_plan(coll, dtype, user ? kUserReduction : static_cast<uint64_t>(redop), root);
+  mark = mark_of_plan(coll, dtype, user ? kUserReduction : static_cast<uint64_t>(redop),
+                      call_has_root(coll) ? root : facts);
   const bool boxed = most_slots != 0;
   if (peers.empty() && !boxed) {
     for (const auto& space : spaces) {

@@ -195,6 +195,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::vector<ShortInstr> short_instrs;  // where run_short
   std::vector<ShortOperand> short_operands;
   std::vector<LinkUse> short_links;
+  uint16_t facts = 0;  // in the root's place of the mark, where there is no root
   uint64_t mark = 1;  // what its messages say of the call (call_mark.hpp)
   std::vector<TinyInstr> tiny_instrs;  // all of them or none
   FewSum few = FewSum::None;  // for these, where there is one

@@ -102,7 +102,9 @@ PARTS, CASES = 8, 100
 ELSEWHERE = MismatchError, TruncationError, DeviceError
 """Errors of ranks that do not fit together, and of this machine."""
 SAID_AS = {
-    "x": ("output array", "shape="),  # in place, x is the output
+    # In place, x is the output. A number is no array.
+    "x": ("output array", "shape=", "the integer of rank"),
+    "op": ("root=",),  # an integer in its place is the root
     "out": ("on a device",),
     "params": ("parameter",),
     "algorithm": ("asks for",),
@@ -193,6 +195,36 @@ def test_awkward_arguments_of_communicators(
     at = 0
     while at < len(drawn):
         at += tried(drawn[at:], found)
+    assert found == []
+    assert unraisable == []
+
+
+FOUND = {
+    "compress": ("array", "void", "stubborn", "no elements", "huge broadcast"),
+    "fields": ("asked", "dlpack of None"),
+    "out": ("asked", "dlpack of None"),
+    "residual": ("asked", "dlpack of None"),
+    "x": ("asked", "dlpack of None", "2**64"),
+    "stream": ("asked",),
+    "nbytes": ("10**5000",),
+    "op": ("5",),
+    "recv_counts": ("range",),
+}
+"""Values that a full run has found an argument to take badly."""
+
+
+@pytest.mark.usefixtures("quick_turns")
+def test_values_that_a_full_run_found(unraisable: list[str]) -> None:
+    cases = [
+        (call, argument, name)
+        for call in CALLS
+        for argument in call.arguments
+        for name in FOUND.get(argument, ())
+    ]
+    found: list[str] = []
+    at = 0
+    while at < len(cases):
+        at += tried(cases[at:], found)
     assert found == []
     assert unraisable == []
 

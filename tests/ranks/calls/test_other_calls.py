@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt import Block, Cyclic, Layout, reduction
 from commrt.errors import CommError, MismatchError, TimeoutError_
 from commrt.local import run
 
@@ -130,3 +131,118 @@ def test_message_names_both_calls(names: tuple[str, str], words: list[str]) -> N
         errors = [error for error, _ in outcomes(names, nbytes)]
         (text, *_) = [str(each) for each in errors if isinstance(each, MismatchError)]
         assert all(word in text for word in (*words, "made another call")), text
+
+
+def ring(comm: Any) -> Any:
+    """Return the ranks in a ring, where nobody waits long."""
+    cart = comm.cart((comm.size,), periodic=True)
+    cart.timeout_s = 0.5
+    return cart
+
+
+def turned(cart: Any, dtype: Any, block: int) -> Any:
+    """Return a bound redistribution; for any block its messages have equal lengths."""
+    shape, grid = (8 * cart.size,), (cart.size,)
+    dealt = Layout(shape, grid, (Cyclic(0, block),))
+    blocks = Layout(shape, grid, (Block(0),))
+    return cart.plan.redistribute(np.ones(8, dtype), dealt, blocks)
+
+
+BOUND: dict[str, list[Callable[[Any], Any]]] = {
+    # The messages of a pair have equal lengths.
+    "halo_exchange: of float32": [
+        lambda cart: cart.plan.halo_exchange(np.ones((6, 4), F), 1, axes=[0]),
+        lambda cart: cart.plan.halo_exchange(np.ones((6, 4), np.int32), 1, axes=[0]),
+    ],
+    "halo_exchange: differ in width": [
+        lambda cart: cart.plan.halo_exchange(np.ones((8, 4), F), 1, axes=[0]),
+        lambda cart: cart.plan.halo_exchange(np.ones((8, 2), F), 2, axes=[0]),
+    ],
+    "halo_exchange: types of their fields": [
+        lambda cart: cart.plan.halo_exchange([np.ones(8, F), np.ones(8, F)], 1),
+        lambda cart: cart.plan.halo_exchange([np.ones(8, F), np.ones(8, np.int32)], 1),
+    ],
+    "halo_reduce: op='max'": [
+        lambda cart: cart.plan.halo_reduce(np.ones(8, F), 1, op="max"),
+        lambda cart: cart.plan.halo_reduce(np.ones(8, F), 1, op="sum"),
+    ],
+    "halo_reduce: halo_exchange": [
+        lambda cart: cart.plan.halo_reduce(np.ones(8, F), 1),
+        lambda cart: cart.plan.halo_exchange(np.ones(8, F), 1),
+    ],
+    "redistribute: of float32": [
+        lambda cart: turned(cart, F, 1),
+        lambda cart: turned(cart, np.int32, 1),
+    ],
+    "redistribute: differ in their layouts": [
+        lambda cart: turned(cart, F, 1),
+        lambda cart: turned(cart, F, 2),
+    ],
+    "neighbor_alltoall: of float32": [
+        lambda cart: cart.plan.neighbor_alltoall(np.ones(8, F)),
+        lambda cart: cart.plan.neighbor_alltoall(np.ones(8, np.int32)),
+    ],
+    "neighbor_allgather: neighbor_alltoall": [
+        lambda cart: cart.plan.neighbor_allgather(np.ones(4, F)),
+        lambda cart: cart.plan.neighbor_alltoall(np.ones(8, F)),
+    ],
+    "allreduce: differ in the algorithm": [
+        lambda cart: cart.plan.allreduce(np.ones(8, F), algorithm="direct"),
+        lambda cart: cart.plan.allreduce(np.ones(8, F), algorithm="ring"),
+    ],
+    "allreduce: its parameters": [
+        lambda cart: cart.plan.allreduce(
+            np.ones(8, F), algorithm="direct", params={"shots": 1}
+        ),
+        lambda cart: cart.plan.allreduce(
+            np.ones(8, F), algorithm="direct", params={"shots": 2}
+        ),
+    ],
+    "allreduce: the function of the reduction": [
+        lambda cart: cart.plan.allreduce(np.ones(8, F), op=reduction(np.add, name="a")),
+        lambda cart: cart.plan.allreduce(np.ones(8, F), op=reduction(np.add, name="b")),
+    ],
+}
+"""Pairs of bound calls, by the first one's operation and by what is said of them."""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", BOUND)
+def test_a_bound_call_does_not_take_the_message_of_another(
+    name: str, size: int
+) -> None:
+    """Rank 0 runs the one, the others run the other; then nobody has a wrong result."""
+
+    def rank_main(comm: Any) -> list[str]:
+        cart = ring(comm)
+        calls = [make(cart) for make in BOUND[name]]
+        for call in calls:
+            call()
+        assert calls[0].operation == name.partition(":")[0]
+        found = []
+        for call in (calls[cart.rank > 0], cart.barrier):
+            try:
+                call()
+            except CommError as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    said = [text for of in run(size, rank_main, timeout_s=300) for text in of]
+    mismatches = [text for text in said if text.startswith("MismatchError")]
+    assert mismatches, said
+    words = name.partition(": ")[2]
+    assert any(words in text for text in mismatches), said
+
+
+@pytest.mark.parametrize("name", ["factors", "stores"])
+def test_ranks_may_differ_in_what_no_other_rank_sees(name: str) -> None:
+    def rank_main(comm: Any) -> float:
+        x = np.ones(8, F)
+        if name == "factors":
+            comm.allreduce(x, op="premul_sum", factor=1.0 + comm.rank)
+        else:
+            store = ("plain", "stream", "auto")[comm.rank]
+            comm.allreduce(x, algorithm="ring", params={"store": store})
+        return float(x[0])
+
+    assert run(3, rank_main, timeout_s=300) == [6.0 if name == "factors" else 3.0] * 3

@@ -175,7 +175,7 @@ bool read_counts(PyObject* object, Py_ssize_t size, int64_t* counts) {
 // be read again. `given_elems`: of its x, or below 0 where it has none.
 const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num,
                             int64_t given_elems) {
-  if (group.plans.is_asked_again(key, given, num)) return &group.plans.last_vector_plan();
+  if (const PlanPtr* found = group.plans.find_again(key, given, num)) return found;
   VectorKey& asked = group.asked;
   const auto size = static_cast<Py_ssize_t>(group.comm->size);
   asked.plain = key;

@@ -2169,8 +2169,15 @@ def make_box_template(
             ],
         ]
     ],
+    layouts: tuple[
+        tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
+        tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
+    ]
+    | None = None,
 ) -> BoxTemplate:
-    """Plans of calls whose boxes begin and end at the call's numbers."""
+    """Plans of calls whose boxes begin and end at the call's numbers, or move an
+    array from one layout to another.
+    """
 
 def make_gloo_plan(
     group: GlooGroup,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from commrt import _native
+from commrt.boxes.layouts import Block, Cyclic, Layout
 from commrt.group.group import Group
 from commrt.planning.host_plans import LANE_NBYTES, TransportParams
 from commrt.schedule.boxes import LIMIT_NBYTES, Box, BoxProgram, Move, compile_moves
@@ -98,6 +99,7 @@ def box_template(
     label: str,
     reduction: ReduceOp | None = None,
     stated: bool = False,
+    layouts: tuple[Layout, Layout] | None = None,
 ) -> _native.BoxTemplate:
     """Return what makes the plans of calls with these moves, as ``box_plan`` does.
 
@@ -109,6 +111,8 @@ def box_template(
         label: the plans' name.
         reduction: how what arrives is combined with what is there; None: it is not.
         stated: as in ``schedule.boxes.compile_moves``.
+        layouts: those of array 0 and array 1, between which calls of any lengths move
+            the whole array; instead of ``moves``.
     """
     transport = TransportParams()
     reduces = reduction is not None
@@ -142,7 +146,18 @@ def box_template(
             )
             for move in moves
         ],
+        layouts=None if layouts is None else (_kind(layouts[0]), _kind(layouts[1])),
     )
+
+
+def _kind(layout: Layout) -> tuple[list[int], list[tuple[int, int, bool]]]:
+    """Return a layout without its lengths, as the engine takes it."""
+    axes = []
+    for kind in layout.dims:
+        dim = _NOBODY if kind is None else kind.dim
+        block = kind.block if isinstance(kind, Cyclic) else 0
+        axes.append((dim, block, isinstance(kind, Block) and kind.sizes is not None))
+    return [*layout.grid], axes
 
 
 def _end(box: Box | None) -> tuple[Any, ...]:

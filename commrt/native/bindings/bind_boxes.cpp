@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes plans that move boxes of arrays.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -8,6 +9,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -130,11 +133,37 @@ BoxTemplate::End read_end(const EndOf& given, const BoxTemplate& made) {
   return end;
 }
 
+// A grid of ranks; and for each dimension of an array: the grid's that distributes it (below 0:
+// none does), the elements of a block that is dealt out (0: none is), and whether the call says
+// the pieces' elements.
+using LayoutOf = std::pair<std::vector<int64_t>, std::vector<std::tuple<int, int64_t, bool>>>;
+
+LayoutKind read_layout(const LayoutOf& given, const BoxTemplate& made) {
+  LayoutKind kind;
+  kind.grid = given.first;
+  const auto most = static_cast<int>(kind.grid.size());
+  bool fits = made.dims.size() == 2 && given.second.size() <= kMostDims / 2;
+  for (const int ndim : made.dims) fits = fits && static_cast<size_t>(ndim) == given.second.size();
+  for (const int64_t extent : kind.grid) fits = fits && extent > 0;
+  for (const auto& [grid_dim, block, has_sizes] : given.second) {
+    fits = fits && grid_dim < most && block >= 0 && !(has_sizes && grid_dim < 0);
+    kind.axes.push_back({grid_dim, block, has_sizes});
+  }
+  if (!fits || kind.num_ranks() != made.size) {
+    throw std::invalid_argument("a layout of " + std::to_string(given.second.size()) +
+                                " dimensions does not fit: expected those of two arrays, at most " +
+                                std::to_string(kMostDims / 2) + ", on a grid of " +
+                                std::to_string(made.size) + " ranks");
+  }
+  return kind;
+}
+
 std::shared_ptr<BoxTemplate> make_box_template(
     int rank, int size, int coll, const std::string& label, int redop, bool reduces, bool stated,
     int64_t limit_nbytes, int64_t lane_nbytes, int spins, int64_t most_inline, uint64_t slots_nbytes,
     uint64_t fewest_slots, uint64_t learns_from, const std::vector<std::pair<int, int>>& stores,
-    const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves) {
+    const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves,
+    const std::optional<std::pair<LayoutOf, LayoutOf>>& layouts) {
   auto made = std::make_shared<BoxTemplate>();
   made->kind = {coll, label, static_cast<RedOp>(redop), reduces, stated, limit_nbytes,
                 static_cast<size_t>(lane_nbytes), spins, static_cast<size_t>(most_inline)};
@@ -154,6 +183,12 @@ std::shared_ptr<BoxTemplate> make_box_template(
   made->size = size;
   for (const auto& [phase, number, peer, source, target] : moves) {
     made->moves.push_back({phase, number, peer, read_end(source, *made), read_end(target, *made)});
+  }
+  if (layouts.has_value()) {
+    auto pair = std::make_unique<LayoutPair>();
+    pair->source = read_layout(layouts->first, *made);
+    pair->target = read_layout(layouts->second, *made);
+    made->layouts = std::move(pair);
   }
   return made;
 }
@@ -205,7 +240,9 @@ void bind_boxes(nb::module_& m) {
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),
         nb::arg("limit_nbytes"), nb::arg("lane_nbytes"), nb::arg("spins"), nb::arg("most_inline"),
         nb::arg("slots_nbytes"), nb::arg("fewest_slots"), nb::arg("learns_from"), nb::arg("stores"), nb::arg("arrays"), nb::arg("moves"),
-        "Plans of calls whose boxes begin and end at the call's numbers.");
+        nb::arg("layouts") = nb::none(),
+        "Plans of calls whose boxes begin and end at the call's numbers, or move an array from one "
+        "layout to another.");
 }
 
 }  // namespace commrt

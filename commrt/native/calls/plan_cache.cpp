@@ -132,7 +132,7 @@ void PlanCache::keep(const PlanKey& key, PlanPtr plan) {
   }
   it->second->made_by = nullptr;
   it->second->family = &family_of(without_count(key));
-  put(it->second, std::move(plan), sizeof key);
+  put(it->second, std::move(plan), nbytes_of(key));
 }
 
 void PlanCache::keep(const VectorKey& key, PlanPtr plan) {
@@ -143,7 +143,7 @@ void PlanCache::keep(const VectorKey& key, PlanPtr plan) {
   }
   it->second->made_by = nullptr;
   it->second->family = &family_of(without_count(key.plain));
-  put(it->second, std::move(plan), sizeof key + key.counts.size() * sizeof(int64_t));
+  put(it->second, std::move(plan), nbytes_of(key));
 }
 
 void PlanCache::drop(Order::iterator at) {
@@ -164,13 +164,13 @@ void PlanCache::bound() {
 // Where a program has a new length in every call, the plan that goes next was made by the same
 // template: it has vectors of the right lengths, and a key and an entry of the right kind.
 template <class Map>
-PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const PlanTemplate& by) {
+PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const void* by) {
   Spare<Map> spare;
   if (order_.size() < 2) return spare;
   const auto at = std::prev(order_.end());
   const auto* const key = key_in(*at, plans);
   // If it is held here alone, nobody can get at it any more.
-  if (at->made_by != &by || key == nullptr || plans_nbytes_ + at->nbytes <= plans_limit() ||
+  if (at->made_by != by || key == nullptr || plans_nbytes_ + at->nbytes <= plans_limit() ||
       at->plan.use_count() != 1) {
     return spare;
   }
@@ -184,17 +184,15 @@ PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const PlanTemplate& by) 
   return spare;
 }
 
-template <class Map>
+template <class Map, class Make>
 const PlanPtr* PlanCache::make_new(Map& plans, const typename Map::key_type& key,
-                                   PlanFamily& family, const PlanTemplate& by,
-                                   int64_t num_elements, const std::vector<int64_t>& counts,
-                                   Comm& comm) {
+                                   PlanFamily& family, const void* by, Make make) {
   Spare<Map> spare = take_spare(plans, by);
   const bool is_used = spare.plan != nullptr;
-  PlanPtr plan = by.make(num_elements, counts, comm, std::move(spare.plan));
+  PlanPtr plan = make(std::move(spare.plan));
   if (plan == nullptr) return nullptr;
   if (!is_used) {
-    spare.entry.push_front({nullptr, nullptr, nullptr, 0, &by, &family});
+    spare.entry.push_front({nullptr, nullptr, nullptr, 0, by, &family});
     const auto [it, is_new] = plans.try_emplace(key, spare.entry.begin());
     set_key(*spare.entry.begin(), it->first);
   } else {
@@ -205,7 +203,7 @@ const PlanPtr* PlanCache::make_new(Map& plans, const typename Map::key_type& key
   }
   order_.splice(order_.begin(), spare.entry);
   const auto at = order_.begin();
-  put(at, std::move(plan), sizeof key + counts.size() * sizeof(int64_t));
+  put(at, std::move(plan), nbytes_of(key));
   return &at->plan;
 }
 
@@ -218,7 +216,9 @@ const PlanPtr* PlanCache::make(const PlanKey& key, Comm& comm) {
   if (__builtin_mul_overflow(key.count, family.unit(), &num_elements)) return nullptr;
   const PlanTemplate* const by = family.at(num_elements);
   if (by == nullptr || by->counts != Counts::None || by->lacks_reach(num_elements)) return nullptr;
-  const PlanPtr* const made = make_new(plans_, key, family, *by, num_elements, {}, comm);
+  const PlanPtr* const made = make_new(plans_, key, family, by, [&](std::shared_ptr<Plan> used) {
+    return by->make(num_elements, {}, comm, std::move(used));
+  });
   if (made == nullptr) return nullptr;
   last_key_ = key;
   last_plan_ = *made;
@@ -250,7 +250,9 @@ const PlanPtr* PlanCache::make(const VectorKey& key, PyObject* const* given, int
   if (lists == 2 && key.counts[own] != key.counts[size + own]) return nullptr;
   if (given_elems >= 0 && by->given_elems(num_elements, key.counts) != given_elems) return nullptr;
   const PlanPtr* const made =
-      make_new(vector_plans_, key, family, *by, num_elements, key.counts, comm);
+      make_new(vector_plans_, key, family, by, [&](std::shared_ptr<Plan> used) {
+        return by->make(num_elements, key.counts, comm, std::move(used));
+      });
   if (made == nullptr) return nullptr;
   remember(key, *made, family);
   remember_arguments(given, num);
@@ -293,11 +295,14 @@ PlanPtr PlanCache::box_plan(PlanFamily& family, std::vector<int64_t> numbers,
     note_use(it->second);
     return it->second->plan;
   }
-  PlanPtr made = family.boxes()->make(key.counts.data(), num, strides.data(), strides.size(), comm);
+  const BoxTemplate& by = *family.boxes();
+  const auto make = [&](std::shared_ptr<Plan> used) -> PlanPtr {
+    return by.make(key.counts.data(), num, strides.data(), strides.size(), comm, std::move(used));
+  };
   // Nobody asks again for the plans of a family that was dropped meanwhile.
   const auto kept = families_.find(family.key());
-  if (kept != families_.end() && kept->second.get() == &family) keep(key, made);
-  return made;
+  if (kept == families_.end() || kept->second.get() != &family) return make(nullptr);
+  return *make_new(vector_plans_, key, family, &by, make);
 }
 
 void PlanCache::add_range(PlanFamily& family, int64_t lo, int64_t hi,

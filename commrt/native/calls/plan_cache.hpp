@@ -168,7 +168,7 @@ class PlanCache {
     const VectorKey* counted;  // or this
     PlanPtr plan;
     size_t nbytes;
-    const PlanTemplate* made_by;  // null: Python; it may be gone
+    const void* made_by;  // a template, which may be gone; null: Python
     PlanFamily* family;  // dropped with all of its plans; or `no_family_`
   };
   using Order = std::list<Kept>;  // the last used first, once they take a quarter of the limit
@@ -200,12 +200,16 @@ class PlanCache {
   static void set_key(Kept& kept, const PlanKey& key) { kept.plain = &key; }
   static void set_key(Kept& kept, const VectorKey& key) { kept.counted = &key; }
   template <class Map>
-  Spare<Map> take_spare(Map& plans, const PlanTemplate& by);
-  // The plan of a call that is not in the cache; null if there can be none.
-  template <class Map>
+  Spare<Map> take_spare(Map& plans, const void* by);
+  // The plan of a call that is not in the cache; null if there can be none. `by`: its template;
+  // `make` makes the plan, of the memory of another one or of null.
+  template <class Map, class Make>
   const PlanPtr* make_new(Map& plans, const typename Map::key_type& key, PlanFamily& family,
-                          const PlanTemplate& by, int64_t num_elements,
-                          const std::vector<int64_t>& counts, Comm& comm);
+                          const void* by, Make make);
+  static size_t nbytes_of(const PlanKey& key) { return sizeof key; }
+  static size_t nbytes_of(const VectorKey& key) {
+    return sizeof key + key.counts.size() * sizeof(int64_t);
+  }
 
   Order order_;
   size_t plans_nbytes_ = 0, families_nbytes_ = 0;

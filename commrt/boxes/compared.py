@@ -27,8 +27,8 @@ import numpy as np
 from commrt import _native
 from commrt.boxes.device_plans import DeviceBoxes
 from commrt.calls import arguments
-from commrt.calls.kept_plans import KeptPlans
 from commrt.group.agreed_calls import AgreedCalls, Sums
+from commrt.planning.kept_plans import KeptPlans
 from commrt.vocabulary.operations import operation
 
 __all__ = ["ComparedBoxes", "Facts", "Planner"]

@@ -19,7 +19,6 @@ from commrt.arrays.device import as_stream, current_stream_of, device_number
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.calls.channel import Channel
-from commrt.calls.kept_plans import KeptPlans
 from commrt.device_calls.host_collectives import (
     BoundHostCall,
     Compressed,
@@ -38,6 +37,7 @@ from commrt.group.deferred_release import (
     defer,
     release_finished,
 )
+from commrt.planning.kept_plans import KeptPlans
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call

@@ -2106,30 +2106,6 @@ def lower_steps(
 ]:
     """Return the tables of a rank's lowered program."""
 
-def make_box_plan(
-    group: Group,
-    *,
-    coll: int,
-    label: str,
-    redop: int,
-    reduces: bool,
-    boxes: NDArray[Any],
-    steps: NDArray[Any],
-    deps: NDArray[Any],
-    dep_ptr: NDArray[Any],
-    peers: Sequence[tuple[int, int, int]],
-    lane_nbytes: int,
-    most_slots: int,
-    ahead: int,
-    spins: int,
-    most_inline: int,
-    store: int,
-    adaptive: int,
-) -> Plan:
-    """Plan of one rank that moves boxes of arrays; its buffer is a table of their
-    addresses.
-    """
-
 def make_box_template(
     *,
     rank: int,

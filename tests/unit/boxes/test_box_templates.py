@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import draw_layout, draw_lengths, draw_shape
 
-from commrt.boxes.host_plans import Place, box_template, compile_for
+from commrt.boxes.host_plans import Place, box_template, most_message_nbytes
 from commrt.boxes.layouts import Block, Cyclic, Layout, numbers_of
 from commrt.boxes.redistribution import (
     redistribution_moves,
@@ -24,7 +24,7 @@ from commrt.boxes.redistribution import (
 )
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import HaloShape, halo_moves
-from commrt.schedule.boxes import Box, BoxProgram, Move
+from commrt.schedule.boxes import Box, BoxProgram, Move, compile_moves
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 SEEDS = st.integers(0, 10**9)
@@ -64,7 +64,15 @@ def same_program(
 ) -> None:
     """Compare the engine's program with the definition; ``arrays``: types, strides."""
     sizes = [dtype_by_name(name).itemsize for name, _ in arrays]
-    wanted = compile_for(group, moves, sizes, reduces=reduces, stated=stated)
+    wanted = compile_moves(
+        moves,
+        sizes,
+        rank=group.rank,
+        size=group.size,
+        reduces=reduces,
+        stated=stated,
+        limit=most_message_nbytes(group.size),
+    )
     strides = [own for _, own in arrays]
     found = template.program(numbers, [step for own in strides for step in own])
     assert list(found) == plain(wanted, strides)

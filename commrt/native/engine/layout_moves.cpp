@@ -84,12 +84,16 @@ void find_common(const Place& source, const Place& target, std::vector<Runs>& fo
                  std::vector<Runs>& of_a_period) {
   found.clear();
   const int64_t low = std::max(source.low, target.low), high = std::min(source.high, target.high);
+  if (source.block == 0 && target.block == 0) {
+    if (low < high) found.push_back({low - source.low, low - target.low, high - low});
+    return;
+  }
   const int64_t one = source.period(), other = target.period();
   const int64_t period = times(one / std::gcd(one, other), other);
   // Whole periods are all alike; before and behind them are parts of one.
   const int64_t first = low / period + (low % period != 0), last = high / period;
   const auto take = [&](const Runs& run) { append(found, run); };
-  if (period == 1 || last - first < 2) {
+  if (last - first < 2) {
     each_run(source, target, low, high, take);
     return;
   }
@@ -137,6 +141,8 @@ struct Lengths {
         place.high = place.low + pieces[own];
       } else {
         const auto part = [&](int64_t at) {
+          int64_t product;
+          if (!__builtin_mul_overflow(extent, at, &product)) return product / all;
           return static_cast<int64_t>(static_cast<__int128>(extent) * at / all);
         };
         place.low = part(own);

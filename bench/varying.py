@@ -154,7 +154,7 @@ def _row(
     """Return the times of one operation; None where none of the libraries has it."""
     low, high = job["elements"]
     lengths = drawn(FORMS[name], comm.size, (low, high), random.Random(name))
-    arrays = Arrays(comm.rank, high * comm.size)
+    arrays = Arrays(comm.rank, comm.size, high)
     first = next(lengths)
     here = {
         way: library

@@ -17,12 +17,15 @@ from commrt.bench.varying_forms import (
     FORMS,
     HALO,
     MESSAGES,
+    NEIGHBORS,
+    REDISTRIBUTED,
     SPARSE,
     WITH_LISTS,
     fills_its_input,
     works_in_place,
 )
 from commrt.bench.varying_lengths import ROOT, Array, Lengths
+from commrt.boxes.layouts import Block, Layout
 from commrt.request import wait_all
 from commrt.sparse.vector import SparseVector
 from commrt.vocabulary.operations import COLLECTIVES, operation
@@ -65,6 +68,10 @@ class Own:
             return self._messages(lengths, x, out)
         if name == HALO:
             return lambda: self._line.halo_exchange(x, width=1)
+        if name == NEIGHBORS:
+            return lambda: self._line.neighbor_allgather(x, out=out)
+        if name == REDISTRIBUTED:
+            return self._redistributed(x, out)
         if name == SPARSE:
             return self._sparse(x)
         if name in AT_ONCE:
@@ -98,6 +105,15 @@ class Own:
         )
         return lambda: comm.multi_sendrecv(sends=sends, recvs=recvs)
 
+    def _redistributed(self, x: Array, out: Array) -> Call:
+        comm, size = self._comm, self._comm.size
+        rows, columns = x.reshape(-1, size), out.reshape(-1, 1)
+        before, behind = (
+            Layout((rows.shape[0] * size, size), (size,), dims)
+            for dims in ((Block(0), None), (None, Block(0)))
+        )
+        return lambda: comm.redistribute(rows, before, behind, out=columns)
+
     def _sparse(self, x: Array) -> Call:
         comm, given = self._comm, SparseVector(np.arange(x.size), x.copy(), x.shape)
 
@@ -124,6 +140,7 @@ class Mpi4py:
         from mpi4py import MPI
 
         self._comm, self._in_place = comm, MPI.IN_PLACE
+        self._line = comm.Create_cart([comm.Get_size()], [True])
         self._wait_all = MPI.Request.Waitall
         self._rank = comm.Get_rank()
 
@@ -131,6 +148,8 @@ class Mpi4py:
         """Return a call on these arrays."""
         if name == MESSAGES:
             return self._messages(lengths, x, out)
+        if name == NEIGHBORS:
+            return lambda: self._line.Neighbor_allgather(x, out)
         if name not in COLLECTIVES:
             return None
         if self._rank == ROOT:
@@ -203,7 +222,13 @@ class Torch:
         """
         import torch
 
-        if name in self._lacks or name in (MESSAGES, SPARSE, HALO):
+        if name in self._lacks or name in (
+            MESSAGES,
+            SPARSE,
+            HALO,
+            NEIGHBORS,
+            REDISTRIBUTED,
+        ):
             return None
         a, b = torch.from_numpy(x), torch.from_numpy(out)
         if name in AT_ONCE:

@@ -12,6 +12,8 @@ __all__ = [
     "FORMS",
     "HALO",
     "MESSAGES",
+    "NEIGHBORS",
+    "REDISTRIBUTED",
     "SPARSE",
     "WITH_LISTS",
     "fills_its_input",
@@ -19,6 +21,7 @@ __all__ = [
 ]
 
 HALO, SPARSE, MESSAGES = "halo_exchange", "sparse_allreduce", "multi_sendrecv"
+NEIGHBORS, REDISTRIBUTED = "neighbor_allgather", "redistribute"
 _OF_TORCH = {
     "allgather of a list": "allgather",
     "alltoall of a list": "alltoallv",
@@ -36,6 +39,9 @@ FORMS: dict[str, OpSpec] = {
     # These two change one array in place, as allreduce does.
     SPARSE: replace(operation("allreduce"), name=SPARSE),
     HALO: replace(operation("allreduce"), name=HALO, reduces=False),
+    NEIGHBORS: replace(operation("allgather"), name=NEIGHBORS),
+    # Rows become columns, of as many as there are ranks: as much as in an alltoall.
+    REDISTRIBUTED: replace(operation("alltoall"), name=REDISTRIBUTED),
 }
 """All of them, by name."""
 WITH_LISTS = ("gather", "scatter", "allgatherv", "reduce_scatterv", *_OF_TORCH)

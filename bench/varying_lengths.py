@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from commrt.bench.varying_forms import HALO, fills_its_input
+from commrt.bench.varying_forms import (
+    HALO,
+    NEIGHBORS,
+    REDISTRIBUTED,
+    fills_its_input,
+)
 from commrt.errors import UsageError
 from commrt.vocabulary.operations import OpSpec
 
@@ -56,6 +61,8 @@ class Lengths:
 
         An operation without blocks has one of ``block`` elements.
         """
+        if spec.name == NEIGHBORS:
+            return self.block, 2 * self.block
         if spec.count_arguments and spec.by_pair:
             return sum(self.sent(rank)), sum(self.received(rank))
         row = self.row if spec.count_arguments else (self.block,) * len(self.matrix)
@@ -96,11 +103,13 @@ class Arrays:
 
     Args:
         rank: the rank.
-        most: elements of the longest array.
+        size: the number of ranks.
+        most: elements of the longest block.
     """
 
-    def __init__(self, rank: int, most: int) -> None:
+    def __init__(self, rank: int, size: int, most: int) -> None:
         self._rank = rank
+        most *= max(2, size)  # a rank has two neighbours, however few ranks there are
         self._x, self._out = np.zeros(most, DTYPE), np.zeros(most, DTYPE)
 
     def of(self, spec: OpSpec, lengths: Lengths) -> tuple[Array, Array]:
@@ -126,6 +135,10 @@ def expected(spec: OpSpec, lengths: Lengths, rank: int) -> Array | None:
     if spec.name == HALO:
         return _exchanged(lengths.block, rank, size)
     inputs = [filled(lengths.elements(spec, r)[0], r) for r in range(size)]
+    if spec.name == NEIGHBORS:
+        return np.concatenate([inputs[(rank + step) % size] for step in (-1, 1)])
+    if spec.name == REDISTRIBUTED:
+        return np.concatenate([x.reshape(-1, size)[:, rank] for x in inputs])
     if spec.by_pair:
         parts = []
         for source, x in enumerate(inputs):

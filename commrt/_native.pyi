@@ -182,7 +182,6 @@ class CallShape:
         has_in: bool,
         has_out: bool,
         divides: bool,
-        facts: int = 0,
     ) -> None: ...
 
 class CallSites:
@@ -1316,7 +1315,6 @@ class PersistentCall:
         keep_out: Any | None,
         result: Any | None,
         operation: Any,
-        places: Places | None = None,
         source: int = 0,
         nbytes: int = 0,
     ) -> None: ...
@@ -1351,7 +1349,6 @@ class PersistentMessages:
         keep_recvs: Any,
         result: Any,
         operation: Any,
-        places: Places | None = None,
     ) -> None:
         """Rows are (address, nbytes, peer, tag, code of the type, replaced), all
         checked.
@@ -1373,17 +1370,6 @@ class PersistentMessages:
     def run_bound(self, nonblocking: bool) -> Any: ...
     def start(self) -> Any:
         """Start the operation and return its Request; wait before starting it again."""
-
-class Places:
-    """Where the arrays of a bound call lie."""
-
-    def __init__(self, arrays: Sequence[Any], look: Any) -> None:
-        """`look` returns (address, bytes) of an array that is neither numpy's nor
-        torch's own, or None where neither can change.
-        """
-
-    def check(self, operation: str) -> None:
-        """Raise UsageError where an array has other memory than it had at first."""
 
 class Plan:
     """One rank's operation, ready to be started any number of times."""
@@ -2120,32 +2106,6 @@ def lower_steps(
 ]:
     """Return the tables of a rank's lowered program."""
 
-def make_box_plan(
-    group: Group,
-    *,
-    coll: int,
-    label: str,
-    redop: int,
-    reduces: bool,
-    boxes: NDArray[Any],
-    steps: NDArray[Any],
-    deps: NDArray[Any],
-    dep_ptr: NDArray[Any],
-    peers: Sequence[tuple[int, int, int]],
-    lane_nbytes: int,
-    most_slots: int,
-    ahead: int,
-    spins: int,
-    most_inline: int,
-    store: int,
-    adaptive: int,
-    dtype: int,
-    facts: int,
-) -> Plan:
-    """Plan of one rank that moves boxes of arrays; its buffer is a table of their
-    addresses.
-    """
-
 def make_box_template(
     *,
     rank: int,
@@ -2185,9 +2145,15 @@ def make_box_template(
             ],
         ]
     ],
-    facts: int,
+    layouts: tuple[
+        tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
+        tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
+    ]
+    | None = None,
 ) -> BoxTemplate:
-    """Plans of calls whose boxes begin and end at the call's numbers."""
+    """Plans of calls whose boxes begin and end at the call's numbers, or move an
+    array from one layout to another.
+    """
 
 def make_gloo_plan(
     group: GlooGroup,

@@ -27,8 +27,8 @@ import numpy as np
 from commrt import _native
 from commrt.boxes.device_plans import DeviceBoxes
 from commrt.calls import arguments
-from commrt.calls.kept_plans import KeptPlans
 from commrt.group.agreed_calls import AgreedCalls, Sums
+from commrt.planning.kept_plans import KeptPlans
 from commrt.vocabulary.operations import operation
 
 __all__ = ["ComparedBoxes", "Facts", "Planner"]
@@ -75,6 +75,8 @@ class ComparedBoxes:
         """Asks all ranks whether their calls fit."""
         self.kept: KeptPlans[DeviceBoxes] = KeptPlans(ranks)
         """Plans of device arrays, by the operation and this rank's arguments."""
+        self._maxima: dict[int, _native.Plan] = {}
+        """Plans of maxima, by the number of words."""
         self._compared: set[str] = set()
         """Operations on device arrays of which the ranks have compared a call."""
 
@@ -114,7 +116,10 @@ class ComparedBoxes:
     def agreement(self, facts: Facts) -> tuple[_native.Plan, list[int], list[str]]:
         """Return what the host runs, the words, and what they stand for."""
         words = [_word(fact) for fact in facts.values()]
-        return self._maximum(2 * len(words)), words, list(facts)
+        length = 2 * len(words)
+        if length not in self._maxima:
+            self._maxima[length] = self._maximum(length)
+        return self._maxima[length], words, list(facts)
 
     def _maximum(self, length: int) -> _native.Plan:
         """Return the plan of a maximum of so many words, by a schedule.

@@ -22,7 +22,7 @@ from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.places import places_of
 from commrt.backends.base import Attached
-from commrt.boxes.host_plans import ArrayLayout, box_plan, compile_for
+from commrt.boxes.host_plans import ArrayLayout, box_template
 from commrt.boxes.strided import StridedArray
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
@@ -47,7 +47,6 @@ _OWN_NBYTES = 2048
 _DEVICE_SHARE = 256
 """Bytes of the device that count as one: a limit of 1 MiB is one of 256 MiB there."""
 _BYTE = next(dtype for dtype in DTYPES if dtype.name == "uint8")
-_BYTES = ArrayLayout(_BYTE, (1,))
 
 
 @dataclass(frozen=True)
@@ -230,16 +229,15 @@ class DeviceBoxes:
     ) -> _native.StagedPart:
         """Return one phase: what is launched and copied, and what the host runs."""
         packs, unpacks = self._launches(sent, taken, tables)
-        program = compile_for(
-            self._group, list(_in_buffers(step, sent, taken)), [1, 1], reduces=False
+        moves = list(_in_buffers(step, sent, taken))
+        template = box_template(
+            *(self._group, moves, [(_BYTE, 1)] * 2),
+            coll=coll,
+            label=label,
+            facts=facts,
         )
         return _native.StagedPart(
-            box_plan(
-                *(self._group, program, [_BYTES, _BYTES]),
-                coll=coll,
-                label=label,
-                facts=facts,
-            ),
+            template.plan(self._group, [], [1, 1]),
             [(self._number(0), 0, 0, sent.nbytes, 0)],
             [(self._number(self._coming_at), 0, 0, taken.nbytes, _pinned(sent))],
             table=[0, _pinned(sent)],
@@ -328,20 +326,13 @@ class DeviceBoxes:
 
     def _filled(self, tables: Sequence[tuple[BoxTable, int]], nbytes: int) -> int:
         """Return the address of all tables on the device."""
-        device = self._device
         if not tables:
             return 0
         content = bytearray(nbytes)
         for table, at in tables:
             content[at : at + len(table.content)] = table.content
         address = self._alloc(nbytes)
-        pinned = device.pinned_alloc(nbytes)
-        device.write(pinned, bytes(content))
-        stream = device.stream_create(0)
-        device.memcpy_async(address, pinned, nbytes, stream)
-        device.stream_synchronize(stream)
-        device.stream_destroy(stream)
-        device.pinned_free(pinned)
+        self._devices.uploads(self._device).copy(address, bytes(content))
         return address
 
     def close(self) -> None:

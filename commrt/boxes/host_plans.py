@@ -7,21 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from commrt import _native
+from commrt.boxes.layouts import Block, Cyclic, Layout
 from commrt.group.group import Group
 from commrt.planning.host_plans import LANE_NBYTES, TransportParams
-from commrt.schedule.boxes import LIMIT_NBYTES, Box, BoxProgram, Move, compile_moves
+from commrt.schedule.boxes import LIMIT_NBYTES, Box, Move
 from commrt.vocabulary.dtypes import DType, ReduceOp
 
 __all__ = [
     "MOST_DIMS",
     "ArrayLayout",
     "Place",
-    "box_plan",
     "box_template",
-    "compile_for",
+    "most_message_nbytes",
 ]
 
 MOST_DIMS = 8
@@ -61,31 +59,11 @@ class Place:
         return Place(self.number, self.offset - cells)
 
 
-def compile_for(
-    group: Group,
-    moves: Sequence[Move],
-    itemsizes: Sequence[int],
-    *,
-    reduces: bool,
-    stated: bool = False,
-) -> BoxProgram:
-    """Return this rank's program, with messages that fit into its memory for them.
+def most_message_nbytes(size: int) -> int:
+    """Return the bytes that a message's box may touch, by the number of ranks.
 
     As many as there are other ranks may be unread at once, see ``schedule.boxes``.
     """
-    return compile_moves(
-        moves,
-        itemsizes,
-        rank=group.rank,
-        size=group.size,
-        reduces=reduces,
-        stated=stated,
-        limit=_most_nbytes(group.size),
-    )
-
-
-def _most_nbytes(size: int) -> int:
-    """Return the bytes that a message's box may touch."""
     return min(LIMIT_NBYTES, LANE_NBYTES // size - _SLOT_OVERHEAD_NBYTES)
 
 
@@ -99,8 +77,11 @@ def box_template(
     reduction: ReduceOp | None = None,
     stated: bool = False,
     facts: int = 0,
+    layouts: tuple[Layout, Layout] | None = None,
 ) -> _native.BoxTemplate:
-    """Return what makes the plans of calls with these moves, as ``box_plan`` does.
+    """Return what makes the plans of calls with these moves.
+
+    Their buffer is a table of the arrays' addresses.
 
     Args:
         group: the ranks.
@@ -112,6 +93,8 @@ def box_template(
         stated: as in ``schedule.boxes.compile_moves``.
         facts: a number of what the ranks have to agree on, besides the operation and
             the first array's type; messages carry it.
+        layouts: those of array 0 and array 1, between which calls of any lengths move
+            the whole array; instead of ``moves``.
     """
     transport = TransportParams()
     reduces = reduction is not None
@@ -126,7 +109,7 @@ def box_template(
         redop=int(ReduceOp.SUM if reduction is None else reduction),
         reduces=reduces,
         stated=stated,
-        limit_nbytes=_most_nbytes(group.size),
+        limit_nbytes=most_message_nbytes(group.size),
         lane_nbytes=LANE_NBYTES,
         spins=_BY_LINK_CLASS,
         most_inline=transport.most_inline(reduces),
@@ -146,7 +129,18 @@ def box_template(
             )
             for move in moves
         ],
+        layouts=None if layouts is None else (_kind(layouts[0]), _kind(layouts[1])),
     )
+
+
+def _kind(layout: Layout) -> tuple[list[int], list[tuple[int, int, bool]]]:
+    """Return a layout without its lengths, as the engine takes it."""
+    axes = []
+    for kind in layout.dims:
+        dim = _NOBODY if kind is None else kind.dim
+        block = kind.block if isinstance(kind, Cyclic) else 0
+        axes.append((dim, block, isinstance(kind, Block) and kind.sizes is not None))
+    return [*layout.grid], axes
 
 
 def _end(box: Box | None) -> tuple[Any, ...]:
@@ -167,61 +161,3 @@ def _place(given: int | Place) -> tuple[int, int]:
     if isinstance(given, Place):
         return given.offset, given.number
     return given, _NOBODY
-
-
-def box_plan(
-    group: Group,
-    program: BoxProgram,
-    layouts: Sequence[ArrayLayout],
-    *,
-    coll: int,
-    label: str,
-    reduction: ReduceOp | None = None,
-    facts: int = 0,
-) -> Any:
-    """Return the engine's plan; its buffer is a table of the arrays' addresses."""
-    transport = TransportParams()
-    slots = _SLOTS_NBYTES // max(1, program.longest_nbytes)
-    slots = max(slots, program.fewest_slots, _FEWEST_SLOTS)
-    store, adaptive = transport.stores(
-        program.longest_nbytes, 0, group.facts.link_class, combines=False
-    )
-    return _native.make_box_plan(
-        group,
-        coll=coll,
-        label=label,
-        redop=int(ReduceOp.SUM if reduction is None else reduction),
-        reduces=reduction is not None,
-        boxes=_table(program, layouts),
-        steps=program.steps,
-        deps=program.deps,
-        dep_ptr=program.dep_ptr,
-        peers=list(program.peers),
-        lane_nbytes=LANE_NBYTES,
-        most_slots=slots,
-        ahead=program.ahead,
-        spins=_BY_LINK_CLASS,
-        most_inline=transport.most_inline(reduction is not None),
-        store=store & _SLOT_STORES,
-        adaptive=adaptive & _SLOT_STORES,
-        dtype=layouts[0].dtype.code,
-        facts=facts,
-    )
-
-
-def _table(program: BoxProgram, layouts: Sequence[ArrayLayout]) -> Any:
-    """Return the engine's rows: array, dtype, offset, shape, strides."""
-    ndim = max((len(box.start) for box in program.boxes), default=0)
-    table = np.zeros((len(program.boxes), 3 + 2 * ndim), np.int64)
-    table[:, 3 : 3 + ndim] = 1
-    for row, box in zip(table, program.boxes, strict=True):
-        layout = layouts[box.array]
-        rank = len(box.start)
-        strides: Sequence[int] = layout.strides
-        if box.axes is not None:
-            strides = [layout.strides[axis] * step for axis, step in box.axes]
-        offset = sum(a * b for a, b in zip(box.start, strides, strict=True))
-        row[:3] = box.array, layout.dtype.code, offset
-        row[3 + ndim - rank : 3 + ndim] = box.shape
-        row[3 + 2 * ndim - rank :] = strides
-    return table

@@ -41,9 +41,15 @@ from commrt.group.group import Group
 from commrt.planning.facts import number_of_facts
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import check_flag
+from commrt.vocabulary.dtypes import DType
 from commrt.vocabulary.operations import other_call
 
-__all__ = ["Redistribution", "Redistributions", "redistribution_moves"]
+__all__ = [
+    "Redistribution",
+    "Redistributions",
+    "redistribution_moves",
+    "redistribution_template",
+]
 
 _NAME = "redistribute"
 _CODE = other_call(_NAME).code
@@ -102,6 +108,20 @@ class Redistribution:
     """The output as the caller knows it."""
     on: Any
     """The device that the arrays are on; None for host memory."""
+
+
+def redistribution_template(
+    group: Group, layouts: tuple[Layout, Layout], dtype: DType
+) -> _native.BoxTemplate:
+    """Return what makes the plans of all lengths of two kinds of layouts."""
+    arrays = [(dtype, len(layout.shape)) for layout in layouts]
+    return box_template(
+        *(group, [], arrays),
+        coll=_CODE,
+        label="boxes/direct",
+        facts=number_of_facts(*map(kinds_of, layouts), dtype.name),
+        layouts=layouts,
+    )
 
 
 class Redistributions:
@@ -238,29 +258,15 @@ class Redistributions:
     def _host_plan(self, moved: Redistribution) -> _native.Plan:
         """Return the plan of arrays on the host, without the other ranks."""
         group, sent, taken = self._group, moved.sent, moved.taken
-        arrays = [(sent.dtype, len(sent.shape)), (taken.dtype, len(taken.shape))]
+        layouts = moved.source, moved.target
         family = self._families.get(
             (_NAME, kinds_of(moved.source), kinds_of(moved.target), sent.dtype.name),
-            lambda: group.plan_family(
-                _CODE, sent.dtype.code, 0, 0, unit=1, is_plain=False
+            lambda: group.box_family(
+                redistribution_template(group, layouts, sent.dtype)
             ),
         )
         numbers = [*numbers_of(moved.source), *numbers_of(moved.target)]
-        strides = [*sent.strides, *taken.strides]
-        plan = group.find_plan(family, len(numbers), [*numbers, *strides])
-        if plan is None:
-            moves = redistribution_moves(moved.source, moved.target, group.rank)
-            template = box_template(
-                group,
-                moves,
-                arrays,
-                coll=_CODE,
-                label="boxes/direct",
-                facts=number_of_facts(common_facts(moved)),
-            )
-            plan = template.plan(group, [], strides)
-            group.keep_plan(family, len(numbers), [*numbers, *strides], plan)
-        return plan
+        return group.box_plan(family, numbers, [*sent.strides, *taken.strides])
 
     def _device_boxes(self, moved: Redistribution) -> DeviceBoxes:
         """Return the plan of arrays on a device, without the other ranks."""

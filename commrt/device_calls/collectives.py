@@ -19,7 +19,6 @@ from commrt.arrays.device import as_stream, current_stream_of, device_number
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.calls.channel import Channel
-from commrt.calls.kept_plans import KeptPlans
 from commrt.device_calls.host_collectives import (
     BoundHostCall,
     Compressed,
@@ -29,6 +28,7 @@ from commrt.device_calls.host_collectives import (
 from commrt.device_calls.host_thread import HostChannel, HostJobs
 from commrt.device_calls.host_work import HostCall, start_host_call
 from commrt.device_calls.requests import DeviceRequest
+from commrt.device_calls.uploads import Uploads
 from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, CommError, DeviceError, UsageError
@@ -38,6 +38,7 @@ from commrt.group.deferred_release import (
     defer,
     release_finished,
 )
+from commrt.planning.kept_plans import KeptPlans
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
@@ -114,7 +115,8 @@ class DeviceCollectives:
         """Events by thread and device: no other thread may record one between two
         calls."""
         self.memory: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Plans that hold memory of devices, which goes with the communicator."""
+        """Holders of memory of devices, which goes with the communicator."""
+        self._uploads: dict[int, Uploads] = {}
         self.slots = _SLOTS
         self.first_nbytes = _FIRST_NBYTES
         self.most_nbytes = _MOST_NBYTES
@@ -430,6 +432,14 @@ class DeviceCollectives:
             made = _native.MessageStager(self.comm, device, *self.options(device))
             found = self._messages[id(device)] = device, made
         return found[1]
+
+    def uploads(self, device: Any) -> Uploads:
+        """Return what copies tables to a device, made at the first one."""
+        found = self._uploads.get(id(device))
+        if found is None:
+            found = self._uploads[id(device)] = Uploads(device)
+            self.memory.add(found)
+        return found
 
     def options(self, device: Any) -> tuple[int, int, int, int, bool]:
         """Return the use of pinned memory by work on a device: slots, bytes, flags."""

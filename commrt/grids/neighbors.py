@@ -26,7 +26,6 @@ from commrt.arrays.plain import as_array
 from commrt.boxes.host_plans import Place, box_template
 from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
-from commrt.calls.kept_plans import KeptPlans
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, MismatchError, UsageError, shown
 from commrt.grids.halo_arguments import HALO_CALLS
@@ -37,6 +36,7 @@ from commrt.grids.on_device import (
 )
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
+from commrt.planning.kept_plans import KeptPlans
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import as_integer, as_items, check_flag
 from commrt.vocabulary.dtypes import DType

@@ -5,9 +5,9 @@ If torch waits for a call (``asyncOp`` is False), it runs to its end on the call
 thread and returns None: no Work, no thread in between. Every other call returns a Work.
 While torch coalesces calls, all start at once and join the one Work at the end.
 
-Most calls are plain: they take one dense tensor, the caller waits, nothing is asked
-for, and an equal call came before. commrt's dispatcher knows these at a glance, and
-they are tried first.
+Most calls are plain: they take one dense tensor, the caller waits, and an equal call
+came before. They may have a limit of their own, and ask for nothing else. commrt's
+dispatcher knows these at a glance, and they are tried first.
 """
 
 from __future__ import annotations
@@ -92,17 +92,18 @@ class Calls:
     def ends(self, opts: Any, known: Any, *x: torch.Tensor, **arguments: Any) -> bool:
         """Run a plain call to its end; False where it is none, or not known so far.
 
-        It is waited for, and nothing is asked of it. ``known`` is an operation of
-        ``operation_methods.if_cached``.
+        It is waited for, and no algorithm is asked for. ``known`` is an operation of
+        ``calls.methods.if_cached``.
         """
         if not (
             self.is_free
             and not opts.asyncOp
             and not profiler._is_profiler_enabled
             and _asked() is None
-            and opts.timeout == _UNSET
         ):
             return False
+        if opts.timeout != _UNSET:
+            arguments["timeout_s"] = seconds(opts.timeout)
         try:
             return known(self.comm, *x, **arguments) is not NotImplemented
         except CommError as error:
@@ -120,14 +121,18 @@ class Calls:
             and not opts.asyncOp
             and not profiler._is_profiler_enabled
             and _asked() is None
-            and opts.timeout == _UNSET
         ):
             return False
         op = _plain_reduction(hash(opts.reduceOp))
         if op is None:
             return False
+        limit = None if opts.timeout == _UNSET else seconds(opts.timeout)
         try:
-            return _ALLREDUCE(self.comm, x, op=op) is not NotImplemented
+            if limit is None:
+                return _ALLREDUCE(self.comm, x, op=op) is not NotImplemented
+            return (
+                _ALLREDUCE(self.comm, x, op=op, timeout_s=limit) is not NotImplemented
+            )
         except CommError as error:
             raise as_torch_error(error) from error.__cause__
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,39 @@ def all_to_all(group: Any, count: int) -> Found:
     return outs, 1
 
 
+def with_limit(options: Any) -> Any:
+    """Return torch's options with a limit of the call's own."""
+    options.timeout = timedelta(seconds=300)
+    options.asyncOp = False
+    return options
+
+
+def all_reduce_with_limit(group: Any, count: int) -> Found:
+    (x,) = ones(count)
+    group.allreduce([x], with_limit(c10d.AllreduceOptions()))
+    return [x], group.size()
+
+
+def broadcast_with_limit(group: Any, count: int) -> Found:
+    (x,) = ones(count) if group.rank() == 0 else empty(count)
+    group.broadcast([x], with_limit(c10d.BroadcastOptions()))
+    return [x], 1
+
+
+def all_gather_into_tensor_with_limit(group: Any, count: int) -> Found:
+    (x,), (out,) = ones(count), empty(count * group.size())
+    group._allgather_base(out, x, with_limit(c10d.AllgatherOptions()))
+    return [out], 1
+
+
+def all_to_all_single_with_limit(group: Any, count: int) -> Found:
+    sent, received = splits_of(group, count)
+    (out,), (x,) = empty(sum(received)), ones(sum(sent))
+    options = with_limit(c10d.AllToAllOptions())
+    group.alltoall_base(out, x, received, sent, options)
+    return [out], 1
+
+
 FORMS: dict[str, Form] = {
     form.__name__: form
     for form in (
@@ -216,6 +250,8 @@ FORMS: dict[str, Form] = {
         *(reduce_scatter_tensor, reduce_scatter_tensors, reduce_scatter),
         *(reduce_scatter_of_unequal, all_to_all_single, all_to_all_single_of_splits),
         *(all_to_all_single_async, all_to_all_single_of_rows, all_to_all),
+        *(all_reduce_with_limit, broadcast_with_limit),
+        *(all_gather_into_tensor_with_limit, all_to_all_single_with_limit),
     )
 }
 """All of them, by name."""

@@ -46,11 +46,24 @@ def draw_layout(rng: random.Random, shape: tuple[int, ...], size: int) -> Layout
         elif kind == "block":
             dims.append(Block(dim))
         else:
-            cuts = sorted(rng.randint(0, extent) for _ in range(grid[dim] - 1))
-            edges = [0, *cuts, extent]
-            sizes = tuple(b - a for a, b in pairwise(edges))
-            dims.append(Block(dim, sizes))
+            dims.append(Block(dim, draw_sizes(rng, extent, grid[dim])))
     return Layout(shape, tuple(grid), tuple(dims))
+
+
+def draw_lengths(rng: random.Random, layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Return the layout of an array of another shape, of the same kind."""
+    dims: list[Any] = []
+    for extent, kind in zip(shape, layout.dims, strict=True):
+        if isinstance(kind, Block) and kind.sizes is not None:
+            kind = Block(kind.dim, draw_sizes(rng, extent, layout.grid[kind.dim]))
+        dims.append(kind)
+    return Layout(shape, layout.grid, tuple(dims))
+
+
+def draw_sizes(rng: random.Random, extent: int, places: int) -> tuple[int, ...]:
+    """Return elements of so many pieces of a dimension."""
+    cuts = sorted(rng.randint(0, extent) for _ in range(places - 1))
+    return tuple(b - a for a, b in pairwise([0, *cuts, extent]))
 
 
 def indices(layout: Layout, rank: int) -> list[Array]:

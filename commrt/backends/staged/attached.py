@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from commrt import _native, algorithms
-from commrt.backends.base import Attached
+from commrt.backends.base import Attached, Backend, Surroundings
 from commrt.backends.staged.collectives import (
     COPIES,
     ENGINE,
@@ -22,17 +23,29 @@ from commrt.backends.staged.collectives import (
 )
 from commrt.backends.staged.pieces import cut_blocks, cut_elements
 from commrt.errors import UsageError
+from commrt.group.group import Group
+from commrt.planning.kept_plans import KeptPlans
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.vocabulary.operations import rule_nbytes
 
 __all__ = ["AttachedStaged"]
 
+_MOST_HOSTS = 256
+"""Answers that it keeps to the question of who runs a part on the host."""
+
 
 class AttachedStaged(Attached):
     """Arrays on devices of one communicator, through pinned memory."""
 
     is_dispatched = True
+
+    def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
+        super().__init__(backend, group, beside)
+        self._templates: KeptPlans[_native.PlanTemplate] = KeptPlans(group)
+        """Templates of the host's parts; calls of new lengths have the same."""
+        self._hosts: dict[Any, Attached | None] = {}
+        """Backends of the host by what they run; the last used last."""
 
     # -- what it runs ------------------------------------------------------------
 
@@ -84,7 +97,21 @@ class AttachedStaged(Attached):
         return runs.only_on_request(host_query, replace(host, backend=name))
 
     def _runs_on_host(self, query: Query, algorithm: str) -> Attached | None:
-        """Return the host's backend that a staged algorithm stands for."""
+        """Return the host's backend that a staged algorithm stands for.
+
+        Backends offer an algorithm for all lengths, however fast it is.
+        """
+        key = replace(query, nbytes=0), algorithm
+        if key in self._hosts:
+            found = self._hosts.pop(key)
+        else:
+            found = self._find_on_host(query, algorithm)
+        self._hosts[key] = found
+        if len(self._hosts) > _MOST_HOSTS:
+            del self._hosts[next(iter(self._hosts))]
+        return found
+
+    def _find_on_host(self, query: Query, algorithm: str) -> Attached | None:
         for each in self._on_host():
             if algorithm in each.starts_in_python:
                 continue
@@ -114,13 +141,35 @@ class AttachedStaged(Attached):
             )
         inner = Candidate(runs.backend.name, name, own)
         host = replace(spec, candidate=inner, device="host")
+        plan = partial(self._host_plan, runs)
         if is_cut(spec.op.name):
-            made = cut_elements(host, runs.plan, group.rank, most)
+            made = cut_elements(host, plan, group.rank, most)
         else:
             asked = PIECE in spec.candidate.params
-            made = cut_blocks(host, runs.plan, group.rank, group.size, most, asked)
+            made = cut_blocks(host, plan, group.rank, group.size, most, asked)
         made.by_kernel = by_kernel
         return made
+
+    def _host_plan(self, runs: Attached, spec: PlanSpec) -> Any:
+        """Return the plan of a part on the host, by the template of other lengths."""
+        if spec.user is not None or spec.factor is not None:
+            return runs.plan(spec)  # these may be new in every call
+        key = (
+            spec.op.code,
+            spec.dtype.name,
+            spec.dtype.itemsize,
+            spec.reduction,
+            spec.root,
+            spec.candidate,
+            spec.has_output,
+        )
+        template = self._templates.find(key)
+        if template is None:
+            template = runs.template(spec)
+            if template is None:
+                return runs.plan(spec)
+            self._templates.keep(key, template)
+        return runs.sized(template, spec)
 
     # -- arrays on devices -------------------------------------------------------
 

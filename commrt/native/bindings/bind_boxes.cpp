@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes plans that move boxes of arrays.
-#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -8,6 +8,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -19,88 +21,6 @@
 namespace commrt {
 
 namespace {
-
-using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Steps = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-constexpr size_t kBoxColumns = 3;   // array, dtype, offset; then shape and strides
-constexpr size_t kStepColumns = 6;  // kind, lo, hi, peer, k, first box of the source
-
-std::vector<Box> read_boxes(const Rows& rows, const BoxCallKind& kind) {
-  const size_t ndim = (rows.shape(1) - kBoxColumns) / 2;
-  if (rows.shape(1) < kBoxColumns || ndim > kMostDims) {
-    throw std::invalid_argument("a row of boxes has " + std::to_string(rows.shape(1)) +
-                                " columns; expected 3 (array, dtype, offset) and 2 for each of at "
-                                "most " + std::to_string(kMostDims) + " dimensions");
-  }
-  std::vector<Box> boxes;
-  for (size_t i = 0; i < rows.shape(0); ++i) {
-    const int64_t* row = rows.data() + i * rows.shape(1);
-    const auto dtype = static_cast<DType>(row[1]);
-    Box box;
-    box.array = static_cast<int>(row[0]);
-    box.itemsize = item_size(dtype);
-    box.combine = kind.reduces ? combine_for(dtype, kind.redop) : nullptr;
-    box.offset = row[2];
-    box.ndim = static_cast<int>(ndim);
-    std::copy_n(row + kBoxColumns, ndim, box.shape);
-    std::copy_n(row + kBoxColumns + ndim, ndim, box.strides);
-    if (std::any_of(box.shape, box.shape + ndim, [](int64_t extent) { return extent < 1; })) {
-      throw std::invalid_argument("box " + std::to_string(i) + " has a dimension of length 0 or "
-                                  "less: leave empty boxes out");
-    }
-    box.settle();
-    boxes.push_back(box);
-  }
-  return boxes;
-}
-
-BoxProgram read_program(const Rows& boxes, const Steps& steps, const Numbers& deps,
-                        const Numbers& dep_ptr,
-                        const std::vector<std::tuple<int, int, int>>& peers, int ahead,
-                        const BoxCallKind& kind) {
-  if (steps.shape(1) != kStepColumns || dep_ptr.shape(0) != steps.shape(0) + 1) {
-    throw std::invalid_argument("steps and their dependencies do not fit each other: " +
-                                std::to_string(steps.shape(0)) + " steps have " +
-                                std::to_string(steps.shape(1)) + " columns and dep_ptr has " +
-                                std::to_string(dep_ptr.shape(0)) + " entries; expected " +
-                                std::to_string(kStepColumns) + " columns, and one entry more than "
-                                "steps");
-  }
-  BoxProgram program;
-  program.boxes = read_boxes(boxes, kind);
-  program.ahead = ahead;
-  for (const auto& [rank, sends, recvs] : peers) program.peers.push_back({rank, sends, recvs});
-  for (size_t i = 0; i < steps.shape(0); ++i) {
-    const int32_t* row = steps.data() + i * kStepColumns;
-    program.steps.push_back(
-        {static_cast<BoxStepKind>(row[0]), row[1], row[2], row[3], row[4], row[5]});
-    program.deps.emplace_back(deps.data() + dep_ptr.data()[i], deps.data() + dep_ptr.data()[i + 1]);
-  }
-  return program;
-}
-
-// Without boxes there is nothing to run, but the operation is one like any other.
-PlanPtr make_box_plan(const Group& group, int coll, const std::string& label, int redop,
-                      bool reduces, Rows boxes, Steps steps, Numbers deps, Numbers dep_ptr,
-                      const std::vector<std::tuple<int, int, int>>& peers, int64_t lane_nbytes,
-                      int most_slots, int ahead, int spins, int64_t most_inline, int store, int adaptive,
-                      int dtype, uint16_t facts) {
-  BoxCallKind kind;
-  kind.coll = coll;
-  kind.label = label;
-  kind.redop = static_cast<RedOp>(redop);
-  kind.reduces = reduces;
-  kind.lane_nbytes = static_cast<size_t>(lane_nbytes);
-  kind.spins = spins;
-  kind.most_inline = static_cast<size_t>(most_inline);
-  kind.dtype = static_cast<DType>(dtype);
-  kind.facts = facts;
-  return plan_of_boxes(read_program(boxes, steps, deps, dep_ptr, peers, ahead, kind), kind,
-                       most_slots, static_cast<Store>(store), static_cast<Store>(adaptive),
-                       *group.comm);
-}
 
 // An array, where the box begins and ends in each dimension (offset and number), and which of the
 // array's dimensions that is, in what steps. An array below 0: there is no box.
@@ -133,12 +53,37 @@ BoxTemplate::End read_end(const EndOf& given, const BoxTemplate& made) {
   return end;
 }
 
+// A grid of ranks; and for each dimension of an array: the grid's that distributes it (below 0:
+// none does), the elements of a block that is dealt out (0: none is), and whether the call says
+// the pieces' elements.
+using LayoutOf = std::pair<std::vector<int64_t>, std::vector<std::tuple<int, int64_t, bool>>>;
+
+LayoutKind read_layout(const LayoutOf& given, const BoxTemplate& made) {
+  LayoutKind kind;
+  kind.grid = given.first;
+  const auto most = static_cast<int>(kind.grid.size());
+  bool fits = made.dims.size() == 2 && given.second.size() <= kMostDims / 2;
+  for (const int ndim : made.dims) fits = fits && static_cast<size_t>(ndim) == given.second.size();
+  for (const int64_t extent : kind.grid) fits = fits && extent > 0;
+  for (const auto& [grid_dim, block, has_sizes] : given.second) {
+    fits = fits && grid_dim < most && block >= 0 && !(has_sizes && grid_dim < 0);
+    kind.axes.push_back({grid_dim, block, has_sizes});
+  }
+  if (!fits || kind.num_ranks() != made.size) {
+    throw std::invalid_argument("a layout of " + std::to_string(given.second.size()) +
+                                " dimensions does not fit: expected those of two arrays, at most " +
+                                std::to_string(kMostDims / 2) + ", on a grid of " +
+                                std::to_string(made.size) + " ranks");
+  }
+  return kind;
+}
+
 std::shared_ptr<BoxTemplate> make_box_template(
     int rank, int size, int coll, const std::string& label, int redop, bool reduces, bool stated,
     int64_t limit_nbytes, int64_t lane_nbytes, int spins, int64_t most_inline, uint64_t slots_nbytes,
     uint64_t fewest_slots, uint64_t learns_from, const std::vector<std::pair<int, int>>& stores,
     const std::vector<std::pair<int, int>>& arrays, const std::vector<MoveOf>& moves,
-    uint16_t facts) {
+    const std::optional<std::pair<LayoutOf, LayoutOf>>& layouts, uint16_t facts) {
   auto made = std::make_shared<BoxTemplate>();
   made->kind = {coll, label, static_cast<RedOp>(redop), reduces, stated, limit_nbytes,
                 static_cast<size_t>(lane_nbytes), spins, static_cast<size_t>(most_inline),
@@ -160,18 +105,18 @@ std::shared_ptr<BoxTemplate> make_box_template(
   for (const auto& [phase, number, peer, source, target] : moves) {
     made->moves.push_back({phase, number, peer, read_end(source, *made), read_end(target, *made)});
   }
+  if (layouts.has_value()) {
+    auto pair = std::make_unique<LayoutPair>();
+    pair->source = read_layout(layouts->first, *made);
+    pair->target = read_layout(layouts->second, *made);
+    made->layouts = std::move(pair);
+  }
   return made;
 }
 
 }  // namespace
 
 void bind_boxes(nb::module_& m) {
-  m.def("make_box_plan", &make_box_plan, nb::arg("group"), nb::kw_only(), nb::arg("coll"),
-        nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("boxes"),
-        nb::arg("steps"), nb::arg("deps"), nb::arg("dep_ptr"), nb::arg("peers"),
-        nb::arg("lane_nbytes"), nb::arg("most_slots"), nb::arg("ahead"), nb::arg("spins"), nb::arg("most_inline"),
-        nb::arg("store"), nb::arg("adaptive"), nb::arg("dtype"), nb::arg("facts"),
-        "Plan of one rank that moves boxes of arrays; its buffer is a table of their addresses.");
   nb::class_<BoxTemplate>(
       m, "BoxTemplate", "What calls that move boxes have in common, but for where boxes lie.")
       .def_prop_ro("nbytes", &BoxTemplate::nbytes, "Bytes of memory that it takes.")
@@ -210,7 +155,9 @@ void bind_boxes(nb::module_& m) {
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),
         nb::arg("limit_nbytes"), nb::arg("lane_nbytes"), nb::arg("spins"), nb::arg("most_inline"),
         nb::arg("slots_nbytes"), nb::arg("fewest_slots"), nb::arg("learns_from"), nb::arg("stores"), nb::arg("arrays"), nb::arg("moves"),
-        nb::arg("facts"), "Plans of calls whose boxes begin and end at the call's numbers.");
+        nb::arg("layouts") = nb::none(), nb::arg("facts") = 0,
+        "Plans of calls whose boxes begin and end at the call's numbers, or move an array from one "
+        "layout to another.");
 }
 
 }  // namespace commrt

@@ -175,7 +175,7 @@ bool read_counts(PyObject* object, Py_ssize_t size, int64_t* counts) {
 // be read again. `given_elems`: of its x, or below 0 where it has none.
 const PlanPtr* find_counted(Group& group, const PlanKey& key, PyObject* const* given, int num,
                             int64_t given_elems) {
-  if (group.plans.is_asked_again(key, given, num)) return &group.plans.last_vector_plan();
+  if (const PlanPtr* found = group.plans.find_again(key, given, num)) return found;
   VectorKey& asked = group.asked;
   const auto size = static_cast<Py_ssize_t>(group.comm->size);
   asked.plain = key;
@@ -224,9 +224,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (said_reduction) reduction = behind.reduction;
     if (said_root) root = behind.root;
   }
-  // Only calls on devices may have these.
-  PyObject* stream = nullptr;
-  bool is_limited = false;
+  PyObject* stream = nullptr;  // which only calls on devices may have
   PyObject* name = nullptr;  // which check mode alone compares
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
   for (Py_ssize_t i = 0; i < nkw; ++i) {
@@ -254,10 +252,8 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       nonblocking = value == Py_True;
     } else if (key == words.stream && self->takes_x) {
       if (value != Py_None) stream = value;
-    } else if (key == words.timeout_s && self->takes_x) {
-      if (value == Py_None) continue;
-      if (!read_limit(value, &timeout_s)) return slow();
-      is_limited = true;
+    } else if (key == words.timeout_s) {
+      if (value != Py_None && !read_limit(value, &timeout_s)) return slow();
     } else if (key == words.name) {
       if (value == Py_None) continue;
       if (!PyUnicode_CheckExact(value)) return slow();
@@ -284,7 +280,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (group.comm->next_seq == number) refuse_call(held, self->head.name);
     return nullptr;
   };
-  if (stream != nullptr || is_limited) return elsewhere();
+  if (stream != nullptr) return elsewhere();
   View x, out;
   int64_t count = -1;  // of x; none where only others have one
   int64_t asked = -1;  // the plan's length, as remembered

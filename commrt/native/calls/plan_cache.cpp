@@ -16,10 +16,9 @@ constexpr size_t kEntryBytes = 128;
 // The same for a family, with the key that Python has of it.
 constexpr size_t kFamilyBytes = 1024;
 constexpr uint32_t kNumbered = 0x80000000;
-constexpr int64_t kNoCount = -1;
 
 PlanKey without_count(PlanKey key) {
-  key.count = kNoCount;
+  key.count = PlanKey::kNoCount;
   return key;
 }
 
@@ -77,9 +76,16 @@ const PlanPtr* PlanCache::find_other(const PlanKey& key) {
   const auto it = plans_.find(key);
   if (it == plans_.end()) return nullptr;
   note_use(it->second);
+  note_use(*it->second->family);
   last_key_ = key;
   last_plan_ = it->second->plan;
+  last_family_ = it->second->family;
   return &last_plan_;
+}
+
+PlanFamily& PlanCache::family_of(const PlanKey& key) {
+  const auto it = families_.find(key);
+  return it == families_.end() ? no_family_ : *it->second;
 }
 
 const PlanPtr* PlanCache::find(const VectorKey& key, PyObject* const* given, int num) {
@@ -87,15 +93,17 @@ const PlanPtr* PlanCache::find(const VectorKey& key, PyObject* const* given, int
     const auto it = vector_plans_.find(key);
     if (it == vector_plans_.end()) return nullptr;
     note_use(it->second);
-    remember(key, it->second->plan);
+    remember(key, it->second->plan, *it->second->family);
   }
+  note_use(*last_vector_family_);
   remember_arguments(given, num);
   return &last_vector_plan_;
 }
 
-void PlanCache::remember(const VectorKey& key, const PlanPtr& plan) {
+void PlanCache::remember(const VectorKey& key, const PlanPtr& plan, PlanFamily& family) {
   last_vector_key_ = key;
   last_vector_plan_ = plan;
+  last_vector_family_ = &family;
   for (nb::object& argument : last_arguments_) argument.reset();
 }
 
@@ -119,17 +127,23 @@ void PlanCache::keep(const PlanKey& key, PlanPtr plan) {
   last_key_ = PlanKey{-1, 0, 0};  // it may have been this one
   last_plan_.reset();
   const auto [it, is_new] = plans_.try_emplace(key);
-  if (is_new) it->second = order_.insert(order_.begin(), {&it->first, nullptr, nullptr, 0, nullptr});
+  if (is_new) {
+    it->second = order_.insert(order_.begin(), {&it->first, nullptr, nullptr, 0, nullptr, nullptr});
+  }
   it->second->made_by = nullptr;
-  put(it->second, std::move(plan), sizeof key);
+  it->second->family = &family_of(without_count(key));
+  put(it->second, std::move(plan), nbytes_of(key));
 }
 
 void PlanCache::keep(const VectorKey& key, PlanPtr plan) {
   last_vector_plan_.reset();
   const auto [it, is_new] = vector_plans_.try_emplace(key);
-  if (is_new) it->second = order_.insert(order_.begin(), {nullptr, &it->first, nullptr, 0, nullptr});
+  if (is_new) {
+    it->second = order_.insert(order_.begin(), {nullptr, &it->first, nullptr, 0, nullptr, nullptr});
+  }
   it->second->made_by = nullptr;
-  put(it->second, std::move(plan), sizeof key + key.counts.size() * sizeof(int64_t));
+  it->second->family = &family_of(without_count(key.plain));
+  put(it->second, std::move(plan), nbytes_of(key));
 }
 
 void PlanCache::drop(Order::iterator at) {
@@ -150,13 +164,13 @@ void PlanCache::bound() {
 // Where a program has a new length in every call, the plan that goes next was made by the same
 // template: it has vectors of the right lengths, and a key and an entry of the right kind.
 template <class Map>
-PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const PlanTemplate& by) {
+PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const void* by) {
   Spare<Map> spare;
   if (order_.size() < 2) return spare;
   const auto at = std::prev(order_.end());
   const auto* const key = key_in(*at, plans);
   // If it is held here alone, nobody can get at it any more.
-  if (at->made_by != &by || key == nullptr || plans_nbytes_ + at->nbytes <= plans_limit() ||
+  if (at->made_by != by || key == nullptr || plans_nbytes_ + at->nbytes <= plans_limit() ||
       at->plan.use_count() != 1) {
     return spare;
   }
@@ -170,26 +184,26 @@ PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const PlanTemplate& by) 
   return spare;
 }
 
-template <class Map>
+template <class Map, class Make>
 const PlanPtr* PlanCache::make_new(Map& plans, const typename Map::key_type& key,
-                                   const PlanTemplate& by, int64_t num_elements,
-                                   const std::vector<int64_t>& counts, Comm& comm) {
+                                   PlanFamily& family, const void* by, Make make) {
   Spare<Map> spare = take_spare(plans, by);
   const bool is_used = spare.plan != nullptr;
-  PlanPtr plan = by.make(num_elements, counts, comm, std::move(spare.plan));
+  PlanPtr plan = make(std::move(spare.plan));
   if (plan == nullptr) return nullptr;
   if (!is_used) {
-    spare.entry.push_front({nullptr, nullptr, nullptr, 0, &by});
+    spare.entry.push_front({nullptr, nullptr, nullptr, 0, by, &family});
     const auto [it, is_new] = plans.try_emplace(key, spare.entry.begin());
     set_key(*spare.entry.begin(), it->first);
   } else {
+    spare.entry.begin()->family = &family;
     spare.node.key() = key;
     spare.node.mapped() = spare.entry.begin();
     plans.insert(std::move(spare.node));
   }
   order_.splice(order_.begin(), spare.entry);
   const auto at = order_.begin();
-  put(at, std::move(plan), sizeof key + counts.size() * sizeof(int64_t));
+  put(at, std::move(plan), nbytes_of(key));
   return &at->plan;
 }
 
@@ -197,15 +211,18 @@ const PlanPtr* PlanCache::make(const PlanKey& key, Comm& comm) {
   const auto it = families_.find(without_count(key));
   if (it == families_.end() || key.count < 0) return nullptr;
   PlanFamily& family = *it->second;
-  family.last_used_ = ++uses_;
+  note_use(family);
   int64_t num_elements;
   if (__builtin_mul_overflow(key.count, family.unit(), &num_elements)) return nullptr;
   const PlanTemplate* const by = family.at(num_elements);
   if (by == nullptr || by->counts != Counts::None || by->lacks_reach(num_elements)) return nullptr;
-  const PlanPtr* const made = make_new(plans_, key, *by, num_elements, {}, comm);
+  const PlanPtr* const made = make_new(plans_, key, family, by, [&](std::shared_ptr<Plan> used) {
+    return by->make(num_elements, {}, comm, std::move(used));
+  });
   if (made == nullptr) return nullptr;
   last_key_ = key;
   last_plan_ = *made;
+  last_family_ = &family;
   return &last_plan_;
 }
 
@@ -214,7 +231,7 @@ const PlanPtr* PlanCache::make(const VectorKey& key, PyObject* const* given, int
   const auto it = families_.find(without_count(key.plain));
   if (it == families_.end()) return nullptr;
   PlanFamily& family = *it->second;
-  family.last_used_ = ++uses_;
+  note_use(family);
   const auto size = static_cast<size_t>(comm.size);
   if (key.counts.size() % size != 0 || key.counts.empty()) return nullptr;
   int64_t num_elements = 0;
@@ -232,9 +249,12 @@ const PlanPtr* PlanCache::make(const VectorKey& key, PyObject* const* given, int
   const auto own = static_cast<size_t>(comm.rank);
   if (lists == 2 && key.counts[own] != key.counts[size + own]) return nullptr;
   if (given_elems >= 0 && by->given_elems(num_elements, key.counts) != given_elems) return nullptr;
-  const PlanPtr* const made = make_new(vector_plans_, key, *by, num_elements, key.counts, comm);
+  const PlanPtr* const made =
+      make_new(vector_plans_, key, family, by, [&](std::shared_ptr<Plan> used) {
+        return by->make(num_elements, key.counts, comm, std::move(used));
+      });
   if (made == nullptr) return nullptr;
-  remember(key, *made);
+  remember(key, *made, family);
   remember_arguments(given, num);
   return &last_vector_plan_;
 }
@@ -242,12 +262,12 @@ const PlanPtr* PlanCache::make(const VectorKey& key, PyObject* const* given, int
 FamilyPtr PlanCache::add_family(const PlanKey& key, int64_t unit, bool is_plain) {
   PlanKey found = without_count(key);
   // Numbers come again after two thousand million families; the old one is dropped then.
-  if (!is_plain) found = {kNoCount, kNumbered | next_number_++, -1};
+  if (!is_plain) found = {PlanKey::kNoCount, kNumbered | next_number_++, -1};
   const auto old = families_.find(found);
   if (old != families_.end()) drop_family(FamilyPtr(old->second));
   const auto made = std::make_shared<PlanFamily>(found, unit);
   made->count_bytes();
-  made->last_used_ = ++uses_;
+  note_use(*made);
   families_nbytes_ += made->nbytes();
   families_[found] = made;
   return made;
@@ -255,7 +275,7 @@ FamilyPtr PlanCache::add_family(const PlanKey& key, int64_t unit, bool is_plain)
 
 FamilyPtr PlanCache::add_family(std::shared_ptr<const BoxTemplate> boxes) {
   const uint32_t what = PlanKey::pack(boxes->kind.coll, DType::U8, 0, kHost);
-  FamilyPtr made = add_family(PlanKey{kNoCount, what, 0}, 1, false);
+  FamilyPtr made = add_family(PlanKey{PlanKey::kNoCount, what, 0}, 1, false);
   families_nbytes_ -= made->nbytes();
   made->boxes_ = std::move(boxes);
   made->count_bytes();
@@ -265,7 +285,7 @@ FamilyPtr PlanCache::add_family(std::shared_ptr<const BoxTemplate> boxes) {
 
 PlanPtr PlanCache::box_plan(PlanFamily& family, std::vector<int64_t> numbers,
                             const std::vector<int64_t>& strides, Comm& comm) {
-  family.last_used_ = ++uses_;
+  note_use(family);
   const size_t num = numbers.size();
   VectorKey key{family.key(), std::move(numbers)};
   key.plain.count = static_cast<int64_t>(num);
@@ -275,11 +295,14 @@ PlanPtr PlanCache::box_plan(PlanFamily& family, std::vector<int64_t> numbers,
     note_use(it->second);
     return it->second->plan;
   }
-  PlanPtr made = family.boxes()->make(key.counts.data(), num, strides.data(), strides.size(), comm);
+  const BoxTemplate& by = *family.boxes();
+  const auto make = [&](std::shared_ptr<Plan> used) -> PlanPtr {
+    return by.make(key.counts.data(), num, strides.data(), strides.size(), comm, std::move(used));
+  };
   // Nobody asks again for the plans of a family that was dropped meanwhile.
   const auto kept = families_.find(family.key());
-  if (kept != families_.end() && kept->second.get() == &family) keep(key, made);
-  return made;
+  if (kept == families_.end() || kept->second.get() != &family) return make(nullptr);
+  return *make_new(vector_plans_, key, family, &by, make);
 }
 
 void PlanCache::add_range(PlanFamily& family, int64_t lo, int64_t hi,
@@ -289,7 +312,7 @@ void PlanCache::add_range(PlanFamily& family, int64_t lo, int64_t hi,
   families_nbytes_ -= family.nbytes();
   family.add(lo, hi, std::move(made));
   family.count_bytes();
-  family.last_used_ = ++uses_;
+  note_use(family);
   families_nbytes_ += family.nbytes();
 }
 
@@ -303,9 +326,7 @@ void PlanCache::drop_family(const FamilyPtr& family) {
   }
   families_nbytes_ -= family->nbytes();
   families_.erase(it);
-  last_key_ = PlanKey{-1, 0, 0};
-  last_plan_.reset();
-  last_vector_plan_.reset();
+  forget_last();
 }
 
 FamilyPtr PlanCache::too_much() const {
@@ -328,9 +349,14 @@ void PlanCache::forget_all() {
     family->count_bytes();
     families_nbytes_ += family->nbytes();
   }
-  last_vector_plan_.reset();
+  forget_last();
+}
+
+void PlanCache::forget_last() {
   last_key_ = PlanKey{-1, 0, 0};
   last_plan_.reset();
+  last_vector_plan_.reset();
+  last_family_ = last_vector_family_ = &no_family_;
 }
 
 std::vector<PlanPtr> PlanCache::all() const {

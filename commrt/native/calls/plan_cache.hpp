@@ -23,6 +23,8 @@ namespace commrt {
 namespace nb = nanobind;
 
 struct PlanKey {
+  static constexpr int64_t kNoCount = -1;
+
   int64_t count;
   uint32_t what;  // operation, dtype, reduction, kind of device; or the number of a family
   int32_t root;
@@ -109,17 +111,21 @@ class PlanCache {
 
   // The plan of a call; null if there is none.
   const PlanPtr* find(const PlanKey& key) {
-    return key == last_key_ ? &last_plan_ : find_other(key);
+    if (!(key == last_key_)) return find_other(key);
+    note_use(*last_family_);
+    return &last_plan_;
   }
   // `given`: the objects that hold the counts.
   const PlanPtr* find(const VectorKey& key, PyObject* const* given, int num);
-  bool is_asked_again(const PlanKey& key, PyObject* const* given, int num) const {
+  // The same for the very tuples of the call before, which need not be read again.
+  const PlanPtr* find_again(const PlanKey& key, PyObject* const* given, int num) {
     for (int i = 0; i < num; ++i) {
-      if (given[i] == nullptr || given[i] != last_arguments_[i].ptr()) return false;
+      if (given[i] == nullptr || given[i] != last_arguments_[i].ptr()) return nullptr;
     }
-    return last_vector_plan_ != nullptr && key == last_vector_key_.plain;
+    if (last_vector_plan_ == nullptr || !(key == last_vector_key_.plain)) return nullptr;
+    note_use(*last_vector_family_);
+    return &last_vector_plan_;
   }
-  const PlanPtr& last_vector_plan() const { return last_vector_plan_; }
   const std::vector<int64_t>& last_counts() const { return last_vector_key_.counts; }
   // True if the last plan's first counts are also its second ones.
   bool swaps() const {
@@ -162,7 +168,8 @@ class PlanCache {
     const VectorKey* counted;  // or this
     PlanPtr plan;
     size_t nbytes;
-    const PlanTemplate* made_by;  // null: Python; it may be gone
+    const void* made_by;  // a template, which may be gone; null: Python
+    PlanFamily* family;  // dropped with all of its plans; or `no_family_`
   };
   using Order = std::list<Kept>;  // the last used first, once they take a quarter of the limit
   using Plans = std::unordered_map<PlanKey, Order::iterator, PlanKeyHash>;
@@ -178,8 +185,12 @@ class PlanCache {
 
   const PlanPtr* find_other(const PlanKey& key);
   void note_use(Order::iterator at);
-  void remember(const VectorKey& key, const PlanPtr& plan);
+  void note_use(PlanFamily& family) { family.last_used_ = ++uses_; }
+  // The family of a call, by a key without a count; `no_family_` where there is none.
+  PlanFamily& family_of(const PlanKey& key);
+  void remember(const VectorKey& key, const PlanPtr& plan, PlanFamily& family);
   void remember_arguments(PyObject* const* given, int num);
+  void forget_last();
   void put(Order::iterator at, PlanPtr plan, size_t key_nbytes);
   void drop(Order::iterator at);
   void bound();
@@ -189,20 +200,28 @@ class PlanCache {
   static void set_key(Kept& kept, const PlanKey& key) { kept.plain = &key; }
   static void set_key(Kept& kept, const VectorKey& key) { kept.counted = &key; }
   template <class Map>
-  Spare<Map> take_spare(Map& plans, const PlanTemplate& by);
-  // The plan of a call that is not in the cache; null if there can be none.
-  template <class Map>
-  const PlanPtr* make_new(Map& plans, const typename Map::key_type& key, const PlanTemplate& by,
-                          int64_t num_elements, const std::vector<int64_t>& counts, Comm& comm);
+  Spare<Map> take_spare(Map& plans, const void* by);
+  // The plan of a call that is not in the cache; null if there can be none. `by`: its template;
+  // `make` makes the plan, of the memory of another one or of null.
+  template <class Map, class Make>
+  const PlanPtr* make_new(Map& plans, const typename Map::key_type& key, PlanFamily& family,
+                          const void* by, Make make);
+  static size_t nbytes_of(const PlanKey& key) { return sizeof key; }
+  static size_t nbytes_of(const VectorKey& key) {
+    return sizeof key + key.counts.size() * sizeof(int64_t);
+  }
 
   Order order_;
   size_t plans_nbytes_ = 0, families_nbytes_ = 0;
   Plans plans_;
   PlanKey last_key_{-1, 0, 0};
   PlanPtr last_plan_;
+  PlanFamily no_family_{PlanKey{PlanKey::kNoCount, 0, -1}, 1};  // of plans that have none
+  PlanFamily* last_family_ = &no_family_;
   VectorPlans vector_plans_;
   VectorKey last_vector_key_;
   PlanPtr last_vector_plan_;  // null: the key means nothing
+  PlanFamily* last_vector_family_ = &no_family_;
   nb::object last_arguments_[2];  // where these are tuples, which nobody can change
 
   std::unordered_map<PlanKey, FamilyPtr, PlanKeyHash> families_;  // by a key without a count

@@ -8,6 +8,7 @@
 
 #include "engine/call_mark.hpp"
 #include "engine/comm.hpp"
+#include "engine/kept_list.hpp"
 
 namespace commrt {
 
@@ -17,15 +18,19 @@ constexpr int64_t kLineBytes = 64;
 
 struct Bounds {
   int64_t low[kMostDims], high[kMostDims];
+
+  Bounds() {}
 };
 
 // A part of a move.
 struct Piece {
   const BoxMove* move;
-  int64_t index;  // among the move's
-  int64_t touched_nbytes;
+  int64_t index = 0;  // among the move's
+  int64_t touched_nbytes = 0;
   bool has_twin;  // another move has the same shape, in short rows
   Bounds bounds;
+
+  Piece(const BoxMove* move, bool has_twin) : move(move), has_twin(has_twin) {}
 };
 
 // The boxes of one step.
@@ -54,12 +59,14 @@ bool same_shape(const BoxEnd& one, const BoxEnd& other) {
 
 class Compiler {
  public:
-  Compiler(const std::vector<DType>& types, const BoxCallKind& kind, int rank, int size)
-      : types_(types), kind_(kind), rank_(rank), size_(size) {}
+  Compiler(const std::vector<DType>& types, const BoxCallKind& kind, int rank, int size,
+           std::vector<Piece>& pieces, std::vector<Message>& messages)
+      : types_(types), kind_(kind), rank_(rank), size_(size), pieces_(pieces),
+        messages_(messages) {}
 
-  BoxProgram compile(const std::vector<BoxMove>& moves) {
+  BoxProgram compile(const std::vector<BoxMove>& moves, std::vector<const BoxMove*>& rest,
+                     std::vector<const BoxMove*>& group, std::vector<Box> memory) {
     // Groups in the order of their first moves: of one phase, with one peer and direction.
-    std::vector<const BoxMove*> rest, group;
     for (const BoxMove& move : moves) {
       if ((kind_.stated && move.peer >= 0) || elements(move.own()) > 0) rest.push_back(&move);
     }
@@ -83,7 +90,7 @@ class Compiler {
                      [this](const Message& one, const Message& other) {
                        return place(one) < place(other);
                      });
-    return assemble();
+    return assemble(std::move(memory));
   }
 
  private:
@@ -138,7 +145,7 @@ class Compiler {
             return other != move && other->own().array == box.array &&
                    same_shape(other->own(), box);
           });
-      Piece piece{move, 0, 0, has_twin, {}};
+      Piece piece(move, has_twin);
       for (int dim = 0; dim < box.ndim; ++dim) {
         piece.bounds.low[dim] = 0;
         piece.bounds.high[dim] = box.stop[dim] - box.start[dim];
@@ -197,7 +204,7 @@ class Compiler {
         const size_t at = pieces_.size();
         const int64_t high = std::min(low + most, count);
         if (high > low) {
-          Piece piece{move, 0, 0, false, {}};
+          Piece piece(move, false);
           piece.bounds.low[0] = low;
           piece.bounds.high[0] = high;
           pieces_.push_back(piece);
@@ -216,9 +223,9 @@ class Compiler {
     return {message.phase(), message.index, way, sends ? away : -away};
   }
 
-  Box box_of(const Piece& piece, bool of_target) const {
+  void add_box(std::vector<Box>& boxes, const Piece& piece, bool of_target) const {
     const BoxEnd& end = of_target ? piece.move->target : piece.move->source;
-    Box box;
+    Box& box = boxes.emplace_back();
     box.array = end.array;
     const DType dtype = types_[static_cast<size_t>(end.array)];
     box.itemsize = item_size(dtype);
@@ -231,13 +238,14 @@ class Compiler {
       box.offset += (end.start[dim] + piece.bounds.low[dim]) * end.strides[dim];
     }
     box.settle();
-    return box;
   }
 
-  BoxProgram assemble() {
+  BoxProgram assemble(std::vector<Box> memory) {
     BoxProgram made;
     std::vector<int> sent(static_cast<size_t>(size_)), received(static_cast<size_t>(size_));
-    made.boxes.reserve(pieces_.size() * 2);
+    made.boxes = std::move(memory);
+    made.boxes.clear();
+    made.boxes.reserve(num_boxes());
     made.steps.reserve(messages_.size());
     int run = 0, run_sends = 0;
     for (size_t i = 0; i < messages_.size(); ++i) {
@@ -245,7 +253,7 @@ class Compiler {
       BoxStep step{message.kind, static_cast<int>(made.boxes.size()), 0, -1, 0, -1};
       size_t nbytes = 0;
       for (size_t at = message.first; at < message.last; ++at) {
-        made.boxes.push_back(box_of(pieces_[at], pieces_[at].move->arrives));
+        add_box(made.boxes, pieces_[at], pieces_[at].move->arrives);
         nbytes += made.boxes.back().nbytes;
       }
       step.hi = static_cast<int>(made.boxes.size());
@@ -253,7 +261,7 @@ class Compiler {
       if (message.peer() < 0) {
         step.source = step.hi;
         for (size_t at = message.first; at < message.last; ++at) {
-          made.boxes.push_back(box_of(pieces_[at], false));
+          add_box(made.boxes, pieces_[at], false);
         }
       } else {
         step.peer = message.peer();
@@ -273,6 +281,14 @@ class Compiler {
     }
     add_dependencies(made);
     return made;
+  }
+
+  size_t num_boxes() const {
+    size_t sum = pieces_.size();
+    for (const Message& message : messages_) {
+      if (message.peer() < 0) sum += message.last - message.first;
+    }
+    return sum;
   }
 
   static bool overlap(const Piece& one, const BoxEnd& end, const Piece& other,
@@ -326,9 +342,34 @@ class Compiler {
   const std::vector<DType>& types_;
   const BoxCallKind& kind_;
   const int rank_, size_;
-  std::vector<Piece> pieces_;
-  std::vector<Message> messages_;
+  std::vector<Piece>& pieces_;
+  std::vector<Message>& messages_;
 };
+
+// An instruction without content, with the memory of another one's lists.
+void empty(Instr& used) {
+  Instr made;
+  made.inputs = std::move(used.inputs);
+  made.local_outs = std::move(used.local_outs);
+  made.sends = std::move(used.sends);
+  made.deps = std::move(used.deps);
+  for (std::vector<Ref>* list : {&made.inputs, &made.local_outs, &made.sends}) list->clear();
+  made.deps.clear();
+  used = std::move(made);
+}
+
+// A plan without content, with the memory of another one's lists.
+std::shared_ptr<Plan> empty(std::shared_ptr<Plan> used) {
+  if (used == nullptr) return std::make_shared<Plan>();
+  Plan made;
+  made.spaces = std::move(used->spaces);
+  made.instrs = std::move(used->instrs);
+  made.peers = std::move(used->peers);
+  made.publish_instr = std::move(used->publish_instr);
+  made.peers.clear();
+  *used = std::move(made);
+  return used;
+}
 
 Ref boxes_from(int first, int count) {
   Ref ref{};
@@ -340,13 +381,21 @@ Ref boxes_from(int first, int count) {
 }  // namespace
 
 BoxProgram compile_moves(const std::vector<BoxMove>& moves, const std::vector<DType>& types,
-                         const BoxCallKind& kind, int rank, int size) {
-  return Compiler(types, kind, rank, size).compile(moves);
+                         const BoxCallKind& kind, int rank, int size, std::vector<Box> memory) {
+  thread_local std::vector<Piece> kept_pieces;
+  thread_local std::vector<Message> kept_messages;
+  thread_local std::vector<const BoxMove*> kept_rest, kept_group;
+  KeptList pieces(kept_pieces);
+  KeptList messages(kept_messages);
+  KeptList rest(kept_rest), group(kept_group);
+  return Compiler(types, kind, rank, size, *pieces, *messages)
+      .compile(moves, *rest, *group, std::move(memory));
 }
 
 std::shared_ptr<Plan> plan_of_boxes(BoxProgram&& program, const BoxCallKind& kind, int most_slots,
-                                    Store store, Store adaptive, Comm& comm) {
-  auto plan = std::make_shared<Plan>();
+                                    Store store, Store adaptive, Comm& comm,
+                                    std::shared_ptr<Plan> used) {
+  const std::shared_ptr<Plan> plan = empty(std::move(used));
   plan->coll = kind.coll;
   plan->dtype = DType::U8;
   plan->redop = kind.redop;
@@ -360,8 +409,10 @@ std::shared_ptr<Plan> plan_of_boxes(BoxProgram&& program, const BoxCallKind& kin
   plan->choice.start_with(store, adaptive);
   plan->most_slots = std::max(1, most_slots);
   plan->ahead = static_cast<uint64_t>(std::max(1, program.ahead));
-  SpaceSpec& space = plan->spaces.emplace_back();
+  plan->spaces.resize(1);
+  SpaceSpec& space = plan->spaces[0];
   space.kind = SpaceKind::In;
+  space.offsets.clear();
   space.offsets.reserve(program.boxes.size() + 1);
   space.offsets.push_back(0);
   for (const Box& box : program.boxes) {
@@ -379,7 +430,7 @@ std::shared_ptr<Plan> plan_of_boxes(BoxProgram&& program, const BoxCallKind& kin
     peer_index[static_cast<size_t>(peer.rank)] = static_cast<int>(plan->peers.size());
     plan->peers.push_back(peer);
   }
-  plan->instrs.reserve(program.steps.size());
+  plan->instrs.resize(program.steps.size());
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const BoxStep& step = program.steps[i];
     const int count = step.hi - step.lo;
@@ -394,7 +445,8 @@ std::shared_ptr<Plan> plan_of_boxes(BoxProgram&& program, const BoxCallKind& kin
       }
       return boxes_from(first, count);
     };
-    Instr& ins = plan->instrs.emplace_back();
+    Instr& ins = plan->instrs[i];
+    empty(ins);
     ins.boxed = true;
     Ref message{};
     if (!local) {

@@ -19,6 +19,8 @@ struct BoxEnd {
   int array = -1;
   int ndim = 0;
   int64_t start[kMostDims], stop[kMostDims], strides[kMostDims];
+
+  BoxEnd() {}  // writes nothing into dimensions that there are not
 };
 
 struct BoxMove {
@@ -67,12 +69,16 @@ struct BoxCallKind {
   uint16_t facts = 0;       // and a number of all else that the ranks have to agree on
 };
 
+// `memory`: for the program's boxes.
 BoxProgram compile_moves(const std::vector<BoxMove>& moves, const std::vector<DType>& types,
-                         const BoxCallKind& kind, int rank, int size);
+                         const BoxCallKind& kind, int rank, int size,
+                         std::vector<Box> memory = {});
 
 // The plan of a program, whose buffer is a table of the arrays' addresses. Throws
-// std::invalid_argument where the program is none of this communicator's.
+// std::invalid_argument where the program is none of this communicator's. `used`: a plan of such
+// calls that nobody has any more, whose memory the new one takes; null: there is none.
 std::shared_ptr<Plan> plan_of_boxes(BoxProgram&& program, const BoxCallKind& kind, int most_slots,
-                                    Store store, Store adaptive, Comm& comm);
+                                    Store store, Store adaptive, Comm& comm,
+                                    std::shared_ptr<Plan> used = nullptr);
 
 }  // namespace commrt

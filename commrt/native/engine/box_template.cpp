@@ -3,22 +3,36 @@
 #include "engine/box_template.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
+
+#include "engine/call_mark.hpp"
+#include "engine/kept_list.hpp"
 
 namespace commrt {
 
 BoxProgram BoxTemplate::program(const int64_t* numbers, size_t num, const int64_t* strides,
-                                size_t num_strides) const {
-  std::vector<size_t> first_stride;
-  size_t all_strides = 0;
-  for (const int ndim : dims) {
-    first_stride.push_back(all_strides);
-    all_strides += static_cast<size_t>(ndim);
-  }
+                                size_t num_strides, std::vector<Box> memory) const {
+  const auto all_strides = static_cast<size_t>(std::accumulate(dims.begin(), dims.end(), 0));
   if (all_strides != num_strides) {
     throw std::invalid_argument(std::to_string(num_strides) + " strides for arrays of " +
                                 std::to_string(all_strides) + " dimensions: expected one for each");
   }
+  thread_local std::vector<BoxMove> kept;
+  KeptList made(kept);
+  if (layouts == nullptr) {
+    place_moves(numbers, num, strides, *made);
+  } else if (num != layouts->num_numbers()) {
+    throw std::invalid_argument(std::to_string(num) + " lengths of two layouts: expected " +
+                                std::to_string(layouts->num_numbers()));
+  } else {
+    layouts->add_moves(numbers, strides, rank, *made);
+  }
+  return compile_moves(*made, types, kind, rank, size, std::move(memory));
+}
+
+void BoxTemplate::place_moves(const int64_t* numbers, size_t num, const int64_t* strides,
+                              std::vector<BoxMove>& made) const {
   const auto at = [&](const Place& place) {
     if (place.number < 0) return place.offset;
     if (static_cast<size_t>(place.number) >= num) {
@@ -31,36 +45,52 @@ BoxProgram BoxTemplate::program(const int64_t* numbers, size_t num, const int64_
   const auto put = [&](const End& end, BoxEnd& box) {
     box.array = end.array;
     box.ndim = static_cast<int>(end.start.size());
+    const int64_t* const own =
+        strides + std::accumulate(dims.begin(), dims.begin() + end.array, 0);
     for (size_t dim = 0; dim < end.start.size(); ++dim) {
       box.start[dim] = at(end.start[dim]);
       box.stop[dim] = at(end.stop[dim]);
-      const auto stride = first_stride[static_cast<size_t>(end.array)] +
-                          static_cast<size_t>(end.axes[dim]);
-      box.strides[dim] = strides[stride] * end.steps[dim];
+      box.strides[dim] = own[end.axes[dim]] * end.steps[dim];
     }
   };
-  std::vector<BoxMove> made(moves.size());
-  for (size_t i = 0; i < moves.size(); ++i) {
-    const Move& move = moves[i];
-    made[i].phase = move.phase;
-    made[i].number = move.number;
-    made[i].peer = move.peer;
-    made[i].leaves = move.source.array >= 0;
-    made[i].arrives = move.target.array >= 0;
-    if (made[i].leaves) put(move.source, made[i].source);
-    if (made[i].arrives) put(move.target, made[i].target);
+  made.reserve(moves.size());
+  for (const Move& move : moves) {
+    BoxMove& one = made.emplace_back();
+    one.phase = move.phase;
+    one.number = move.number;
+    one.peer = move.peer;
+    one.leaves = move.source.array >= 0;
+    one.arrives = move.target.array >= 0;
+    if (one.leaves) put(move.source, one.source);
+    if (one.arrives) put(move.target, one.target);
   }
-  return compile_moves(made, types, kind, rank, size);
 }
 
 std::shared_ptr<Plan> BoxTemplate::make(const int64_t* numbers, size_t num, const int64_t* strides,
-                                        size_t num_strides, Comm& comm) const {
-  BoxProgram made = program(numbers, num, strides, num_strides);
+                                        size_t num_strides, Comm& comm,
+                                        std::shared_ptr<Plan> used) const {
+  std::vector<Box> memory;
+  if (used != nullptr && !used->spaces.empty()) memory = std::move(used->spaces[0].boxes);
+  BoxProgram made = program(numbers, num, strides, num_strides, std::move(memory));
   const size_t longest = made.longest_nbytes;
   const size_t slots = std::max({slots_nbytes / std::max<size_t>(1, longest), fewest_slots,
                                  static_cast<size_t>(made.fewest_slots)});
   const Store* const kinds = longest < stores.learns_from ? stores.is_short : stores.is_long;
-  return plan_of_boxes(std::move(made), kind, static_cast<int>(slots), kinds[0], kinds[1], comm);
+  auto plan = plan_of_boxes(std::move(made), kind, static_cast<int>(slots), kinds[0], kinds[1],
+                            comm, std::move(used));
+  if (layouts != nullptr) {
+    plan->mark = mark_of_plan(kind.coll, kind.dtype, static_cast<uint64_t>(kind.redop),
+                              facts_with(numbers, num));
+  }
+  return plan;
+}
+
+// Lengths of layouts are those of the whole array, so they are the same on all ranks.
+uint16_t BoxTemplate::facts_with(const int64_t* numbers, size_t num) const {
+  constexpr uint64_t kPrime = 0x100000001b3;  // of the hash FNV-1a
+  uint64_t sum = kind.facts;
+  for (size_t i = 0; i < num; ++i) sum = (sum ^ static_cast<uint64_t>(numbers[i])) * kPrime;
+  return static_cast<uint16_t>(sum ^ sum >> 16 ^ sum >> 32 ^ sum >> 48);
 }
 
 size_t BoxTemplate::nbytes() const {
@@ -71,7 +101,7 @@ size_t BoxTemplate::nbytes() const {
       sum += of(end->start) + of(end->stop) + of(end->axes) + of(end->steps);
     }
   }
-  return sum;
+  return layouts == nullptr ? sum : sum + layouts->nbytes();
 }
 
 }  // namespace commrt

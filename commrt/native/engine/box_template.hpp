@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls that move boxes without their lengths: what differs between calls of one kind are the
-// places where boxes begin and end.
+// places where boxes begin and end, or the lengths of two layouts.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "engine/box_program.hpp"
+#include "engine/layout_moves.hpp"
 
 namespace commrt {
 
@@ -41,6 +41,7 @@ class BoxTemplate {
   std::vector<DType> types;  // of the arrays
   std::vector<int> dims;     // their dimensions
   std::vector<Move> moves;
+  std::unique_ptr<const LayoutPair> layouts;  // what the moves follow from; null: they are `moves`
   Stores stores;
   size_t slots_nbytes = 0, fewest_slots = 1;  // payloads that may be unread at once
   int rank = 0, size = 1;
@@ -48,10 +49,17 @@ class BoxTemplate {
   // The program of a call: `numbers` of the template's places, and all arrays' strides. Throws
   // std::invalid_argument where these are not as many as there should be.
   BoxProgram program(const int64_t* numbers, size_t num, const int64_t* strides,
-                     size_t num_strides) const;
+                     size_t num_strides, std::vector<Box> memory = {}) const;
+  // `used`: a plan by this template that nobody has any more, or null.
   std::shared_ptr<Plan> make(const int64_t* numbers, size_t num, const int64_t* strides,
-                             size_t num_strides, Comm& comm) const;
+                             size_t num_strides, Comm& comm,
+                             std::shared_ptr<Plan> used = nullptr) const;
   size_t nbytes() const;
+
+ private:
+  uint16_t facts_with(const int64_t* numbers, size_t num) const;
+  void place_moves(const int64_t* numbers, size_t num, const int64_t* strides,
+                   std::vector<BoxMove>& made) const;
 };
 
 }  // namespace commrt

@@ -12,9 +12,9 @@ namespace {
 constexpr size_t kShortRow = 512;      // longer ones are fetched well enough by themselves
 constexpr size_t kStreamedRow = 1024;  // shorter ones leave too many half lines
 
-Walk walk_over(int ndim, const int64_t* shape, const int64_t* first, const int64_t* second,
-               size_t itemsize) {
-  Walk walk;
+void walk_over(Walk& walk, int ndim, const int64_t* shape, const int64_t* first,
+               const int64_t* second, size_t itemsize) {
+  walk.ndim = 0;
   for (int dim = 0; dim < ndim; ++dim) {
     if (shape[dim] == 1) continue;
     if (walk.ndim > 0) {
@@ -39,7 +39,6 @@ Walk walk_over(int ndim, const int64_t* shape, const int64_t* first, const int64
     walk.row_nbytes *= static_cast<size_t>(walk.shape[last]);
     --walk.ndim;
   }
-  return walk;
 }
 
 template <size_t kBytes>
@@ -144,7 +143,9 @@ void combine_rows(CombineFn combine, size_t itemsize, unsigned char* to,
 }  // namespace
 
 Walk walk_between(const Box& box, const Box& other) {
-  return walk_over(box.ndim, box.shape, box.strides, other.strides, box.itemsize);
+  Walk walk;
+  walk_over(walk, box.ndim, box.shape, box.strides, other.strides, box.itemsize);
+  return walk;
 }
 
 void Box::settle() {
@@ -154,7 +155,7 @@ void Box::settle() {
     contiguous[dim] = static_cast<int64_t>(nbytes);
     nbytes *= static_cast<size_t>(shape[dim]);
   }
-  in_message = walk_over(ndim, shape, strides, contiguous, itemsize);
+  walk_over(in_message, ndim, shape, strides, contiguous, itemsize);
 }
 
 void pack_box(unsigned char* message, const unsigned char* array, const Box& box,

@@ -19,6 +19,8 @@ struct Walk {
   int64_t shape[kMostDims];
   int64_t first[kMostDims], second[kMostDims];  // strides in bytes
   size_t row_nbytes = 0;
+
+  Walk() {}  // writes nothing into dimensions that there are not
 };
 
 struct Box {
@@ -32,6 +34,7 @@ struct Box {
   size_t nbytes = 0;
   Walk in_message;  // against the same elements one after another, in C order
 
+  Box() {}  // as above: each line of memory that it leaves alone shows
   // Fills what follows from the rest.
   void settle();
 };

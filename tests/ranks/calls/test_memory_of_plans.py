@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt.calls import arguments
+from commrt.calls.methods import if_cached
 from commrt.comm import core_of
 from commrt.local import run
 from commrt.vocabulary.operations import operation
@@ -101,3 +103,44 @@ def _call_of(core: Any, x: Any) -> tuple[Any, Any]:
     """Return an allreduce of ``x``, as the host's route has it."""
     call = arguments.parse(operation("allreduce"), (x,), {})
     return call, arguments.bind(call, core.rank, core.size)
+
+
+@pytest.mark.parametrize("lengths", [(10,), (10, 20)])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_family_whose_plans_are_found_is_used(
+    counted: bool, lengths: tuple[int, ...]
+) -> None:
+    """Families that nobody asks go before one whose known calls the engine finds."""
+    known = if_cached("alltoallv" if counted else "allreduce")
+    splits = {length: ((length,), (length,)) for length in range(100)}
+
+    def call(core: Any, length: int) -> bool:
+        x = np.ones(length)
+        if not counted:
+            return known(core, x) is not NotImplemented
+        sent, received = splits[length]
+        more = {"out": np.zeros(length), "send_counts": sent, "recv_counts": received}
+        return known(core, x, **more) is not NotImplemented
+
+    def rank_main(comm: Any) -> None:
+        core = core_of(comm)
+        for length in lengths:
+            x = np.ones(length)
+            if counted:
+                sent, received = splits[length]
+                comm.alltoallv(x, send_counts=sent, recv_counts=received)
+            else:
+                comm.allreduce(x)
+        core.plans_limit_nbytes = 6 * core.plans_nbytes
+        others = [
+            (name, op)
+            for name in ("uint8", "int8", "int16", "int32", "int64", "float32")
+            for op in ("sum", "min", "max", "prod")
+        ]
+        for turn, (name, op) in enumerate(others):
+            comm.allreduce(np.ones(3, name), op=op)
+            assert call(core, lengths[turn % len(lengths)])
+        assert len(core.families) < len(others)
+        assert call(core, 11)  # its template is there, too
+
+    run(1, rank_main)

@@ -7,9 +7,11 @@ out by itself, and has to come to the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +22,9 @@ from hypothesis import strategies as st
 
 from commrt import algorithms
 from commrt.calls.collectives import Collectives
+from commrt.calls.methods import if_cached
 from commrt.comm import core_of
+from commrt.errors import TimeoutError_
 from commrt.local import LocalRanks, run
 from commrt.planning import host_plans, templates, vectors
 from commrt.planning.footprint import Footprint, footprint
@@ -370,3 +374,57 @@ def test_wrong_lengths_are_refused_at_first_sight_too() -> None:
         check_plain(comm, "allgather", 1005)
 
     run(2, rank_main)
+
+
+LIMITED = ("allreduce", "bcast", "allgather", "barrier", "alltoallv")
+
+
+def limited(comm: Any, name: str, count: int, limit_s: float | None) -> Any:
+    """Return a call with a limit of its own."""
+    size, x = comm.size, np.ones(count)
+    more: dict[str, Any] = {"timeout_s": limit_s}
+    if name == "allgather":
+        more["out"] = np.zeros(size * count)
+    if name == "alltoallv":
+        x, more["out"] = np.ones(size * count), np.zeros(size * count)
+        more["send_counts"] = more["recv_counts"] = (count,) * size
+    return partial(if_cached(name), comm, *() if name == "barrier" else (x,), **more)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_known_calls_with_a_limit_enter_no_python(size: int) -> None:
+    def main(comm: Any) -> None:
+        core = core_of(comm)
+        for name in LIMITED:
+            for count in (1000, 1023):
+                call = limited(core, name, count, 300.0)
+                if call() is NotImplemented:
+                    getattr(comm, name)(*call.args[1:], **call.keywords)
+            for count, limit_s in ((1000, 300.0), (1010, 300), (1011, None)):
+                assert limited(core, name, count, limit_s)() is not NotImplemented
+            for wrong in (0.0, -1.0, "1", np.float64(3), float("nan"), 10**400):
+                assert limited(core, name, 1000, wrong)() is NotImplemented
+
+    run(size, main, timeout_s=300)
+
+
+def test_the_limit_of_a_known_call_holds() -> None:
+    """Rank 1 comes when rank 0 has given up waiting; the operation goes on."""
+    late = threading.Event()
+
+    def main(comm: Any) -> list[float]:
+        x, y = np.ones(8), np.ones(8)
+        comm.allreduce(x, timeout_s=300)
+        if comm.rank == 0:
+            known = if_cached("allreduce")
+            with pytest.raises(TimeoutError_, match=r"0\.2 s"):
+                known(core_of(comm), x, timeout_s=0.2)
+            late.set()
+        else:
+            assert late.wait(300)
+            comm.allreduce(x, timeout_s=300)
+        comm.allreduce(y, timeout_s=300)
+        comm.barrier()
+        return [float(x[0]), float(y[0])]
+
+    assert run(2, main, timeout_s=300) == [[4.0, 2.0]] * 2

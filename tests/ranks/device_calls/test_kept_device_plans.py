@@ -12,6 +12,7 @@ from device_call_cache import calls_of_python, num_cached, without_python
 from staged_ranks import Rank, forget_ranks, on_threads
 
 from commrt import _native
+from commrt.backends import shm
 from commrt.comm import core_of
 
 LIMIT = 64 << 10
@@ -62,6 +63,34 @@ def test_a_thousand_lengths_stay_within_the_bound() -> None:
         assert looked_at == ["allreduce"]
 
     on_threads(size, main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_new_lengths_have_the_templates_of_old_ones(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    template = shm.schedule_template
+
+    def counted(group: Any, spec: Any) -> Any:
+        made.append(spec.op.name)
+        return template(group, spec)
+
+    monkeypatch.setattr(shm, "schedule_template", counted)
+
+    def main(rank: Rank) -> None:
+        for count in (1000, 1023):  # of one choice
+            check_sum(rank, size, count)
+            check_split(rank, size, count)
+        rank.comm.barrier()
+        made.clear()
+        rank.comm.barrier()
+        for count in (1001, 1022, 1010, 1005):
+            check_sum(rank, size, count)
+            check_split(rank, size, count)
+
+    on_threads(size, main)
+    assert made == []
 
 
 def test_the_call_that_is_used_again_and_again_stays() -> None:

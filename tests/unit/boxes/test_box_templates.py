@@ -14,13 +14,17 @@ import pytest
 from halo_cases import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import draw_layout, draw_shape
+from layout_cases import draw_layout, draw_lengths, draw_shape
 
-from commrt.boxes.host_plans import Place, box_template, compile_for
-from commrt.boxes.redistribution import redistribution_moves
+from commrt.boxes.host_plans import Place, box_template, most_message_nbytes
+from commrt.boxes.layouts import Block, Cyclic, Layout, numbers_of
+from commrt.boxes.redistribution import (
+    redistribution_moves,
+    redistribution_template,
+)
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import HaloShape, halo_moves
-from commrt.schedule.boxes import Box, BoxProgram, Move
+from commrt.schedule.boxes import Box, BoxProgram, Move, compile_moves
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 
 SEEDS = st.integers(0, 10**9)
@@ -60,7 +64,15 @@ def same_program(
 ) -> None:
     """Compare the engine's program with the definition; ``arrays``: types, strides."""
     sizes = [dtype_by_name(name).itemsize for name, _ in arrays]
-    wanted = compile_for(group, moves, sizes, reduces=reduces, stated=stated)
+    wanted = compile_moves(
+        moves,
+        sizes,
+        rank=group.rank,
+        size=group.size,
+        reduces=reduces,
+        stated=stated,
+        limit=most_message_nbytes(group.size),
+    )
     strides = [own for _, own in arrays]
     found = template.program(numbers, [step for own in strides for step in own])
     assert list(found) == plain(wanted, strides)
@@ -114,15 +126,76 @@ def test_redistributions_have_the_program_of_the_definition(seed: int) -> None:
     shape = draw_shape(rng)
     source, target = (draw_layout(rng, shape, size) for _ in range(2))
     rank, ndim = rng.randrange(size), len(shape)
-    moves = redistribution_moves(source, target, rank)
-    parts = [layout.local_shape(rank) for layout in (source, target)]
-    arrays = [("float64", c_strides(part, "float64")) for part in parts]
+    group: Any = ranks(rank, size)
     double = dtype_by_name("float64")
-    group = ranks(rank, size)
-    template = box_template(
-        group, moves, [(double, ndim)] * 2, coll=70, label="boxes/direct"
+    template = redistribution_template(group, (source, target), double)
+    for turn in range(4):
+        if turn:
+            shape = tuple(rng.randint(0, 40 if ndim < 4 else 9) for _ in shape)
+            source, target = (
+                draw_lengths(rng, layout, shape) for layout in (source, target)
+            )
+        moves = redistribution_moves(source, target, rank)
+        parts = [layout.local_shape(rank) for layout in (source, target)]
+        arrays = [("float64", c_strides(part, "float64")) for part in parts]
+        numbers = [*numbers_of(source), *numbers_of(target)]
+        same_program(group, template, numbers, moves, arrays)
+
+
+LARGEST = 2**63 - 1
+HUGE: list[tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]] = [
+    ((40,), (Block(0),), (Cyclic(0, LARGEST),)),
+    ((40,), (Cyclic(0, 1 << 62),), (Cyclic(0, 3 << 61),)),
+    ((40,), (Cyclic(0, 2),), (Cyclic(0, LARGEST),)),
+    ((LARGEST, 0), (Block(0), None), (Cyclic(0, LARGEST), None)),
+    ((LARGEST, 0), (Cyclic(0, 1 << 60), None), (Cyclic(0, 3 << 58), None)),
+    ((LARGEST, 0), (Block(0, (0, 1, LARGEST - 1)), None), (Cyclic(0, 5), None)),
+    ((0, LARGEST), (None, Cyclic(0, LARGEST)), (None, Block(0))),
+]
+
+
+@pytest.mark.parametrize(("shape", "source", "target"), HUGE)
+def test_numbers_as_large_as_there_are_have_the_program_of_the_definition(
+    shape: tuple[int, ...], source: tuple[Any, ...], target: tuple[Any, ...]
+) -> None:
+    layouts = Layout(shape, (3,), source), Layout(shape, (3,), target)
+    byte = dtype_by_name("uint8")
+    numbers = [*numbers_of(layouts[0]), *numbers_of(layouts[1])]
+    arrays = [("uint8", (1,) * len(shape))] * 2
+    for rank in range(3):
+        group: Any = ranks(rank, 3)
+        template = redistribution_template(group, layouts, byte)
+        moves = redistribution_moves(*layouts, rank)
+        same_program(group, template, numbers, moves, arrays)
+
+
+def test_grids_of_many_dimensions_have_the_program_of_the_definition() -> None:
+    grid = (1, 1, 2, 1, 1, 1, 1, 1, 1, 3)
+    byte = dtype_by_name("uint8")
+    layouts = (
+        Layout((7, 5), grid, (Block(2), Cyclic(9))),
+        Layout((7, 5), grid, (None, Block(9, (0, 4, 1)))),
     )
-    same_program(group, template, [], moves, arrays)
+    numbers = [*numbers_of(layouts[0]), *numbers_of(layouts[1])]
+    for rank in range(6):
+        group: Any = ranks(rank, 6)
+        template = redistribution_template(group, layouts, byte)
+        parts = [layout.local_shape(rank) for layout in layouts]
+        arrays = [("uint8", c_strides(part, "uint8")) for part in parts]
+        moves = redistribution_moves(*layouts, rank)
+        same_program(group, template, numbers, moves, arrays)
+
+
+def test_lengths_that_do_not_fit_two_layouts_are_refused() -> None:
+    byte = dtype_by_name("uint8")
+    group: Any = ranks(0, 2)
+    line = Layout((4,), (2,), (Block(0, (1, 3)),))
+    template = redistribution_template(group, (line, line), byte)
+    with pytest.raises(ValueError, match=r"2 lengths of two layouts: expected 6"):
+        template.program([4, 4], [1, 1])
+    other = Layout((4,), (3,), (Block(0),))
+    with pytest.raises(ValueError, match=r"dimensions does not fit: .* of 2 ranks"):
+        redistribution_template(group, (line, other), byte)
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.calls.kept_plans import KeptPlans
+from commrt.planning.kept_plans import KeptPlans
 
 
 @dataclass

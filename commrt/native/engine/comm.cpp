@@ -279,6 +279,7 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   if (active_.empty()) lane_refused_ = native_refused_ = false;
   const MpiTurn turn(engine.mpi_device());
   if (advance_first(op, limit) && op->has_keep()) engine.discard(std::shared_ptr<Op>(op));
+  if (p2p->is_urgent()) p2p->progress();
   return op;
 }
 
@@ -381,6 +382,7 @@ bool Comm::progress(uint64_t limit) {
     lane_refused_ = native_refused_ = true;
     throw;
   }
+  if (p2p->is_urgent()) p2p->progress();
   if (ended) {
     for (auto& op : active_) {
       if (!op->finished()) continue;

@@ -524,6 +524,7 @@ void P2P::tell_heard(int rank, uint64_t seq, const Afar::Told& told) {
 void P2P::tell_left(int rank, uint64_t seq) {
   if (comm_.link(rank).kind != LinkKind::Mpi) return;
   answer(rank, {PacketKind::Left, kAnyType, 0, 0, seq, 0, 0});
+  urgent_ = true;
 }
 
 void P2P::tell_ended(int rank, uint64_t seq) {
@@ -578,6 +579,7 @@ bool P2P::progress() {
     if (comm_.arena == nullptr && comm_.mpi_comm == 0) return false;
     if (!attached_) attach();
   }
+  urgent_ = false;
   bool any = !early_.empty() && deliver_early();
   for (int peer = 0; peer < comm_.size; ++peer) {
     any = serve(peer) || any;

@@ -182,6 +182,8 @@ class P2P {
   void tell_heard(int rank, uint64_t seq, const Afar::Told& told);
   // Tells such a rank that this one has left operation `seq`, which another rank has refused.
   void tell_left(int rank, uint64_t seq);
+  // True if such an answer has not gone. Its caller may make no call for long, so it goes at once.
+  bool is_urgent() const { return urgent_; }
   // Tells such a rank that the communicator has ended, from operation `seq` on.
   void tell_ended(int rank, uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
@@ -302,6 +304,7 @@ class P2P {
   Queues<Incoming> unexpected_;
   std::list<std::shared_ptr<Op>> early_;      // receives whose message came before their gate
   uint64_t next_id_ = 1;
+  bool urgent_ = false;
   bool lingering_ = false;  // packets were on their way after the last pass
   unsigned idle_passes_ = 0;
   uint64_t took_ = 0;  // bytes of the last message that take_now() took

@@ -364,6 +364,7 @@ void Refusals::end_new(Op& op) {
       if (use.rank == one.rank) use.out.end = use.out.begin;
     }
   }
+  afar.work();
   see();
 }
 

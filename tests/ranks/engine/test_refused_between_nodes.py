@@ -248,6 +248,42 @@ def test_an_array_stays_while_somebody_may_take_it_for_the_value() -> None:
             assert (out == np.arange(2.0 * number, 3.0 * number)).all()
 
 
+def test_an_array_is_let_go_once_all_others_have_left() -> None:
+    """The last rank says so in its call, and does nothing more."""
+    with FakeMpi().ranks([[0], [1], [2]]) as ranks:
+        first, refusing, last = ranks.comms
+        x, out = np.ones(5000), np.empty((3, 5000))
+        how: dict[str, Any] = {"algorithm": "direct", "nonblocking": True}
+        request = first.allgather(x, out=out, **how)
+        refuse(refusing)
+        for rank in [0, 2] * 500:
+            ranks.step(rank)
+        assert not request.done
+        other = last.allgather(x, **how)
+        assert kind_of(other.wait) == "RefusedError"
+        for _ in range(500):
+            ranks.step(0)
+        assert kind_of(request.wait) == "RefusedError"
+
+
+def test_what_a_rank_of_the_node_has_left_is_not_read() -> None:
+    """The root hears of the refusal first, and writes to what it had shown."""
+    with FakeMpi().ranks([[0, 1], [2]]) as ranks:
+        heaps = ranks.each(lambda comm: comm.empty(_HEAP_ELEMENTS, "float64"))
+        how: dict[str, Any] = {"root": 0, "algorithm": "direct", "nonblocking": True}
+        heaps[0].fill(1.0)
+        request = ranks.comms[0].bcast(heaps[0], **how)
+        refuse(ranks.comms[2])
+        while not request.done:
+            ranks.step(0)
+        assert kind_of(request.wait) == "RefusedError"
+        heaps[0].fill(-1.0)
+        other = ranks.comms[1].bcast(heaps[1], **how)
+        while not other.done:
+            ranks.step(1)
+        assert kind_of(other.wait) == "RefusedError"
+
+
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_a_rank_may_be_many_refused_calls_ahead(nodes: list[list[int]]) -> None:
     def main(comm: Communicator) -> tuple[int, float]:

@@ -182,6 +182,7 @@ class CallShape:
         has_in: bool,
         has_out: bool,
         divides: bool,
+        facts: int = 0,
     ) -> None: ...
 
 class CallSites:
@@ -600,6 +601,11 @@ class Engine:
     def is_parked(self) -> bool:
         """Whether its thread sleeps until something is started."""
 
+    def leave(self) -> None:
+        """Tell the ranks of this node that this one has done its part in all that it
+        started.
+        """
+
     def release_streams(self, why: str) -> None:
         """Fail all work on device memory that is under way, and let its streams go."""
 
@@ -695,6 +701,11 @@ class Group:
         -1.
         """
 
+    def attach_liveness(self, liveness: Liveness, members: Sequence[int]) -> None:
+        """Watch the processes of peers: for each rank its number among the members, or
+        -1.
+        """
+
     def attach_mpi(self, arg0: int, arg1: int, arg2: Sequence[int], /) -> None: ...
     def attach_relay(self, relay: Relay, tag: int, ranks: Sequence[int]) -> None: ...
     def attach_segment(self, address: int, part_nbytes: int) -> None:
@@ -719,6 +730,8 @@ class Group:
     def drop_family(self, family: PlanFamily) -> None:
         """Drop a family with its plans."""
 
+    @property
+    def failed_by_death(self) -> bool: ...
     @property
     def failure(self) -> str: ...
     def find_plan(self, family: PlanFamily, count: int, counts: Sequence[int]) -> Plan:
@@ -838,7 +851,7 @@ class Group:
         sent_type: int = 255,
         received_type: int = 255,
     ) -> Any: ...
-    def set_failure(self, arg: str, /) -> None: ...
+    def set_failure(self, why: str, by_death: bool = False) -> None: ...
     def set_slot_window(self, nbytes: int) -> None:
         """Let payloads pass through so much of each lane; 0: not at all."""
 
@@ -866,6 +879,11 @@ class Group:
     def waiting_source(self, tag: int, first: int) -> int:
         """Return a rank whose message of this tag no receive has asked for, looking
         from `first` on; -1: there is none.
+        """
+
+    def who_died(self, peer: int = -1) -> str:
+        """Return which rank's process has ended; empty: none. One that has left counts
+        only as the peer.
         """
 
 class HostWork(DeviceWork):
@@ -925,6 +943,23 @@ class HostWork(DeviceWork):
 
     def wait_until_come(self, call: DeviceCall, limit_s: float) -> bool:
         """The same once it is so, or after that time, 0.05 s at most."""
+
+class Liveness:
+    """Which processes of this node's ranks have ended."""
+
+    def __init__(self, descriptors: Sequence[int], names: Sequence[str]) -> None:
+        """Take over descriptors of processes (os.pidfd_open), -1 for those that are
+        not watched.
+        """
+
+    def has_ended(self, member: int) -> bool:
+        """What the last look has found."""
+
+    def look(self, anew: bool = False) -> bool:
+        """Ask the kernel, unless that was done just now; True if any has ended."""
+
+    def name(self, member: int) -> str:
+        """What messages call the process."""
 
 class LoweredPrograms:
     """The lowered programs of all ranks."""
@@ -1315,6 +1350,7 @@ class PersistentCall:
         keep_out: Any | None,
         result: Any | None,
         operation: Any,
+        places: Places | None = None,
         source: int = 0,
         nbytes: int = 0,
     ) -> None: ...
@@ -1349,6 +1385,7 @@ class PersistentMessages:
         keep_recvs: Any,
         result: Any,
         operation: Any,
+        places: Places | None = None,
     ) -> None:
         """Rows are (address, nbytes, peer, tag, code of the type, replaced), all
         checked.
@@ -1370,6 +1407,17 @@ class PersistentMessages:
     def run_bound(self, nonblocking: bool) -> Any: ...
     def start(self) -> Any:
         """Start the operation and return its Request; wait before starting it again."""
+
+class Places:
+    """Where the arrays of a bound call lie."""
+
+    def __init__(self, arrays: Sequence[Any], look: Any) -> None:
+        """`look` returns (address, bytes) of an array that is neither numpy's nor
+        torch's own, or None where neither can change.
+        """
+
+    def check(self, operation: str) -> None:
+        """Raise UsageError where an array has other memory than it had at first."""
 
 class Plan:
     """One rank's operation, ready to be started any number of times."""
@@ -2150,6 +2198,7 @@ def make_box_template(
         tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
     ]
     | None = None,
+    facts: int = 0,
 ) -> BoxTemplate:
     """Plans of calls whose boxes begin and end at the call's numbers, or move an
     array from one layout to another.

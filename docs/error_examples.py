@@ -108,10 +108,10 @@ ENTRIES = (
     ),
     Entry(
         "PeerFailedError",
-        "A peer's process has ended, or its network or device library reports that it is "
-        "gone.",
-        "Go on without it, with ``create_group`` of the ranks that remain, or restart the "
-        "job from a checkpoint.",
+        "A peer's process has ended, or its network or device library reports that it "
+        "is gone.",
+        "Go on without it, with ``create_group`` of the ranks that remain, or restart "
+        "the job from a checkpoint.",
         'if comm.rank == 1:\n    raise RuntimeError("out of disk space")\ncomm.dup()',
         ranks=2,
     ),

@@ -63,11 +63,11 @@ class Bootstrap(Protocol):
         rank give up.
 
         Raises TimeoutError_ naming exactly the members that did not arrive, and
-        PeerFailedError at once where ``gone`` says that one cannot. A rank
-        that gives up, by these or by Ctrl-C, takes back what it said, and nobody uses it
-        any more: whoever waits goes on waiting, and meets it when it comes again. Ranks
-        that never came need not make up for anything. Between processes that give up
-        while others complete it, these may go on as if it had not; all meet again in
+        PeerFailedError at once where ``gone`` says that one cannot. A rank that gives
+        up, by these or by Ctrl-C, takes back what it said, and nobody uses it any more:
+        whoever waits goes on waiting, and meets it when it comes again. Ranks that
+        never came need not make up for anything. Between processes that give up while
+        others complete it, these may go on as if it had not; all meet again in
         the next exchange.
         """
         ...

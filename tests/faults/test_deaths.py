@@ -123,9 +123,7 @@ sys.stdout.write(json.dumps([rank, said]) + "\\n")
 """
 
 
-def run(
-    folder: Path, what: str, how: str, *, ranks: int, dies: int
-) -> dict[int, Any]:
+def run(folder: Path, what: str, how: str, *, ranks: int, dies: int) -> dict[int, Any]:
     """Return what each rank has said; the launcher ends none of them."""
     (folder / "program.py").write_text(PROGRAM)
     words = ["-n", str(ranks), "--keep-going", str(folder / "program.py")]
@@ -171,7 +169,7 @@ def test_a_rank_that_ends_by_itself_is_named(
 @pytest.mark.parametrize("how", ["kill", "exit", "leave"])
 def test_what_was_sent_before_arrives(tmp_path: Path, how: str) -> None:
     said = run(tmp_path, "last words", how, ranks=3, dies=0)
-    assert said == dict.fromkeys([1, 2], [[3.5] * 7, "PeerFailedError"])
+    assert said == {rank: [[3.5] * 7, "PeerFailedError"] for rank in (1, 2)}
 
 
 def test_a_message_that_came_in_part_is_none(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ OF_TORCH = {
 }
 LACKING = {
     "commrt": OF_TORCH,
-    "mpi4py": OF_TORCH | {"allreduce at once", "sparse_allreduce", "halo_exchange"},
+    "mpi4py": OF_TORCH
+    | {"allreduce at once", "sparse_allreduce", "halo_exchange", "redistribute"},
     "torch": {
         *("scan", "exscan", "gatherv", "scatterv"),
         *("multi_sendrecv", "sparse_allreduce", "halo_exchange"),
+        *("neighbor_allgather", "redistribute"),
     },
 }
 LACKING["gloo"] = LACKING["torch"] | {"allgatherv", "alltoall of a list"}

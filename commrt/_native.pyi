@@ -2385,6 +2385,11 @@ def nccl_program_plan(
 ) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
+def note_refusal_in_fusion(group: Group) -> None:
+    """Let buckets from now on differ from those of ranks that have the refused
+    call.
+    """
+
 def num_cached_device_calls(group: Group) -> int:
     """Number of device calls in the cache."""
 

@@ -227,11 +227,12 @@ class Fusion:
             self.choose(call, replace(bound, num_elements=full))
 
     def refuse(self, error: Exception) -> None:
-        """Do nothing for a call that is in no bucket here.
+        """Let the buckets from here on differ from those of ranks that have the call.
 
-        It has no number of its own. Where other ranks have it in their bucket, the
-        lengths of the buckets differ.
+        It has no number of its own, and is in no bucket here. Ranks whose buckets have
+        it raise MismatchError, as this rank does.
         """
+        _native.note_refusal_in_fusion(self.group)
 
     # -- sending -----------------------------------------------------------------
 

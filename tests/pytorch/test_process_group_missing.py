@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from process_groups import job
 
-from commrt.errors import MismatchError, TimeoutError_
+from commrt.errors import CommError, MismatchError, PeerFailedError, TimeoutError_
 
 DEADLINE_S = 300.0
 LIMIT = timedelta(seconds=0.2)
@@ -65,7 +66,9 @@ WAITS: dict[str, Call] = {
 }
 
 
-def errors(limit: timedelta) -> Iterator[tuple[str, str]]:
+def errors(
+    limit: timedelta, expected: type[CommError] = TimeoutError_
+) -> Iterator[tuple[str, str]]:
     """Yield what rank 0 is told, while the last rank is not there."""
     size = dist.get_world_size()
     groups = [dist.new_group(timeout=LONG) for _ in (*CALLS, *WAITS)]
@@ -78,36 +81,43 @@ def errors(limit: timedelta) -> Iterator[tuple[str, str]]:
     for name, call, group in todo:
         with pytest.raises(RuntimeError) as raised:
             call(group, size)
-        assert isinstance(raised.value, TimeoutError_), raised.value
+        assert isinstance(raised.value, expected), raised.value
         yield name, str(raised.value)
     for (name, call), group in zip(WAITS.items(), groups[len(CALLS) :], strict=True):
         work = call(group, size)
-        with pytest.raises(TimeoutError_) as late:
+        with pytest.raises(expected) as late:
             work.wait(limit)
         yield f"{name}, waited for", str(late.value)
     ranks = [0, size - 1]
     for local in (False, True):
-        with pytest.raises(TimeoutError_) as raised:
+        with pytest.raises(expected) as raised:
             dist.new_group(ranks, timeout=limit, use_local_synchronization=local)
         yield f"new_group {local}", str(raised.value)
     alone = dist.new_group([0], timeout=limit)  # who is no member is not waited for
     assert alone.size() == 1
 
 
-def gone() -> None:
-    """The last rank has ended; what rank 0 is told is printed."""
+def gone(ends: bool) -> None:
+    """The last rank has ended, or is late; what rank 0 is told is printed."""
     with job("commrt", timeout=LONG) as rank:
+        store = dist.distributed_c10d._get_default_store()
+        limit, expected = (LONG, PeerFailedError) if ends else (LIMIT, TimeoutError_)
+        said = dict(errors(limit, expected))
         if rank == 0:
-            print(json.dumps(dict(errors(LIMIT))), flush=True)
-        else:
-            list(errors(LIMIT))
+            print(json.dumps(said), flush=True)
+            store.set("said", "")
+        elif not ends:
+            store.get("said")
         os._exit(0)  # what is in flight will not end
 
 
-def check_named(said: dict[str, str]) -> None:
+def check_named(said: dict[str, str], ends: bool) -> None:
     assert len(said) == len(CALLS) + len(WAITS) + 2
     for name, text in said.items():
         assert "rank 1 " in text, f"{name}: {text}"
+        if ends:
+            assert re.search(r"process \d+ on \S+ has ended", text), f"{name}: {text}"
+            continue
         where = "process group '" if name.startswith("new_group") else "torch group "
         assert where in text or name == "sparse", f"{name}: {text}"
         # Of several calls the last one had what the first one left.
@@ -116,11 +126,14 @@ def check_named(said: dict[str, str]) -> None:
         assert limit in text, f"{name}: {text}"
 
 
-def test_a_rank_that_has_ended_is_named_by_every_call(torchrun: Any) -> None:
-    done = torchrun.failing(2, gone, deadline_s=DEADLINE_S)
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_that_is_not_there_is_named_by_every_call(
+    torchrun: Any, ends: bool
+) -> None:
+    done = torchrun.failing(2, gone, deadline_s=DEADLINE_S, ends=ends)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.describe_failure()
-    check_named(json.loads(lines[0]))
+    check_named(json.loads(lines[0]), ends)
 
 
 def not_begun() -> str:

@@ -420,6 +420,9 @@ void bind_fusion(nb::module_& m) {
     Group& g = *nb::inst_ptr<Group>(group);
     if (g.fusion != nullptr && !g.fusion->cut(group)) throw nb::python_error();
   }, nb::arg("group"), "Send the open buckets.");
+  m.def("note_refusal_in_fusion", [](Group& g) {
+    if (g.fusion != nullptr) g.fusion->note_refusal();
+  }, nb::arg("group"), "Let buckets from now on differ from those of ranks that have the refused call.");
   m.def("fused_calls", [](const Group& g) {
     if (g.fusion == nullptr) return nb::make_tuple(0, 0);
     return nb::make_tuple(g.fusion->num_calls(), g.fusion->num_sent());

@@ -89,7 +89,8 @@ void send(Bucket& bucket) {
     // Makes a pass, as test() does, so that many short calls move as much as they would one by
     // one.
     group.comm->progress(kSliceBytes);
-    op = group.comm->start_bucket(plan, std::move(bucket.parts), arrays, kSliceBytes);
+    op = group.comm->start_bucket(plan, std::move(bucket.parts), arrays, kSliceBytes,
+                                    bucket.facts);
   } catch (...) {  // nothing has started
     Py_DECREF(arrays);
     throw;
@@ -209,13 +210,19 @@ bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
     if (!is_open()) set_due(now);
     bucket.calls.push_back(num_calls_);
     const uint64_t place = bucket.away.is_valid() ? uint64_t{1} << 63 : 0;
-    const uint64_t kind = place | static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
+    const uint64_t kind = place | static_cast<uint64_t>(refused_) << 40 |
+                          static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
                           static_cast<uint64_t>(static_cast<int>(call.redop));
     digests_.push_back(mix(mix(digests_.back(), kind), static_cast<uint64_t>(call.count)));
   }
   ++num_calls_;
   open_nbytes_ += call.nbytes();
   return !(open_nbytes_ >= full_nbytes_ || (agrees_ && is_due(now))) || fill(group);
+}
+
+void Fusion::note_refusal() {
+  const auto number = static_cast<uint16_t>(mix(refused_, num_calls_ + 1));
+  refused_ = number != 0 ? number : 1;
 }
 
 bool Fusion::is_due(double now) {
@@ -335,6 +342,7 @@ bool Fusion::send_before(uint64_t call) {
         cuts.back().requests = slice(bucket->arrays, 0, static_cast<size_t>(at));
       }
     }
+    for (Bucket* bucket : now) bucket->facts = refused_;
     queued_.insert(queued_.end(), now.begin(), now.end());
   } catch (...) {
     for (const Cut& cut : cuts) if (cut.rest != nullptr) cut.rest->let_go();

@@ -37,6 +37,7 @@ struct Bucket {
   nb::object request;            // once it is sent
   Request* sent = nullptr;       // the same
   bool left = false;             // `away` has sent it
+  uint16_t facts = 0;            // once it is on its way: Fusion's number of refused calls
   nb::object error;              // why it was not sent
   uint64_t end = ~uint64_t{0};   // calls from this one on went over into `next`
   Bucket* next = nullptr;
@@ -94,6 +95,9 @@ class Fusion {
   // Sends what was called so far. False with Python's error set where it was interrupted;
   // whatever else goes wrong, the requests tell.
   bool cut(nb::handle group);
+  // A call was refused here. Where other ranks have made it, their buckets have it: messages of
+  // the buckets that are sent from now on differ.
+  void note_refusal();
   // Sends the calls before `call`; the others stay.
   bool send_before(uint64_t call);
   uint64_t num_calls() const { return num_calls_; }
@@ -133,6 +137,7 @@ class Fusion {
   bool is_sending_ = false;
   std::thread::id sender_;
   uint64_t open_nbytes_ = 0, num_calls_ = 0, num_sent_ = 0;
+  uint16_t refused_ = 0;  // a number of the calls that were refused, and of their places
   // Used if the ranks agree where to cut.
   std::vector<uint64_t> digests_{0};
   uint64_t full_nbytes_ = most_nbytes_;  // when to ask again; more where others are late

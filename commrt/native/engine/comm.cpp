@@ -178,6 +178,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   }
   op->comm = this;
   op->parts.reset();
+  op->bucket_facts = 0;
   op->agreement.reset();
   op->gate = {};
   op->stream = 0;
@@ -249,7 +250,7 @@ std::shared_ptr<Op> Comm::start_gated(const std::shared_ptr<const Plan>& plan, c
 
 std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
                                        std::unique_ptr<BucketParts> parts, void* keep,
-                                       uint64_t limit) {
+                                       uint64_t limit, uint16_t facts) {
   const bool in_pieces = !plan->native && std::none_of(
       plan->instrs.begin(), plan->instrs.end(), [](const Instr& ins) { return ins.has_mpi; });
   if (refusals.is_due() || refusals.disturb()) refusals.look();
@@ -258,6 +259,7 @@ std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
   unsigned char* const packed = in_pieces ? nullptr : parts->pack(plan->itemsize);
   op->bind(plan, packed, packed);
   op->parts = std::move(parts);
+  op->bucket_facts = facts;
   op->seq = next_seq++;
   op->store = store_for_run(*plan, false);
   op->timed_from = 0;

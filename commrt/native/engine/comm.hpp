@@ -158,6 +158,7 @@ class Op {
   int64_t compared[2] = {0, 0};  // its buffer: the largest digest, and the least, negated
   std::unique_ptr<P2PTask> p2p;
   std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
+  uint16_t bucket_facts = 0;           // and a number of the calls that were refused before it
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
@@ -234,7 +235,9 @@ class Op {
   Source source_;                  // of the same
 
   // What the words of this call's messages have beside the messages' ids.
-  uint64_t mark() const { return call_mark(plan->mark, seq); }
+  uint64_t mark() const {
+    return call_mark(plan->mark, seq) ^ static_cast<uint64_t>(bucket_facts) << kMarkRootShift;
+  }
   bool is_done(uint64_t pos) const {
     const uint64_t i = pos & done_mask_;
     return (done_bits_[i >> 6] >> (i & 63)) & 1;
@@ -410,7 +413,7 @@ class Comm {
                                   void* out, const Gate& gate, uint64_t stream);
   // The same for the arrays of a bucket, one after the other.
   std::shared_ptr<Op> start_bucket(const std::shared_ptr<const Plan>& plan,
-                                   std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit);
+                                   std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit, uint16_t facts);
   // Keeps the books of an operation that runs elsewhere, by a library of its own.
   uint64_t count_elsewhere(const Record& what);
   // Names a rank of this node that gave up operation `seq` or an earlier one, or whose process has

@@ -208,3 +208,48 @@ def test_a_call_missing_from_a_bucket_is_no_wrong_sum() -> None:
         return type(raised.value).__name__
 
     assert set(run(2, main)) <= {"MismatchError", "RevokedError"}
+
+
+@pytest.mark.parametrize("limit_s", [None, 1.0])
+def test_buckets_of_equal_length_without_the_same_calls_are_no_wrong_sum(
+    limit_s: float | None,
+) -> None:
+    """Rank 0 has no first call: its buckets have the second call where others' have it."""
+
+    def main(comm: Communicator) -> list[str]:
+        out = np.ones(5 if comm.rank == 0 else 4)
+        requests = []
+        limit = {} if limit_s is None else {"time_limit_s": limit_s}
+        x = [np.full(4, float(k)) for k in range(3 if comm.rank == 0 else 2)]
+        # Two calls fill a bucket.
+        with suppress(CommError), comm.fused(nbytes=64, **limit):
+            with suppress(UsageError):
+                requests.append(comm.allreduce(np.ones(4), out=out, nonblocking=True))
+            for each in x:
+                requests.append(comm.allreduce(each, nonblocking=True))
+        said = []
+        for each in requests:
+            try:
+                each.wait()
+                said.append("done")
+            except CommError as error:
+                said.append(type(error).__name__)
+        return said
+
+    said = run(2, main)
+    assert said[1][0] in ("MismatchError", "RevokedError")
+    assert "done" not in said[0][:2] + said[1][:2]
+
+
+def test_a_call_that_all_refuse_is_missing_nowhere() -> None:
+    def main(comm: Communicator) -> list[float]:
+        requests = []
+        with comm.fused(nbytes=64):
+            for k in range(5):
+                with suppress(UsageError):
+                    out = np.ones(5) if k == 1 else None
+                    x = np.full(4, float(k))
+                    requests.append(comm.allreduce(x, out=out, nonblocking=True))
+        return [float(each.wait()[0]) for each in requests]
+
+    assert run(3, main) == [[0.0, 6.0, 9.0, 12.0]] * 3

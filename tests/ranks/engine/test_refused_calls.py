@@ -214,7 +214,7 @@ def test_a_call_missing_from_a_bucket_is_no_wrong_sum() -> None:
 def test_buckets_of_equal_length_without_the_same_calls_are_no_wrong_sum(
     limit_s: float | None,
 ) -> None:
-    """Rank 0 has no first call: its buckets have the second call where others' have it."""
+    """Rank 0 has no first call: its buckets begin with what is second elsewhere."""
 
     def main(comm: Communicator) -> list[str]:
         out = np.ones(5 if comm.rank == 0 else 4)

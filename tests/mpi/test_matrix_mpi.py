@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix of all operations, forms and algorithms between processes.
 
-A run compares 1,200 cases with each MPI library, others each time; ``--full`` 12,000.
+A run compares 1,600 cases with each MPI library, others each time; ``--full`` 12,000.
 Ranks are on one node,
 and on pretended ones, between which messages go by MPI.
 """
@@ -31,7 +31,7 @@ PLACES = [
     (8, ""),
     (8, "3,1,4"),
 ]
-NUMBER, ALL = 1200, 12_000
+NUMBER, ALL = 1600, 12_000
 SYMMETRIC_FROM_NBYTES = 64
 
 

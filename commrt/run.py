@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -48,6 +50,10 @@ _PORTS = range(20000, 32000)
 """Linux gives none of these to whoever asks for any port."""
 _KEPT_NBYTES = 8192
 _READ_NBYTES = 1 << 16
+_FOLDER = "commrt-run-"
+_LOCK = "launcher"
+_NEW_S = 60.0
+"""A folder so young may belong to a launcher that has yet to lock it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +144,9 @@ class _Job:
 
         ``keep_going``: one that fails does not end the others.
         """
-        rendezvous = tempfile.mkdtemp(prefix="commrt-run-")
+        _remove_leftovers(Path(tempfile.gettempdir()))
+        rendezvous = tempfile.mkdtemp(prefix=_FOLDER)
+        lock = _lock_of(Path(rendezvous))
         before = {one: signal.signal(one, self._forward) for one in _FORWARDED}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
         try:
@@ -156,6 +164,7 @@ class _Job:
             for one, handler in before.items():
                 signal.signal(one, handler)
             shutil.rmtree(rendezvous, ignore_errors=True)
+            os.close(lock)
 
     def _start(self, number: int, environ: dict[str, str]) -> _Rank:
         launcher = os.getpid()
@@ -292,6 +301,33 @@ def _signal_to(rank: _Rank, number: int) -> None:
     if rank.process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, number)
+
+
+def _lock_of(folder: Path) -> int:
+    """Return a descriptor of the folder's lock, which this process holds to its end."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the folders of this user's launchers that were killed.
+
+    A launcher that lives holds its folder's lock, in whatever container it runs.
+    """
+    for folder in parent.glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            is_new = time.time() - status.st_mtime < _NEW_S
+            if status.st_uid != os.geteuid() or folder.is_symlink() or is_new:
+                continue
+            lock = _lock_of(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 def _environment(size: int, rendezvous: str) -> dict[str, str]:

@@ -147,3 +147,18 @@ def all_leave() -> None:
 
 def test_all_may_leave_by_sys_exit(mpirun: Any) -> None:
     assert mpirun.failing(3, all_leave).returncode == 0
+
+
+def slow_but_moving() -> str:
+    """A vector in pieces of one element, which take longer than the limit."""
+    comm = commrt.init()
+    x = np.ones(3_000_000, np.float32)
+    with pytest.raises(TimeoutError_) as raised:
+        comm.allreduce(x, algorithm="shm/ring", params={"chunk": 1}, timeout_s=0.3)
+    return str(raised.value)
+
+
+def test_an_operation_that_is_under_way_is_not_said_to_stand(mpirun: Any) -> None:
+    for text in mpirun(2, slow_but_moving):
+        assert "it is under way, with " in text
+        assert "does not make progress" not in text

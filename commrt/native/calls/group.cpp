@@ -121,6 +121,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
   const double start = now_s();
   const double deadline = start + timeout_s;
   double next_signal_check = start + kSignalPeriod_s;
+  uint64_t steps_seen = kNoLimit;  // none yet
   Backoff backoff(engine, spins);
   backoff.sleep_soon(group.comm->off_node->is_relay);
   constexpr int kPassesBetweenQuestions = 4;
@@ -173,6 +174,8 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
     {
       std::lock_guard<std::mutex> lock(engine.mutex);
       if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
+      if (steps_seen != kNoLimit && op->steps_done() != steps_seen) op->moved_s = now_s();
+      steps_seen = op->steps_done();
     }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
@@ -222,6 +225,19 @@ nb::object Request::outcome() {
   return result_;
 }
 
+namespace {
+
+// Says so of an operation that was late but under way when time was up; empty: it was not.
+std::string says_it_moves(const Op& op) {
+  constexpr double kRecent_s = 0.5;
+  if (op.steps_in_all() == 0 || op.moved_s == 0 || now_s() - op.moved_s > kRecent_s) return {};
+  return "it is under way, with " + std::to_string(op.steps_done()) + " of " +
+         std::to_string(op.steps_in_all()) +
+         " steps done on this rank; give it more time, or longer pieces";
+}
+
+}  // namespace
+
 nb::object Request::outcome_after(WaitResult ended, double seconds) {
   observed_ = true;
   if (ended == WaitResult::TimedOut) {
@@ -230,6 +246,11 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
       const Group& group = nb::cast<Group&>(group_);
       std::lock_guard<std::mutex> lock(group.engine->mutex);
       if (!op_->finished()) waits_for = group.comm->p2p->waits_for(*op_);
+    } else {
+      const Group& group = nb::cast<Group&>(group_);
+      std::lock_guard<std::mutex> lock(group.engine->mutex);
+      const bool all_here = group.comm->arena == nullptr || group.comm->not_started(op_->seq).empty();
+      if (!op_->finished() && all_here) waits_for = says_it_moves(*op_);
     }
     try {
       group_.attr(group_methods::kTimedOut)(what(), op_->seq, seconds, waits_for, nb::find(*this));

@@ -179,6 +179,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->comm = this;
   op->parts.reset();
   op->bucket_facts = 0;
+  op->moved_s = 0;
   op->agreement.reset();
   op->gate = {};
   op->stream = 0;

@@ -136,6 +136,7 @@ class Op {
   uint64_t stream = 0;  // the caller's, for buffers on a device
   Store store = Store::Plain;
   uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
+  double moved_s = 0;       // when a wait has last seen it come further; 0: never
   const unsigned char* in = nullptr;
   unsigned char* out = nullptr;
   unsigned char* tmp = nullptr;
@@ -164,6 +165,9 @@ class Op {
   Gate gate;  // before its first instruction; its place among others it has from the start
   std::shared_ptr<GlooCall> gloo;  // once gloo has been asked for it
 
+  // How far it has come, in steps; of a library's collective always 0 of 0.
+  uint64_t steps_done() const { return head_; }
+  uint64_t steps_in_all() const { return total_; }
   bool uses_heap() const { return in_place_ != 0 || out_place_ != 0; }
   bool has_keep() const { return keep[0] != nullptr || keep[1] != nullptr; }
   // The word of a failed one for Python (commrt/group/group.py).

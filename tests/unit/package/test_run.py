@@ -254,3 +254,32 @@ def test_communicators_that_were_freed_leave_nothing() -> None:
     done = run("-n", "2", freed_communicators.__file__, *kinds)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {kind: {} for kind in kinds}
+
+
+def test_folders_of_killed_launchers_are_removed_by_the_next_one(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that lives keeps its folder; one that is new may have to lock it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    waits = script("import signal; print('up', flush=True); signal.pause()")
+
+    def folders() -> set[str]:
+        return {folder.name for folder in tmp_path.glob("commrt-run-*")}
+
+    def age() -> None:
+        for folder in tmp_path.glob("commrt-run-*"):
+            os.utime(folder, (0, 0))
+
+    with launched("-n", "1", waits) as living, launched("-n", "1", waits) as killed:
+        assert living.stdout is not None
+        assert killed.stdout is not None
+        assert living.stdout.readline() == killed.stdout.readline() == "up\n"
+        both = folders()
+        killed.kill()
+        killed.wait()
+        assert run("-n", "1", script("pass")).returncode == 0
+        assert folders() == both
+        age()
+        assert run("-n", "1", script("pass")).returncode == 0
+        assert len(folders()) == 1
+        assert folders() < both

@@ -51,7 +51,6 @@ _PORTS = range(20000, 32000)
 _KEPT_NBYTES = 8192
 _READ_NBYTES = 1 << 16
 _FOLDER = "commrt-run-"
-_LOCK = "launcher"
 _NEW_S = 60.0
 """A folder so young may belong to a launcher that has yet to lock it."""
 
@@ -305,7 +304,7 @@ def _signal_to(rank: _Rank, number: int) -> None:
 
 def _lock_of(folder: Path) -> int:
     """Return a descriptor of the folder's lock, which this process holds to its end."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -323,7 +322,7 @@ def _remove_leftovers(parent: Path) -> None:
         with contextlib.suppress(OSError):
             status = folder.lstat()
             is_new = time.time() - status.st_mtime < _NEW_S
-            if status.st_uid != os.geteuid() or folder.is_symlink() or is_new:
+            if status.st_uid != os.geteuid() or is_new:
                 continue
             lock = _lock_of(folder)
             shutil.rmtree(folder, ignore_errors=True)

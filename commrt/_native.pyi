@@ -953,7 +953,7 @@ class Liveness:
         """
 
     def has_ended(self, member: int) -> bool:
-        """What the last look has found."""
+        """Whether the last look has found it ended."""
 
     def look(self, anew: bool = False) -> bool:
         """Ask the kernel, unless that was done just now; True if any has ended."""

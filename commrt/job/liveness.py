@@ -23,7 +23,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class NodeLiveness:
-    """What is known of the processes of a world's ranks on this node."""
+    """The processes of a world's ranks on this node, and whether they still run."""
 
     native: _native.Liveness
     """Asks the kernel."""

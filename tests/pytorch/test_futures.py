@@ -134,33 +134,16 @@ def late_on_nodes(kinds: list[str], algorithm: str | None) -> list[str]:
 
 @pytest.mark.parametrize("progress", ["off", "on"])
 @pytest.mark.parametrize(("nodes", "ranks"), [("1", 2), ("2,1", 3), ("1", 3)])
-@pytest.mark.full(sample=2)
+@pytest.mark.parametrize("algorithm", [None, "gloo/native"])
+@pytest.mark.full(sample=4)
 def test_futures_across_nodes_wait_for_nobody(
-    torchrun: Any, nodes: str, ranks: int, progress: str
+    torchrun: Any, nodes: str, ranks: int, progress: str, algorithm: str | None
 ) -> None:
-    env = {"COMMRT_NODES": nodes, "COMMRT_PROGRESS": progress}
     got = torchrun(
         *(ranks, late_on_nodes),
-        kinds=ON_NODES,
-        algorithm=None,
-        env=env,
-        deadline_s=DEADLINE_S,
-    )
-    assert got == [[]] * ranks
-
-
-@pytest.mark.parametrize("progress", ["off", "on"])
-@pytest.mark.parametrize(("nodes", "ranks"), [("1", 2), ("2,1", 3), ("1", 3)])
-@pytest.mark.full(sample=2)
-def test_futures_of_gloos_own_collectives_wait_for_nobody(
-    torchrun: Any, nodes: str, ranks: int, progress: str
-) -> None:
-    env = {"COMMRT_NODES": nodes, "COMMRT_PROGRESS": progress}
-    got = torchrun(
-        *(ranks, late_on_nodes),
-        kinds=BY_GLOO,
-        algorithm="gloo/native",
-        env=env,
+        kinds=BY_GLOO if algorithm else ON_NODES,
+        algorithm=algorithm,
+        env={"COMMRT_NODES": nodes, "COMMRT_PROGRESS": progress},
         deadline_s=DEADLINE_S,
     )
     assert got == [[]] * ranks

@@ -38,7 +38,7 @@ void bind_waiting(nb::module_& m) {
            "Take over descriptors of processes (os.pidfd_open), -1 for those that are not watched.")
       .def("look", &Liveness::look, nb::arg("anew") = false,
            "Ask the kernel, unless that was done just now; True if any has ended.")
-      .def("has_ended", &Liveness::has_ended, nb::arg("member"), "What the last look has found.")
+      .def("has_ended", &Liveness::has_ended, nb::arg("member"), "Whether the last look has found it ended.")
       .def("name", &Liveness::name, nb::arg("member"), "What messages call the process.");
 
   nb::class_<Backoff>(m, "Backoff",

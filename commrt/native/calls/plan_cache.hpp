@@ -117,7 +117,7 @@ class PlanCache {
   }
   // `given`: the objects that hold the counts.
   const PlanPtr* find(const VectorKey& key, PyObject* const* given, int num);
-  // The same for the very tuples of the call before, which need not be read again.
+  // Finds the plan of the very tuples of the call before, without reading them again.
   const PlanPtr* find_again(const PlanKey& key, PyObject* const* given, int num) {
     for (int i = 0; i < num; ++i) {
       if (given[i] == nullptr || given[i] != last_arguments_[i].ptr()) return nullptr;

@@ -37,7 +37,7 @@ void Afar::note_first(int peer, uint64_t seq, uint64_t ids) {
   history.firsts[history.num++ % History::kMost] = {seq, ids, history.sent};
 }
 
-// What an operation that has no ids left to fill has sent to a peer.
+// Tells what an operation has sent to a peer, once it has no ids left to fill.
 std::optional<Afar::Told> Afar::sent_of(int peer, uint64_t seq) const {
   const History& history = history_[static_cast<size_t>(peer)];
   uint64_t end = history.sent;
@@ -211,7 +211,7 @@ void Afar::leave(Op& op) {
     leaving.at = std::max(leaving.base, link.mpi_out);
     if (leaving.at < leaving.end) fills_.push_back(std::move(leaving));
   }
-  // What is on its way to memory of the engine's nobody waits for.
+  // Nobody waits for what is on its way to memory of the engine's own.
   const uint64_t m = plan.instrs.size();
   for (auto& [position, step] : op.mpi_steps_) {
     const Instr& ins = plan.instrs[position % m];

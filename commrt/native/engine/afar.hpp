@@ -67,7 +67,7 @@ class Afar {
   // Nothing of operation `seq` goes to and from a peer: it has refused that. None: what was sent
   // there is not known any more.
   std::optional<Told> pass_over(int peer, uint64_t seq);
-  // The same of a new operation; the peer was told so before, and the ids are taken back.
+  // Takes back the ids of a new operation, of which the peer was told before.
   void forget(int peer, uint64_t seq);
   // A peer has left operation `seq`, and takes no message of it for a value.
   void has_left(int peer, uint64_t seq);

@@ -123,8 +123,8 @@ struct alignas(kLineBytes) RankHeader {
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
-  // What the rank says once it has done its part in all that it had started: that it leaves, or that
-  // it has freed the communicator. Ranks wait for one that has freed it until its process ends.
+  // The rank says here that it leaves, or that it has freed the communicator, once it has done its
+  // part in all that it had started. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // Refusals by ranks of other nodes, of operations that this rank was in.

@@ -33,12 +33,11 @@ class Liveness {
 
   // Asks the kernel, unless that was done just now; `anew`: in any case. True if any has ended.
   bool look(bool anew = false);
-  // What the last look has found.
+  // True if the last look has found it ended.
   bool has_ended(int member) const {
     return ended_[static_cast<size_t>(member)].load(std::memory_order_acquire);
   }
   const std::string& name(int member) const { return names_[static_cast<size_t>(member)]; }
-  int size() const { return static_cast<int>(names_.size()); }
 
  private:
   static constexpr double kBetween_s = 0.01;

@@ -52,7 +52,7 @@ struct PacketHeader {
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
   // the first one that fails, for Ended.
-  // What Heard tells (Afar::Told) is in recv_id, offset and nbytes.
+  // Heard has what it tells (Afar::Told) in recv_id, offset and nbytes.
   uint64_t send_id;
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
   uint64_t offset;   // Data: where the payload belongs; Cts: what a relay calls that, or 0

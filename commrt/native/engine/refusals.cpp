@@ -57,7 +57,7 @@ Refusal& Refusals::record(int member, uint64_t index) const {
   return reinterpret_cast<Refusal*>(region(member) + comm_.layout.refusals)[index % kRefusals];
 }
 
-// The same of what others have refused and that member has heard of.
+// Returns the record of a refusal of another rank that the member has heard of.
 Refusal& Refusals::record_afar(int member, uint64_t index) const {
   return reinterpret_cast<Refusal*>(region(member) + comm_.layout.heard_afar)[index % kRefusals];
 }

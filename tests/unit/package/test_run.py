@@ -283,3 +283,30 @@ def test_folders_of_killed_launchers_are_removed_by_the_next_one(
         assert run("-n", "1", script("pass")).returncode == 0
         assert len(folders()) == 1
         assert folders() < both
+
+
+ENDS = """
+import os, signal, sys
+ends = sys.argv[1:][int(os.environ["RANK"])]
+if ends == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(ends))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        (["0", "killed"], 0),
+        (["0", "7"], 7),
+        (["killed", "7"], 7),
+        (["killed", "killed"], 137),
+    ],
+)
+def test_the_status_of_a_job_that_keeps_going(
+    script, ends: list[str], status: int
+) -> None:
+    """A rank that was killed is forgiven where another one ends well."""
+    done = run("-n", "2", "--keep-going", script(ENDS), *ends)
+    assert done.returncode == status, done.stderr
+    assert "the others were ended" not in done.stderr

@@ -59,6 +59,15 @@ class Rig:
         self.device.write(address, data)
         return address
 
+    def filled(self, data: bytes) -> int:
+        """Address of memory of the device that holds ``data``."""
+        device = self.device
+        address: int = device.alloc(len(data))
+        stream = device.stream_create()
+        device.memcpy_async(address, self.pinned(data), len(data), stream)
+        device.stream_synchronize(stream)
+        return address
+
     def until(self, flag: int, value: int) -> None:
         """Wait as a progress thread does."""
         while (self.device.flag_load(flag) - value) % 2**32 >= 2**31:
@@ -148,8 +157,7 @@ def a_wait_keeps_the_record_that_it_saw(rig: Rig) -> None:
 def an_event_is_ready_once_what_is_before_it_is_done(rig: Rig) -> None:
     device = rig.device
     stream, event, gate = device.stream_create(), device.event_create(), rig.flag()
-    target = rig.pinned()
-    source = rig.pinned(data(4))
+    target, source = rig.pinned(), rig.filled(data(4))
     device.wait_value32_geq(stream, gate, 1)
     device.memcpy_async(target, source, NBYTES, stream)
     device.event_record(event, stream)
@@ -175,10 +183,10 @@ def a_flag_says_that_what_was_before_it_is_done(rig: Rig) -> None:
 def a_host_thread_releases_a_stream(rig: Rig) -> None:
     device = rig.device
     stream, gate, said = device.stream_create(), rig.flag(), rig.flag()
-    target = rig.pinned()
-    source = rig.pinned()
+    source, target, on_device = rig.pinned(), rig.pinned(), device.alloc(NBYTES)
     device.wait_value32_geq(stream, gate, 3)
-    device.memcpy_async(target, source, NBYTES, stream)
+    device.memcpy_async(on_device, source, NBYTES, stream)
+    device.memcpy_async(target, on_device, NBYTES, stream)
     device.write_value32(stream, said, 1)
     device.flag_store(gate, 2)  # not enough
     assert device.flag_load(said) == 0
@@ -218,7 +226,7 @@ def a_greater_value_is_enough_and_values_go_round(rig: Rig) -> None:
 def a_destroyed_stream_still_does_what_it_was_given(rig: Rig) -> None:
     device = rig.device
     stream, gate, said = device.stream_create(), rig.flag(), rig.flag()
-    source, target = rig.pinned(data(8)), rig.pinned()
+    source, target = rig.filled(data(8)), rig.pinned()
     device.wait_value32_geq(stream, gate, 1)
     device.memcpy_async(target, source, NBYTES, stream)
     device.write_value32(stream, said, 1)
@@ -284,6 +292,19 @@ def pageable_memory_is_copied_both_ways(rig: Rig) -> None:
     assert device.read(target.ctypes.data, NBYTES) == data(10)
 
 
+def a_copy_between_host_memory_is_done_when_it_returns(rig: Rig) -> None:
+    """Pinned or not: the driver makes its caller wait for all that is before it."""
+    device = rig.device
+    stream = device.stream_create()
+    source, target, other = rig.filled(data(13)), rig.pinned(), rig.pinned()
+    ordinary = np.zeros(NBYTES, np.uint8)
+    device.memcpy_async(target, source, NBYTES, stream)
+    device.memcpy_async(other, target, NBYTES, stream)
+    assert device.read(other, NBYTES) == data(13)
+    device.memcpy_async(ordinary.ctypes.data, other, NBYTES, stream)
+    assert device.read(ordinary.ctypes.data, NBYTES) == data(13)
+
+
 def the_legacy_stream_waits_for_blocking_streams(rig: Rig) -> None:
     device = rig.device
     stream, gate, event = (
@@ -291,7 +312,7 @@ def the_legacy_stream_waits_for_blocking_streams(rig: Rig) -> None:
         rig.flag(),
         device.event_create(),
     )
-    source, between, target = rig.pinned(data(11)), rig.pinned(), rig.pinned()
+    source, target, between = rig.pinned(data(11)), rig.pinned(), device.alloc(NBYTES)
     device.wait_value32_geq(stream, gate, 1)
     device.memcpy_async(between, source, NBYTES, stream)
     device.memcpy_async(target, between, NBYTES, 0)
@@ -309,7 +330,7 @@ def blocking_streams_wait_for_the_legacy_stream(rig: Rig) -> None:
         rig.flag(),
         device.event_create(),
     )
-    source, between, target = rig.pinned(data(12)), rig.pinned(), rig.pinned()
+    source, target, between = rig.pinned(data(12)), rig.pinned(), device.alloc(NBYTES)
     device.wait_value32_geq(0, gate, 1)
     device.memcpy_async(between, source, NBYTES, 0)
     device.memcpy_async(target, between, NBYTES, stream)
@@ -496,6 +517,7 @@ PROBES: tuple[Callable[[Rig], None], ...] = (
     host_functions_run_in_their_turn,
     a_host_function_must_not_call_the_device,
     pageable_memory_is_copied_both_ways,
+    a_copy_between_host_memory_is_done_when_it_returns,
     the_legacy_stream_waits_for_blocking_streams,
     blocking_streams_wait_for_the_legacy_stream,
     other_streams_do_not_wait_for_the_legacy_stream,

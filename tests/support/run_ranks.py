@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that ``python -m commrt.run`` starts, for tests: ``ranks(2, function, a=1)``.
+
+As ``mpi_ranks`` has it for ``mpiexec``: the function runs on every rank, and what it
+returned comes back as JSON, in rank order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from mpi_ranks import KILL_GRACE_S, SpawnedRanks
+
+from commrt.launch.mpiexec import Completed, child_environment, run_process
+
+__all__ = ["RunRanks"]
+
+
+@dataclass(frozen=True)
+class RunRanks(SpawnedRanks):
+    """Runs functions and programs on ranks of commrt's own launcher."""
+
+    def program(
+        self,
+        nranks: int,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 300.0,
+    ) -> Completed:
+        """Run ``python *argv`` on ranks, and return how that ended."""
+        # In a checkout, -m would find the folder commrt, which has no engine.
+        elsewhere = ["env", "-C", os.sep]
+        launched = [sys.executable, "-m", "commrt.run", "-n", str(nranks), *argv]
+        return run_process(
+            [*elsewhere, *launched],
+            {**child_environment(sys.executable), **(env or {})},
+            timeout_s=deadline_s + KILL_GRACE_S,
+        )

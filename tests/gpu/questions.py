@@ -493,10 +493,7 @@ def batches_of_flags_us() -> dict[str, Any]:
             ("value", ctypes.c_uint64),
             ("flags", ctypes.c_uint),
             ("alias", ctypes.c_uint64),
-            ("pad", ctypes.c_uint64 * 2),
         )
-
-    assert ctypes.sizeof(Operation) <= 56
 
     class Union(ctypes.Union):
         _fields_ = (("operation", Operation), ("pad", ctypes.c_uint64 * 6))
@@ -520,7 +517,8 @@ def batches_of_flags_us() -> dict[str, Any]:
         code: int = cuda.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))
         return code
 
-    host, device = gpu.pinned_alloc(64), gpu.alloc(64)
+    long = ctypes.c_size_t(4 << 20)
+    host, device = gpu.pinned_alloc(long.value), gpu.alloc(long.value)
     to, source = ctypes.c_uint64(device), ctypes.c_uint64(host)
     nbytes = ctypes.c_size_t(8)
     calls = {
@@ -535,7 +533,14 @@ def batches_of_flags_us() -> dict[str, Any]:
         "cuMemcpyDtoHAsync": lambda: cuda.cuMemcpyDtoHAsync_v2(
             ctypes.c_void_p(host), to, nbytes, handle
         ),
-        "write 0 flags": lambda: cuda.cuStreamWriteValue32_v2(
+        "cuMemcpyAsync in, 4 MiB": lambda: cuda.cuMemcpyAsync(to, source, long, handle),
+        "cuMemcpyAsync out, 4 MiB": lambda: cuda.cuMemcpyAsync(
+            source, to, long, handle
+        ),
+        "cuMemcpyDtoHAsync, 4 MiB": lambda: cuda.cuMemcpyDtoHAsync_v2(
+            ctypes.c_void_p(host), to, long, handle
+        ),
+        "write with a barrier": lambda: cuda.cuStreamWriteValue32_v2(
             handle, address, value, 0
         ),
         "write without a barrier": lambda: cuda.cuStreamWriteValue32_v2(

@@ -240,6 +240,6 @@ def test_it_runs_on_a_device_of_threads(only: list[str], tmp_path: Path) -> None
     assert "## What was wanted" in report
     assert "it ended with" not in report
     kept = {each.name for each in (tmp_path / "found").iterdir()}
-    assert "04-parts.txt" in kept
+    assert "05-parts.txt" in kept
     if not only:
-        assert {"raw.json", "table.yaml", "11-leaks.txt"} <= kept
+        assert {"raw.json", "table.yaml", "13-leaks.txt"} <= kept

@@ -54,7 +54,7 @@ class Part:
 def parts(device: str) -> list[Part]:
     """Return the parts of a report, in this order."""
     on = ("-d", device)
-    # Ranks that share a GPU without MPS take turns of 2.4 ms, which hide everything else.
+    # Ranks that share a GPU without MPS take turns of 2.4 ms: these hide all else.
     alone = (*on, "--ranks", "1")
     no_peers = "" if device == "cuda" else "processes share no device of threads"
     few = ("--budget-s", "0.02", "-i", "3")
@@ -76,9 +76,7 @@ def parts(device: str) -> list[Part]:
     no_card = "" if device == "cuda" else "questions are for a GPU"
     found = [
         Part("info", ("-m", "commrt", "info")),
-        Part(
-            "questions", (str(tests / "questions.py"),), why_not=no_card or no_tests
-        ),
+        Part("questions", (str(tests / "questions.py"),), why_not=no_card or no_tests),
         Part(
             "tests",
             ("-m", "pytest", str(tests), "-q", "-rs", "-p", "no:cacheprovider"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs with calls of NCCL, on a GPU; staged calls say that they cannot be captured."""
+"""Graphs with calls of NCCL on a GPU; a staged call in a capture is refused."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def each_operation(comm: Any, gpu: Any, stream: Any, seed: int) -> list[str]:
         if case.dtype.startswith(("float8", "bfloat16")) or case.count == 0:
             continue
         from cases import difference, expected, inputs
+
         from commrt.vocabulary.operations import operation
 
         xs = inputs(case)

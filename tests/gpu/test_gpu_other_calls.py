@@ -102,7 +102,9 @@ def others() -> list[str]:
             check(f"from the host {count}", out, want)
             if count:
                 own = comm.allreduce(host.copy(), op=largest)
-                check(f"a function {count}", comm.allreduce(there(host), op=largest), own)
+                check(
+                    f"a function {count}", comm.allreduce(there(host), op=largest), own
+                )
                 own = comm.allreduce(host.copy(), compress="float16")
                 got = comm.allreduce(there(host), compress="float16")
                 check(f"compressed {count}", got, own)

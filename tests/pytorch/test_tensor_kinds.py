@@ -163,6 +163,8 @@ def test_tensors_of_a_list_lie_on_one_device() -> None:
     """On a GPU a list of both was filled, by copies that nobody had asked for."""
     with FakeTensorMode():
         mixed = [torch.empty(3), torch.empty(3, device="cuda")]
-    with pytest.raises(ValueError, match=r"list\[1\] is on cuda:0, and list\[0\] on cpu"):
+    with pytest.raises(
+        ValueError, match=r"list\[1\] is on cuda:0, and list\[0\] on cpu"
+    ):
         check_one_device(mixed, "list")
     check_one_device(mixed[:1] * 2, "list")

@@ -36,7 +36,7 @@ void begin(void* argument) {
   }
   // As they run, so their collectives meet: what a graph holds runs at its launches.
   for (Op& op : group.ops)
-    if (op.kind != Kind::Send && op.kind != Kind::Recv) op.seq = comm->run++;
+    if (!is_message(op.kind)) op.seq = comm->run++;
   const std::pair<int, void*> own(-1, reinterpret_cast<void*>(group.kernel->id));
   world.streams[own].push_back(std::move(group));
   advance();

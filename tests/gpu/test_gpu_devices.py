@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,7 +24,8 @@ def rig() -> Iterator[Rig]:
     device = open_device()
     if not device.memory_flags:
         pytest.skip(f"{device.name} has no stream memory operations")
-    rig = Rig(device, "cuda")
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+    rig = Rig(device, "cuda", queues)
     yield rig
     rig.release()
 

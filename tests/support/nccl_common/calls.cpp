@@ -3,6 +3,8 @@
 
 #include <climits>
 
+#include "values.hpp"
+
 namespace stub {
 
 const char* text_of(int code) {
@@ -31,19 +33,31 @@ int since(Kind kind) {
   return is_newer ? 22800 : 0;
 }
 
+Touched touched(const Op& op, int rank, int size) {
+  const size_t block = op.count * type_size(op.dtype), all = block * static_cast<size_t>(size);
+  const bool is_root = op.peer == rank;
+  switch (op.kind) {
+    case Kind::Reduce: return {block, is_root ? block : 0};
+    case Kind::Broadcast: return {is_root ? block : 0, block};
+    case Kind::AllGather: return {block, all};
+    case Kind::ReduceScatter: return {all, block};
+    case Kind::AlltoAll: return {all, all};
+    case Kind::Gather: return {block, is_root ? all : 0};
+    case Kind::Scatter: return {is_root ? all : 0, block};
+    case Kind::Send: return {block, 0};
+    case Kind::Recv: return {0, block};
+    default: return {block, block};
+  }
+}
+
 std::string problem_of(const Op& op, int rank, int size, int version) {
   const int num_types = version >= 22400 ? 12 : 10;
   if (version < since(op.kind)) return "not in this version";
   if (op.dtype < 0 || op.dtype >= num_types) return "type " + std::to_string(op.dtype);
   if (op.peer < 0 || op.peer >= size) return "rank " + std::to_string(op.peer);
   if (op.count == 0) return "no elements: such a call should have been left out";
-  const bool reads =
-      op.kind != Kind::Recv &&
-      !((op.kind == Kind::Broadcast || op.kind == Kind::Scatter) && rank != op.peer);
-  const bool writes =
-      op.kind != Kind::Send &&
-      !((op.kind == Kind::Reduce || op.kind == Kind::Gather) && rank != op.peer);
-  if ((reads && op.in == nullptr) || (writes && op.out == nullptr)) return "no buffer";
+  const auto [read, written] = touched(op, rank, size);
+  if ((read != 0 && op.in == nullptr) || (written != 0 && op.out == nullptr)) return "no buffer";
   if (op.kind == Kind::AlltoAll && op.in == op.out && size > 1) return "in place";
   return "";
 }

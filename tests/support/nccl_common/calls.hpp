@@ -32,6 +32,12 @@ struct Op {
   bool done = false;
 };
 
+// Bytes of the buffers that a call reads and writes on a rank.
+struct Touched {
+  size_t read, written;
+};
+Touched touched(const Op& op, int rank, int size);
+
 // What is wrong with a call; empty if nothing is.
 std::string problem_of(const Op& op, int rank, int size, int version);
 

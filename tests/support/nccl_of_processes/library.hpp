@@ -100,6 +100,8 @@ struct Card {
 int current_card(Card* card);
 // Gives groups to their streams; the locks are not held. CudaError where a stream refused one.
 int launch(const std::vector<Group*>& groups);
+// Where a thread that stands for the card finds memory; null if it is not allocated.
+void* found_by_card(const void* at, size_t nbytes);
 
 // --- moving.cpp ---
 

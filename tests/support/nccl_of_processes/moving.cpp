@@ -53,9 +53,9 @@ struct Lane {
 
 class Moving {
  public:
-  explicit Moving(const Group& group)
-      : group_(group), comm_(*group.comm), place_(*comm_.place), me_(comm_.rank), size_(comm_.size) {
-    for (const Op& op : group_.ops) is_message(op.kind) ? add_message(op) : add_collective(op);
+  Moving(Comm& comm, const std::vector<Op>& ops)
+      : comm_(comm), place_(*comm.place), me_(comm.rank), size_(comm.size) {
+    for (const Op& op : ops) is_message(op.kind) ? add_message(op) : add_collective(op);
   }
 
   // False where the communicator was aborted meanwhile.
@@ -234,7 +234,6 @@ class Moving {
     });
   }
 
-  const Group& group_;
   Comm& comm_;
   const Place& place_;
   const int me_, size_;
@@ -289,6 +288,20 @@ void note_end(Comm* comm) {
   world.running.erase(comm);
 }
 
+// The group's calls with their buffers as the card finds them.
+bool find_buffers(const Group& group, std::vector<Op>* ops) {
+  *ops = group.ops;
+  for (Op& op : *ops) {
+    const auto [read, written] = touched(op, group.comm->rank, group.comm->size);
+    op.in = found_by_card(op.in, read);
+    op.out = found_by_card(op.out, written);
+    if ((read == 0 || op.in != nullptr) && (written == 0 || op.out != nullptr)) continue;
+    complain(std::string(name_of(op.kind)) + " of memory that is not allocated");
+    return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 void run_group(void* argument) {
@@ -296,7 +309,8 @@ void run_group(void* argument) {
   const bool runs = enter(*group);
   if (runs) {
     note_beginning(group->comm);
-    Moving(*group).run();
+    std::vector<Op> ops;
+    if (find_buffers(*group, &ops)) Moving(*group->comm, ops).run();
     note_end(group->comm);
   } else if (was_destroyed(*group->comm)) {
     complain("work was launched after the end of its communicator");

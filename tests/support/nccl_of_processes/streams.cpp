@@ -109,6 +109,17 @@ int current_card(Card* card) {
   return Success;
 }
 
+void* found_by_card(const void* at, size_t nbytes) {
+  using Find = void* (*)(cuda::Pointer, size_t);
+  // A driver on the CPU has it, whose card alone may touch its memory.
+  static const auto find = [] {
+    void* const library = has_streams() ? dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD) : nullptr;
+    return reinterpret_cast<Find>(library == nullptr ? nullptr : dlsym(library, "cuda_on_host_at"));
+  }();
+  if (find == nullptr || nbytes == 0) return const_cast<void*>(at);
+  return find(reinterpret_cast<cuda::Pointer>(at), nbytes);
+}
+
 int launch(const std::vector<Group*>& groups) {
   int code = Success;
   for (Group* group : groups) {

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
-from gpu_cases import draw, wrong_results
+from gpu_cases import OWN_HOST, draw, say_own_host, wrong_results
 from run_ranks import RunRanks
 
 DEADLINE_S = 300.0
-OWN_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
-"""NCCL below 2.30 takes ranks on one GPU only if each says that it is another host."""
 
 
 def collectives(algorithm: str | None, seed: int, number: int) -> dict[str, Any]:
@@ -21,10 +18,8 @@ def collectives(algorithm: str | None, seed: int, number: int) -> dict[str, Any]
     from commrt import algorithms
     from commrt.devices import DeviceStream
     from commrt.devices.registry import cuda_device
-    from commrt.launch.detect import detect
 
-    if "NCCL_NET" in os.environ:
-        os.environ["NCCL_HOSTID"] = f"host{detect().rank}"
+    say_own_host()
     comm = commrt.init()
     gpu = cuda_device(0)
     with DeviceStream(gpu) as stream:

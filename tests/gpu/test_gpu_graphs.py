@@ -103,6 +103,6 @@ def refused(comm: Any, gpu: Any, stream: Any, x: Any) -> list[str]:
     return ["a staged call was captured"]
 
 
-def test_calls_of_nccl_are_captured_and_launched(seed: int, ranks: RunRanks) -> None:
-    found = ranks(1, captured, deadline_s=DEADLINE_S, seed=seed)
+def test_calls_of_nccl_are_captured_and_launched(seed: int, nccl_ranks: RunRanks) -> None:
+    found = nccl_ranks(1, captured, deadline_s=DEADLINE_S, seed=seed)
     assert found == [{"wrong": []}]

@@ -109,7 +109,7 @@ def refused(comm: Any, gpu: Any, stream: Any, x: Any) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_of_nccl_are_captured_and_launched(
-    size: int, seed: int, ranks: RunRanks
+    size: int, seed: int, nccl_ranks: RunRanks
 ) -> None:
-    found = ranks(size, captured, env=OWN_HOST, deadline_s=DEADLINE_S, seed=seed)
+    found = nccl_ranks(size, captured, env=OWN_HOST, deadline_s=DEADLINE_S, seed=seed)
     assert found == [{"wrong": []}] * size

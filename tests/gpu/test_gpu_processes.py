@@ -82,8 +82,8 @@ def test_memory_of_peers(algorithm: str, seed: int, ranks: RunRanks) -> None:
     check(found, 4)
 
 
-def test_nccl_with_one_rank(seed: int, ranks: RunRanks) -> None:
-    found = ranks(
+def test_nccl_with_one_rank(seed: int, nccl_ranks: RunRanks) -> None:
+    found = nccl_ranks(
         *(1, collectives),
         deadline_s=DEADLINE_S,
         algorithm="nccl/native",
@@ -94,9 +94,9 @@ def test_nccl_with_one_rank(seed: int, ranks: RunRanks) -> None:
 
 
 def test_nccl_with_two_ranks_that_say_they_are_two_hosts(
-    seed: int, ranks: RunRanks
+    seed: int, nccl_ranks: RunRanks
 ) -> None:
-    found = ranks(
+    found = nccl_ranks(
         *(2, collectives),
         env=OWN_HOST,
         deadline_s=DEADLINE_S,
@@ -107,13 +107,13 @@ def test_nccl_with_two_ranks_that_say_they_are_two_hosts(
     check(found, 4)
 
 
-def test_nccl_with_two_ranks_on_a_gpu(seed: int, ranks: RunRanks) -> None:
+def test_nccl_with_two_ranks_on_a_gpu(seed: int, nccl_ranks: RunRanks) -> None:
     from commrt.nccl import libnccl
 
     found_library = libnccl.find()
     if found_library.version < 23000:
         pytest.skip(f"NCCL {found_library.version} takes one rank on a GPU")
-    found = ranks(
+    found = nccl_ranks(
         *(2, collectives),
         env={"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"},
         deadline_s=DEADLINE_S,

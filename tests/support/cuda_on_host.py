@@ -26,7 +26,7 @@ def library() -> Path:
 
 def environment(
     *,
-    queues: int = 8,
+    queues: int | None = None,
     max_delay_us: int = 0,
     seed: int = 0,
     guard: bool = True,
@@ -34,7 +34,7 @@ def environment(
 ) -> dict[str, str]:
     """Return variables with which a process that is started finds the driver.
 
-    ``queues`` are hardware queues. Before each command a stream waits for up to
+    ``queues`` are hardware queues; None: one for each stream. Before each command a stream waits for up to
     ``max_delay_us``, drawn by the seed. With ``guard`` a host thread that touches memory
     of the device ends its process, as with a card. ``fails`` are a function of the
     driver, which of its calls is to fail, and the result of that one.
@@ -48,7 +48,7 @@ def environment(
         # What was compiled names the library of the kernels: so it is not kept for others.
         "COMMRT_KERNEL_CACHE": str(nvrtc.parent / f"of-{kernels.parent.name}"),
         "CUDA_ON_HOST_KERNELS": str(kernels),
-        "CUDA_DEVICE_MAX_CONNECTIONS": str(queues),
+        "CUDA_DEVICE_MAX_CONNECTIONS": str(queues or ""),
         "CUDA_ON_HOST_MAX_DELAY_US": str(max_delay_us),
         "CUDA_ON_HOST_SEED": str(seed),
         "CUDA_ON_HOST_GUARD": str(int(guard)),

@@ -498,6 +498,12 @@ extern "C" __attribute__((visibility("default"))) void cuda_on_host_fail(const c
 }
 // Calls of that function since then.
 extern "C" __attribute__((visibility("default"))) long cuda_on_host_calls() { return num_calls(); }
+// What each hardware queue is doing, as a text; for a debugger.
+extern "C" __attribute__((visibility("default"))) const char* cuda_on_host_report() {
+  static thread_local std::string text;
+  text = card().report();
+  return text.c_str();
+}
 // Where a function that a stream calls may touch memory of the card.
 extern "C" __attribute__((visibility("default"))) void* cuda_on_host_address(Pointer address) {
   return memory().at(address);

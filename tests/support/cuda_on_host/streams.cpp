@@ -39,21 +39,50 @@ void Changes::wait(const std::function<bool()>& ready) {
   }
 }
 
+// A command that was given to a stream.
+struct Given {
+  StreamPtr stream;
+  std::uint64_t number;
+  std::vector<std::pair<StreamPtr, std::uint64_t>> behind;  // what the legacy stream waits for
+  Command command;
+};
+
+struct Queue {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  std::deque<Given> commands;
+  std::minstd_rand random;
+  bool runs = false;
+  Handle of = nullptr;  // the stream of the latest command
+  bool is_busy = false;
+};
+
 Card::Card() : legacy(std::make_shared<Stream>()) {
-  for (int i = 0; i < settings().queues; ++i) {
-    queues_.push_back(std::make_unique<Queue>());
-    queues_.back()->random.seed(static_cast<unsigned>(settings().seed * 64 + i + 1));
-  }
   legacy->blocking = true;
+  legacy->queue = add_queue();
 }
 
+Queue* Card::add_queue() {
+  queues_.push_back(new Queue);
+  queues_.back()->random.seed(static_cast<unsigned>(settings().seed * 64 + queues_.size()));
+  return queues_.back();
+}
+
+// A new stream takes the queue with the fewest streams; the legacy stream has the first one to
+// itself if there are others. Which one the driver takes is not known.
 StreamPtr Card::add_stream(bool blocking) {
+  std::map<Queue*, int> taken{{legacy->queue, settings().queues == 1 ? 0 : 1 << 20}};
+  for (const auto& [handle, stream] : streams) ++taken[stream->queue];
+  for (const StreamPtr& stream : dropped_) taken[stream->queue] += stream->done < stream->given;
+  Queue* least = queues_.front();
+  for (Queue* each : queues_)
+    if (taken[each] < taken[least]) least = each;
+  const auto most = static_cast<std::size_t>(settings().queues);
+  if (taken[least] && (!most || queues_.size() < most)) least = add_queue();
   auto made = std::make_shared<Stream>();
   made->handle = fresh();
   made->blocking = blocking;
-  // The legacy stream has the first queue, and to itself if there are others.
-  const std::size_t others = queues_.size() - 1;
-  made->queue = others ? 1 + num_streams_++ % others : 0;
+  made->queue = least;
   return made;
 }
 
@@ -131,7 +160,7 @@ void Card::push(const StreamPtr& stream, Command command) {
   } else if (stream->blocking) {
     behind(legacy);
   }
-  Queue* const queue = queues_[stream->queue].get();
+  Queue* const queue = stream->queue;
   std::lock_guard<std::mutex> guard(queue->mutex);
   queue->commands.push_back(std::move(one));
   if (!queue->runs) {
@@ -154,6 +183,8 @@ void Card::run(Queue* queue) {
       queue->arrived.wait(lock, [&] { return !queue->commands.empty(); });
       one = std::move(queue->commands.front());
       queue->commands.pop_front();
+      queue->of = one.stream->handle;
+      queue->is_busy = true;
     }
     if (settings().max_delay_us) {
       const auto most = static_cast<unsigned>(settings().max_delay_us) + 1;
@@ -168,8 +199,31 @@ void Card::run(Queue* queue) {
     if (one.command.run && !failure()) one.command.run();
     one.command = {};  // what it holds goes before anybody hears that it is done
     one.stream->done = one.number;
+    {
+      std::lock_guard<std::mutex> guard(queue->mutex);
+      queue->is_busy = false;
+    }
     changes_.tell();
   }
+}
+
+std::string Card::report() {
+  std::string text;
+  const std::vector<StreamPtr> streams = every_stream();
+  std::lock_guard<std::mutex> guard(tables);
+  for (Queue* queue : queues_) {
+    std::lock_guard<std::mutex> own(queue->mutex);
+    text += "queue:";
+    for (const StreamPtr& stream : streams)
+      if (stream->queue == queue)
+        text += " " + std::to_string(reinterpret_cast<std::uint64_t>(stream->handle)) + " (" +
+                std::to_string(stream->done) + " of " + std::to_string(stream->given) + ")";
+    if (queue->is_busy)
+      text += ", in " + std::to_string(reinterpret_cast<std::uint64_t>(queue->of)) + ", " +
+              std::to_string(queue->commands.size()) + " commands behind";
+    text += "\n";
+  }
+  return text;
 }
 
 Result Card::wait_for(const StreamPtr& stream) {

@@ -2,9 +2,11 @@
 // Streams, events, and the threads that run their commands.
 //
 // Each hardware queue is a thread that runs commands in the order in which they were given, one
-// after the other. Streams share the queues in turn: behind a command that waits, everything in its
-// queue waits. That is in the documentation of CUDA_DEVICE_MAX_CONNECTIONS, and an H200 did so with
-// one queue. A real queue may run commands of different streams at the same time; here it does not.
+// after the other. Where CUDA_DEVICE_MAX_CONNECTIONS says how many queues there are, streams share
+// them: behind a command that waits, everything in its queue waits. So the documentation has it, and
+// an H200 did so with one queue. Without the variable each stream has a queue: an H200 had no trouble
+// with many streams, and how it shares them out is not known. A real queue may run commands of
+// different streams at the same time; here it does not.
 #pragma once
 
 #include <atomic>
@@ -17,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,6 +29,7 @@ namespace cuda_on_host {
 
 struct Capture;
 struct Event;
+struct Queue;
 struct Stream;
 using StreamPtr = std::shared_ptr<Stream>;
 using EventPtr = std::shared_ptr<Event>;
@@ -59,7 +63,7 @@ struct Command {
 struct Stream {
   Handle handle = nullptr;  // null: the legacy stream
   bool blocking = false;
-  std::size_t queue = 0;
+  Queue* queue = nullptr;  // which lives as long as the process
   std::atomic<std::uint64_t> given{0}, done{0};
   std::shared_ptr<Capture> capture;
 };
@@ -101,6 +105,9 @@ class Card {
   // For callers that hold `giving`, and want no capture looked at.
   void push(const StreamPtr& stream, Command command);
 
+  // Each queue: its streams, and what waits there; for somebody who looks at a hang.
+  std::string report();
+
   Result wait_for(const StreamPtr& stream);
   Result wait_for_all();
 
@@ -117,26 +124,13 @@ class Card {
   static Command wait(const RecordPtr& record);
 
  private:
-  struct Given {
-    StreamPtr stream;
-    std::uint64_t number;
-    std::vector<std::pair<StreamPtr, std::uint64_t>> behind;
-    Command command;
-  };
-  struct Queue {
-    std::mutex mutex;
-    std::condition_variable arrived;
-    std::deque<Given> commands;
-    std::minstd_rand random;
-    bool runs = false;
-  };
   void run(Queue* queue);
+  Queue* add_queue();
   std::vector<StreamPtr> every_stream();
 
   std::atomic<std::uint64_t> next_handle_{0x10000};
-  std::size_t num_streams_ = 0;
   std::vector<StreamPtr> dropped_;  // that may still have commands
-  std::vector<std::unique_ptr<Queue>> queues_;
+  std::vector<Queue*> queues_;  // the first one is the legacy stream's
   std::atomic<int> failure_{kSuccess};
   Changes changes_;
 };

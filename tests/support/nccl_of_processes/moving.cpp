@@ -25,7 +25,7 @@ struct Told {
 
 std::string text_of(const Told& told) {
   return std::string(name_of(told.kind)) + " of " + std::to_string(told.count) + " elements of type " +
-         std::to_string(told.dtype);
+         std::to_string(told.dtype) + ", reduction " + std::to_string(told.redop);
 }
 
 bool fits(const Told& own, const Told& other) {

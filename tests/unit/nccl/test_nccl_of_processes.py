@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,18 +290,23 @@ def left_alone(size: int) -> list[str]:
     """Wait for a rank that is killed, or that never calls; abort, and say what was."""
     say_own_host()
     comm = joined_all(size)
-    x = np.ones(1)
-    OverNccl(comm).allreduce(x, op="sum")
+    OverNccl(comm).allreduce(np.ones(1), op="sum")
     if comm.rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    return aborted(comm, "sum", lambda: here().counter("kernels") == 2)
+
+
+def aborted(comm: NcclComm, op: str, is_time: Callable[[], bool]) -> list[str]:
+    """Begin a call that does not end, abort it, and return what it said."""
     said = []
 
     def waits() -> None:
-        said.append(error_of(lambda: OverNccl(comm).allreduce(x, op="sum")))
+        said.append(error_of(lambda: OverNccl(comm).allreduce(np.ones(1), op=op)))
 
     waiting = threading.Thread(target=waits)
     waiting.start()
-    while here().counter("kernels") < 2:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_time() and time.monotonic() < deadline:
         os.sched_yield()
     assert comm.abort(DEADLINE_S)
     waiting.join(DEADLINE_S)
@@ -317,3 +323,26 @@ def test_a_killed_rank_leaves_the_others_waiting_until_they_abort(
     assert sorted(said) == [0, 1]
     assert all(len(each) == 1 for each in said.values()), said
     assert nccl.complaints() == []
+
+
+def differs(complaints: str) -> list[str]:
+    """Call another reduction than the other rank does."""
+    say_own_host()
+    comm = joined_all(2)
+    op = "sum" if comm.rank else "max"
+    return aborted(comm, op, Path(complaints).exists)
+
+
+def test_ranks_that_call_different_things_are_told(tmp_path: Path) -> None:
+    """And wait for each other, as with the real library, until they abort."""
+    nccl = NcclOfProcesses(tmp_path, has_streams=False)
+    found = RunRanks(tmp_path)(
+        *(2, differs),
+        env=nccl.environment,
+        deadline_s=DEADLINE_S,
+        complaints=str(tmp_path / "complaints of NCCL"),
+    )
+    assert [len(each) for each in found] == [1, 1]
+    complaints = nccl.complaints()
+    assert complaints
+    assert all("ranks differ: rank" in each for each in complaints), complaints

@@ -8,7 +8,7 @@ pretended NCCL for processes.
 from __future__ import annotations
 
 import os
-import subprocess
+import random
 import sys
 from pathlib import Path
 
@@ -16,27 +16,34 @@ import cuda_on_host
 import pytest
 from nccl_of_processes import NcclOfProcesses
 
+from commrt.launch.mpiexec import run_process
+
 DEADLINE_S = 300.0
-GPU = Path(__file__).parents[2] / "gpu"
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.full(sample=1)
 @pytest.mark.parametrize(("version", "skipped"), [(22809, 1), (23203, 0)])
+@pytest.mark.parametrize("queues", [1, 8, None])
 def test_calls_of_nccl_by_processes(
-    version: int, skipped: int, seed: int, tmp_path: Path
+    version: int, skipped: int, queues: int | None, seed: int, tmp_path: Path
 ) -> None:
     nccl = NcclOfProcesses(tmp_path, version)
-    files = ["test_gpu_processes.py", "test_gpu_graphs.py"]
-    words = ["-q", "-k", "nccl", "-p", "no:cacheprovider", "--seed", str(seed)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, *(str(GPU / file) for file in files)],
-        env={**os.environ, **cuda_on_host.environment(), **nccl.environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
+    card = cuda_on_host.environment(
+        queues=queues, max_delay_us=random.Random(seed).choice([0, 200]), seed=seed
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = run_process(
+        [
+            *("env", "-C", str(ROOT), sys.executable, "-m", "pytest", "-q"),
+            *("-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "120"),
+            *("-k", "nccl", "--seed", str(seed)),
+            *(f"tests/gpu/test_gpu_{name}.py" for name in ("processes", "graphs")),
+        ],
+        {**inherited, **card, **nccl.environment},
+        timeout_s=DEADLINE_S,
+    )
+    assert done.ok, done.describe_failure() + done.stdout[-8000:]
     # Two ranks on a GPU are for newer versions only.
     assert done.stdout.count("SKIPPED") == skipped, done.stdout
     assert nccl.complaints() == []

@@ -104,6 +104,7 @@ def killed(dies: int) -> list[Any]:
             me.meet("started")
             os.kill(os.getpid(), signal.SIGKILL)
         request = me.start(me.comm)
+        request.wait()  # the stream's, behind NCCL's work
         me.meet("started")
         said.append(error_of(lambda: request.synchronize(timeout_s=DEADLINE_S)))
         stream.synchronize()  # what NCCL had in it was let go
@@ -134,6 +135,7 @@ def late() -> dict[str, Any]:
         said["before"] = me.sums(lost, stream)
         if me.rank != me.size - 1:
             request = me.start(lost, timeout_s=1.0)
+            request.wait()
             said["late"] = error_of(request.synchronize)
             stream.synchronize()
             said["later"] = error_of(lambda: me.start(lost))

@@ -22,6 +22,9 @@ __all__ = ["RunRanks"]
 class RunRanks(SpawnedRanks):
     """Runs functions and programs on ranks of commrt's own launcher."""
 
+    options: tuple[str, ...] = ()
+    """Of the launcher."""
+
     def program(
         self,
         nranks: int,
@@ -33,7 +36,8 @@ class RunRanks(SpawnedRanks):
         """Run ``python *argv`` on ranks, and return how that ended."""
         # In a checkout, -m would find the folder commrt, which has no engine.
         elsewhere = ["env", "-C", os.sep]
-        launched = [sys.executable, "-m", "commrt.run", "-n", str(nranks), *argv]
+        options = ["-n", str(nranks), *self.options]
+        launched = [sys.executable, "-m", "commrt.run", *options, *argv]
         return run_process(
             [*elsewhere, *launched],
             {**child_environment(sys.executable), **(env or {})},

@@ -26,8 +26,8 @@ __all__ = ["RunRanks"]
 class RunRanks(SpawnedRanks):
     """Runs functions and programs on ranks of commrt's own launcher."""
 
-    keeps_going: bool = False
-    """True if a rank that is killed does not end the others."""
+    options: tuple[str, ...] = ()
+    """Of the launcher."""
 
     def survivors(
         self,
@@ -39,7 +39,7 @@ class RunRanks(SpawnedRanks):
         **arguments: Any,
     ) -> dict[int, Any]:
         """Return what a function returned, by the ranks that were not killed."""
-        ranks = replace(self, keeps_going=True)
+        ranks = replace(self, options=(*self.options, "--keep-going"))
         argv, results = ranks._job(function, deadline_s, arguments)
         done = ranks.program(nranks, argv, env=env, deadline_s=deadline_s)
         if not done.ok:
@@ -58,7 +58,7 @@ class RunRanks(SpawnedRanks):
         """Run ``python *argv`` on ranks, and return how that ended."""
         # In a checkout, -m would find the folder commrt, which has no engine.
         elsewhere = ["env", "-C", os.sep]
-        options = ["-n", str(nranks), *(["--keep-going"] * self.keeps_going)]
+        options = ["-n", str(nranks), *self.options]
         launched = [sys.executable, "-m", "commrt.run", *options, *argv]
         return run_process(
             [*elsewhere, *launched],

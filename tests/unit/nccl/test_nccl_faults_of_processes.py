@@ -29,6 +29,8 @@ from commrt.launch.detect import detect
 DEADLINE_S = 300.0
 INTERNAL_ERROR, REMOTE_ERROR = 3, 6
 NATIVE = "nccl/native"
+THREAD_LOCAL = 1
+"""The mode of captures that other threads do not disturb."""
 
 
 class Rank:
@@ -123,6 +125,43 @@ def test_a_rank_that_is_killed_is_named_and_streams_go_on(tmp_path: Path) -> Non
         assert "has ended" in first
         assert later.startswith("RevokedError"), later
         assert aborted == 1
+    assert complaints == []
+
+
+def killed_between_launches(dies: int) -> list[Any]:
+    """Launch a graph with a call by NCCL that another rank launches no more."""
+    me = Rank()
+    with DeviceStream(me.gpu) as stream:
+        me.sums(me.comm, stream)
+        x, out = me.ones(), me.ones()
+        me.gpu.begin_capture(stream.handle, THREAD_LOCAL)
+        me.comm.allreduce(x, out=out, algorithm=NATIVE)
+        graph = me.gpu.end_capture(stream.handle)
+        said: list[Any] = []
+        for _ in range(2):
+            me.gpu.graph_launch(graph, stream.handle)
+            stream.synchronize()
+            said.append(float(out.get()[0]))
+        me.meet("launched")
+        if me.rank == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        me.gpu.graph_launch(graph, stream.handle)
+        core_of(me.comm).give_up("its peer is gone")
+        stream.synchronize()
+        said.append(error_of(lambda: me.start(me.comm)))
+        me.gpu.graph_destroy(graph)
+    return said
+
+
+def test_a_launch_whose_peer_was_killed_ends_when_the_communicator_is_given_up(
+    tmp_path: Path,
+) -> None:
+    said, complaints = run(
+        tmp_path, 2, killed_between_launches, is_whole=False, dies=1
+    )
+    assert list(said) == [0]
+    assert said[0][:2] == [2.0, 2.0]
+    assert said[0][2].startswith("RevokedError")
     assert complaints == []
 
 

@@ -393,9 +393,7 @@ class Policy:
             found, partial(offers.predicted_us, query), partial(offers.floor_us, query)
         )
 
-    def _unasked(
-        self, query: Query, found: Sequence[Candidate]
-    ) -> Sequence[Candidate]:
+    def _unasked(self, query: Query, found: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return those that run without being named; all, where none does."""
         able = [
             each for each in found if self.offers.only_on_request(query, each) is None

@@ -16,6 +16,8 @@ from torch_ranks import torchrun
 
 from commrt.devices.cuda import why_missing, why_no_card
 from commrt.devices.registry import cuda_device
+from commrt.errors import BackendError
+from commrt.nccl import libnccl
 
 __all__ = ["torchrun"]
 
@@ -66,6 +68,16 @@ def ranks(tmp_path: Path) -> RunRanks:
     if reason is not None:
         pytest.skip(reason)
     return RunRanks(tmp_path)
+
+
+@pytest.fixture
+def nccl_ranks(ranks: RunRanks) -> RunRanks:
+    """Return such a way where there is NCCL."""
+    try:
+        libnccl.find()
+    except BackendError as error:
+        pytest.skip(str(error))
+    return ranks
 
 
 @pytest.fixture

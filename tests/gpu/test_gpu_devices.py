@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,7 +24,8 @@ def rig() -> Iterator[Rig]:
     device = open_device()
     if not device.memory_flags:
         pytest.skip(f"{device.name} has no stream memory operations")
-    rig = Rig(device, "cuda")
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or 8)
+    rig = Rig(device, "cuda", queues)
     yield rig
     rig.release()
 
@@ -46,5 +48,7 @@ class OneGpu(staged_model.OnThreads):
 
 @pytest.mark.parametrize("fails_at", [None, 3])
 def test_the_staged_model_sums_right(rig: Rig, fails_at: int | None) -> None:
+    if rig.queues == 1:
+        pytest.skip("both ranks on one hardware queue: each holds the other one up")
     for _ in range(20):
         staged_model.run(OneGpu(rig.device), fails_at=fails_at)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from gpu_cases import MOVED, draw
+import pytest
+from gpu_cases import MOVED, OWN_HOST, draw, say_own_host
 from run_ranks import RunRanks
 
 DEADLINE_S = 300.0
@@ -18,6 +19,7 @@ def captured(seed: int) -> dict[str, Any]:
     from commrt.devices import DeviceArray, DeviceStream
     from commrt.devices.registry import cuda_device
 
+    say_own_host()
     comm = commrt.init()
     gpu = cuda_device(0)
     wrong = []
@@ -37,7 +39,8 @@ def captured(seed: int) -> dict[str, Any]:
             x.put(np.full(1000, launch + 1.0, "float32"))
             gpu.graph_launch(graph, stream.handle)
             stream.synchronize()
-            want = (launch + 1.0) * factor
+            # The sum of sums of all ranks.
+            want = (launch + 1.0) * factor * comm.size**2
             if not (x.get() == want).all():
                 wrong.append(f"launch {launch}: {x.get()[:3]}, not {want}")
             comm.allreduce(x, backend="nccl")  # between launches
@@ -104,6 +107,9 @@ def refused(comm: Any, gpu: Any, stream: Any, x: Any) -> list[str]:
     return ["a staged call was captured"]
 
 
-def test_calls_of_nccl_are_captured_and_launched(seed: int, ranks: RunRanks) -> None:
-    found = ranks(1, captured, deadline_s=DEADLINE_S, seed=seed)
-    assert found == [{"wrong": []}]
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_of_nccl_are_captured_and_launched(
+    size: int, seed: int, nccl_ranks: RunRanks
+) -> None:
+    found = nccl_ranks(size, captured, env=OWN_HOST, deadline_s=DEADLINE_S, seed=seed)
+    assert found == [{"wrong": []}] * size

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,8 @@ def test_many_in_flight_in_pieces(count: int, gpu: Any) -> None:
 
 
 def test_a_peer_that_never_comes_does_not_stop_the_gpu(gpu: Any) -> None:
+    ended = threading.Event()
+
     def main(comm: Communicator) -> None:
         x = DeviceArray(gpu, 8).put(np.ones(8))
         comm.allreduce(x)  # in the first call on a device the ranks meet
@@ -97,11 +100,13 @@ def test_a_peer_that_never_comes_does_not_stop_the_gpu(gpu: Any) -> None:
         gpu.stream_synchronize(current)
         comm.barrier()
         if comm.rank == 1:
+            ended.wait(300)  # to free memory would hold up what the other one gives
             return
         request = comm.allreduce(x, nonblocking=True, timeout_s=0.2)
         request.wait()
         with pytest.raises(TimeoutError_):
             request.synchronize(timeout_s=30)
+        ended.set()
 
     on_gpu(2, gpu, main)
 

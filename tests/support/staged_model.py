@@ -140,6 +140,8 @@ class Staged:
     unfinished: list[Operation] = field(default_factory=list)
     mutex: threading.Lock = field(default_factory=threading.Lock)
     failed: int = 0
+    memory: list[int] = field(default_factory=list)
+    """What the caller computes on."""
 
     def has(self, bug: str) -> bool:
         return bug in self.bugs
@@ -360,7 +362,7 @@ def caller(one: Staged, operations: int, fails_at: int | None = None) -> None:
     user = device.stream_create()
     source = device.pinned_alloc(operations * NBYTES)
     target = device.pinned_alloc(operations * NBYTES)
-    xs = [device.alloc(NBYTES) for _ in range(operations)]
+    xs = one.memory = [device.alloc(NBYTES) for _ in range(operations)]
     for number in range(operations):
         device.write(source + number * NBYTES, given(one.rank, number).tobytes())
     requests = []
@@ -380,9 +382,6 @@ def caller(one: Staged, operations: int, fails_at: int | None = None) -> None:
         if number != fails_at and not np.array_equal(got, expected):
             raise WrongSumError(f"rank {one.rank}, operation {number}: {got}")
     device.flag_store(one.stop, 1)
-    if not one.has("freed"):
-        for x in xs:
-            device.free(x)
 
 
 def run(
@@ -404,4 +403,11 @@ def run(
         )
         threads[f"progress {one.rank}"] = one.progress
     harness.run(threads)
+    # Not before: a free waits for the whole device, and lets nobody give it anything
+    # meanwhile. Where the other rank has given half of an operation, which its progress
+    # thread hears of behind the other half, both would wait for ever.
+    for one in ranks:
+        for x in one.memory:
+            if not one.has("freed"):
+                one.device.free(x)
     return ranks

@@ -62,8 +62,10 @@ void PeerWork::issue(const std::shared_ptr<PeerCall>& made, unsigned char* in, u
   try {
     give(*made, in, out, memory, copies, stream, orders);
   } catch (const DeviceFailure& failure) {
-    // Peers wait for what does not come, and this rank's stream perhaps for them.
-    give_up_as(failure);
+    // Peers wait for what does not come, and this rank's stream perhaps for them. The call has its
+    // number already: without it peers would take it for one that was given.
+    half_given_ = true;
+    give_up_as(failure, made->seq);
     throw;
   }
   watch(made, keep);
@@ -131,7 +133,8 @@ bool PeerWork::look_at_failed() {
 // yet. That half holds the part before the last, and each call has at least one part. So it may
 // belong to one of the last two calls that have ended here.
 std::uint64_t PeerWork::first_lost(std::uint64_t next) const {
-  if (calls_.empty() || ended_seqs_.empty() || has(Bug::ToldLate)) {
+  const bool is_none = calls_.empty() && !half_given_;
+  if (is_none || ended_seqs_.empty() || has(Bug::ToldLate)) {
     return WatchedWork::first_lost(next);
   }
   return ended_seqs_.front();

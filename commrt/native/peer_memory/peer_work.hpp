@@ -14,6 +14,7 @@
 // rank gave it up.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -79,6 +80,7 @@ class PeerWork : public WatchedWork {
   std::mutex issue_;  // of who starts: the order of commands is that of calls
   Event ready_ = 0;
   std::uint32_t issued_;  // the value of the latest call
+  std::atomic<bool> half_given_{false};  // a call whose commands the device did not all take
   Scratch scratch_;       // programs run one behind the other, and share it
 
   std::deque<std::uint64_t> ended_seqs_;  // of the last two calls that ended; by polling_

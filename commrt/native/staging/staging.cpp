@@ -122,12 +122,12 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
                  0};
   }
   made->end_value = ends_ + 1;
-  const bool is_long = flags_ && !has(Planted::LateCopy) && pieces.size() > places;
-  const std::size_t first = is_long ? 1 : pieces.size();
+  const bool is_cut = flags_ && !has(Planted::LateCopy) && pieces.size() > 1;
+  const std::size_t first = is_cut ? 1 : pieces.size();
   give_or_fail(
       [&] {
         begin(stream);
-        if (is_long) {
+        if (is_cut) {
           give_step(0, pieces, stream, places);
         } else {
           enqueue(*made, pieces, stream, places);
@@ -145,7 +145,7 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
     // The streams are let go already; it needs no more than to be told.
     if (failed_) fail(failure_kind_, failure_, device_gone_);
   }
-  if (!is_long) return;
+  if (!is_cut) return;
   // Whoever makes progress has to do so before this call ends.
   announce();
   engine_.wake();

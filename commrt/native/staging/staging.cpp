@@ -11,6 +11,8 @@
 namespace commrt {
 
 namespace {
+// A quarter of what a stream takes: calls before it may have some of the room.
+constexpr std::size_t kFewCommands = 256;
 constexpr char kNoHostMemory[] =
     "no host memory is left to start a call on device memory: free memory first";
 }
@@ -122,12 +124,13 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
                  0};
   }
   made->end_value = ends_ + 1;
-  const bool is_cut = flags_ && !has(Planted::LateCopy) && pieces.size() > 1;
-  const std::size_t first = is_cut ? 1 : pieces.size();
+  const bool is_long = flags_ && !has(Planted::LateCopy) && pieces.size() > 1 &&
+                       (pieces.size() > places || most_commands(pieces) > kFewCommands);
+  const std::size_t first = is_long ? 1 : pieces.size();
   give_or_fail(
       [&] {
         begin(stream);
-        if (is_cut) {
+        if (is_long) {
           give_step(0, pieces, stream, places);
         } else {
           enqueue(*made, pieces, stream, places);
@@ -145,11 +148,22 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
     // The streams are let go already; it needs no more than to be told.
     if (failed_) fail(failure_kind_, failure_, device_gone_);
   }
-  if (!is_cut) return;
+  if (!is_long) return;
   // Whoever makes progress has to do so before this call ends.
   announce();
   engine_.wake();
   give_rest(*made, pieces, stream, places);
+}
+
+// The most that a call gives one of its streams.
+std::size_t Stager::most_commands(const std::vector<Piece>& pieces) {
+  constexpr std::size_t kWaitsAndRecords = 3;
+  std::size_t in = 0, out = 0;
+  for (const Piece& piece : pieces) {
+    in += piece.part->packs.size() + piece.part->in.size() + kWaitsAndRecords;
+    out += piece.part->unpacks.size() + piece.part->out.size() + kWaitsAndRecords;
+  }
+  return std::max(in, out);
 }
 
 void Stager::begin(Stream stream) {

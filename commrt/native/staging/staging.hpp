@@ -123,6 +123,7 @@ class Stager : public StagedWork {
   bool has(Planted bug) const { return planted.is(bug); }
   void issue(const PiecesPtr& made, Stream stream, void* const* keep);
   PinnedRing::Part take_part(std::size_t nbytes, double timeout_s);
+  static std::size_t most_commands(const std::vector<Piece>& pieces);
   void begin(Stream stream);
   void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
   void give_step(std::size_t i, std::vector<Piece>& pieces, Stream stream, std::size_t slots);

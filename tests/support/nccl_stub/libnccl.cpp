@@ -47,7 +47,9 @@ class Use {
       return;
     }
     const std::thread::id none;
-    if ((comm->inside != none && comm->inside != me) ||
+    // One that blocks may be aborted while a thread sticks in it.
+    const bool may_stick = comm->blocking && what.rfind("ncclCommAbort", 0) == 0;
+    if ((comm->inside != none && comm->inside != me && !may_stick) ||
         (comm->grouped != none && comm->grouped != me)) {
       violation(what + "used by another thread at the same time");
     }
@@ -383,6 +385,11 @@ int enqueue(Comm* comm, Op op, void* stream) {
   if (use.code == Success) on_device.enter(comm, function.c_str());
   calls_in_group++;
   int code = use.code;
+  if (code == Success && comm->blocking && world.settings["sticks"] == comm->rank + 1) {
+    // As one that connects to a peer that never comes.
+    world.changed.wait(use.lock(), [&] { return comm->life == Life::Aborted; });
+    return InternalError;
+  }
   auto wrong = [&](const std::string& text) {
     violation(function + ": " + text);
     code = InvalidArgument;

@@ -45,7 +45,7 @@ def environment(
     made = {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),
         "COMMRT_NVRTC_LIB": str(nvrtc),
-        # What was compiled names the library of the kernels: so it is not kept for others.
+        # What was compiled names the library of the kernels, and is not for others.
         "COMMRT_KERNEL_CACHE": str(nvrtc.parent / f"of-{kernels.parent.name}"),
         "CUDA_ON_HOST_KERNELS": str(kernels),
         "CUDA_DEVICE_MAX_CONNECTIONS": str(queues or ""),

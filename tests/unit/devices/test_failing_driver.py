@@ -28,8 +28,8 @@ FUNCTIONS = {
         *("cuStreamWriteValue32", "cuStreamWaitValue32"),
     ),
 }
-"""What a call has the driver do once it has its number. Before, a rank refuses its call,
-and may try again: its peers wait for it."""
+"""What a call has the driver do once it has its number. Before, a rank refuses its
+call, and may try again: its peers wait for it."""
 
 
 @pytest.fixture

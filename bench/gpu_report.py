@@ -54,6 +54,8 @@ class Part:
 def parts(device: str) -> list[Part]:
     """Return the parts of a report, in this order."""
     on = ("-d", device)
+    # Ranks that share a GPU without MPS take turns of 2.4 ms: these hide all else.
+    alone = (*on, "--ranks", "1")
     no_peers = "" if device == "cuda" else "processes share no device of threads"
     few = ("--budget-s", "0.02", "-i", "3")
     less = ("-m", "65536:65536", *few)
@@ -61,13 +63,20 @@ def parts(device: str) -> list[Part]:
         *(*_BENCH, "allreduce", *on, "--ranks", "2", "-m"),
         *(f"{LONG_NBYTES}:{LONG_NBYTES}", "--algorithm", "ipc/direct"),
     )
-    short = (*_BENCH, "allreduce", *on, "-m", "8:16384", "--algorithm")
+    short = (*_BENCH, "allreduce", *alone, "-m", "8:16384", "--algorithm")
+    overlap = (
+        *("--nonblocking", "-m", f"{OVERLAP_NBYTES}:{OVERLAP_NBYTES}"),
+        *("--algorithm", "staged/direct", "--format", "json"),
+    )
+    no_mps = no_peers or _no_mps()
     tests = Path("tests/gpu").absolute()
     no_tests = "" if find_spec("pytest") else "pytest is not installed"
     if not tests.is_dir():
         no_tests = "there is no tests/gpu here: start it in a checkout"
+    no_card = "" if device == "cuda" else "questions are for a GPU"
     found = [
         Part("info", ("-m", "commrt", "info")),
+        Part("questions", (str(tests / "questions.py"),), why_not=no_card or no_tests),
         Part(
             "tests",
             ("-m", "pytest", str(tests), "-q", "-rs", "-p", "no:cacheprovider"),
@@ -75,7 +84,7 @@ def parts(device: str) -> list[Part]:
         ),
         Part(
             "submit",
-            (*_BENCH, "submit", *on, "--format", "json"),
+            (*_BENCH, "submit", *alone, "--format", "json"),
             quick=("--iterations", "5"),
         ),
         Part(
@@ -88,7 +97,7 @@ def parts(device: str) -> list[Part]:
             "peers under MPS",
             (*peers, "--format", "json"),
             under_mps=True,
-            why_not=no_peers or _no_mps(),
+            why_not=no_mps,
             quick=less,
         ),
         Part(
@@ -99,13 +108,12 @@ def parts(device: str) -> list[Part]:
         ),
         Part("short by kernels", (*short, "staged/direct{copies=kernel}"), quick=few),
         Part("short by copy engines", (*short, "staged/direct"), quick=few),
+        Part("overlap", (*_BENCH, "allreduce", *alone, *overlap), quick=less),
         Part(
-            "overlap",
-            (
-                *(*_BENCH, "allreduce", *on, "--nonblocking", "-m"),
-                *(f"{OVERLAP_NBYTES}:{OVERLAP_NBYTES}", "--algorithm"),
-                *("staged/direct", "--format", "json"),
-            ),
+            "overlap of two ranks under MPS",
+            (*_BENCH, "allreduce", *on, "--ranks", "2", *overlap),
+            under_mps=True,
+            why_not=no_mps,
             quick=less,
         ),
         Part(
@@ -121,7 +129,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "tune",
             (
-                *("-m", "commrt.tuning.cli", "run", *on, "--budget", "300"),
+                *("-m", "commrt.tuning.cli", "run", *on, "--budget", "60"),
                 *("--out", "table.yaml"),
             ),
             quick=("--budget", "4", "--max-bytes", "64", "--ops", "allreduce"),

@@ -2327,9 +2327,16 @@ def nccl_adopt(library: NcclLibrary, pointer: int) -> tuple[NcclComm, int]:
     """Use another program's communicator; it is never destroyed here."""
 
 def nccl_init(
-    library: NcclLibrary, size: int, rank: int, id: bytes, options: NcclOptions
+    library: NcclLibrary,
+    size: int,
+    rank: int,
+    id: bytes,
+    options: NcclOptions,
+    device: Device | None = None,
 ) -> tuple[NcclComm, int]:
-    """Begin to join; _wait finishes it."""
+    """Begin to join; _wait finishes it. One that blocks joins in a thread, on
+    `device`; without it, in this call.
+    """
 
 def nccl_open(path: str, *, only_loaded: bool) -> tuple[NcclLibrary, str]:
     """Open a libnccl; returns it, or None and the reason."""

@@ -178,6 +178,15 @@ VARIABLES: tuple[Variable, ...] = (
         _text,
     ),
     Variable(
+        "COMMRT_NCCL_BLOCKING",
+        "0|1",
+        "1",
+        "Communicators of NCCL whose calls may block; 0: calls never wait for peers, "
+        "and each costs a thread of NCCL's, some 80 us.",
+        False,
+        _flag,
+    ),
+    Variable(
         "COMMRT_NVTX",
         "0|1",
         "0",

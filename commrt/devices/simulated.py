@@ -51,6 +51,11 @@ class SimOptions:
     """Stream 0 and blocking streams wait for each other."""
     pageable_copies_block: bool = True
     """memcpy_async() with ordinary host memory waits for its stream."""
+    host_copies_block: bool = True
+    """memcpy_async() between host memory, pinned too, returns when it is done."""
+    most_commands: int = 1020
+    """Commands that a stream holds; a call that gives it one more waits. 0: any
+    number."""
     unrecorded_wait_passes: bool = True
     """Waiting for an event without a record is nothing; without, an error."""
     wait_keeps_record: bool = True

@@ -50,6 +50,16 @@ class Nvrtc:
         except (AttributeError, KernelsMissingError) as error:
             raise OSError(f"{path} is no NVRTC: {error}") from None
         self.version = major.value, minor.value
+        self._builtins = self._open_builtins()
+
+    def _open_builtins(self) -> ctypes.CDLL | None:
+        """Open the library that NVRTC opens by its name alone as it compiles.
+
+        In a wheel (seen with 13.0) that lies beside it, where the loader does not look.
+        """
+        name = "libnvrtc-builtins.so.{}.{}".format(*self.version)
+        beside = Path(self.path).resolve().with_name(name)
+        return ctypes.CDLL(str(beside)) if beside.exists() else None
 
     def __str__(self) -> str:
         return f"NVRTC {self.version[0]}.{self.version[1]}, {self.path} ({self.why})"

@@ -16,8 +16,10 @@ class NcclConfig:
     """Values for ``ncclConfig_t``. None: NCCL's own default."""
 
     blocking: bool = False
-    """True if NCCL's calls may block. Then nothing of it can be interrupted, and abort
-    is not safe; but NCCL does not start a thread for each group."""
+    """True if NCCL's calls may block: it then starts no thread for each call, which
+    costs 80 us. A call that first connects can wait for its peers. Where commrt's
+    progress thread runs, it is given up at its deadline, by an abort from another
+    thread; NCCL promises only for calls that do not block that this ends them."""
     cga_cluster_size: int | None = None
     """Thread blocks of a cluster."""
     min_ctas: int | None = None

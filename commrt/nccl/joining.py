@@ -3,8 +3,8 @@
 
 1. The first member asks NCCL for an id; all members exchange it, their versions and
    their configurations.
-2. Each member starts to join without blocking, and polls until it has joined or the
-   deadline has come.
+2. Each member starts to join, by a call that does not block or in a thread, and polls
+   until it has joined or the deadline has come.
 3. All members exchange their results. If one failed, all give the communicator up, so
    nobody has a communicator without peers. This is also the barrier that NCCL needs
    before the first collective.
@@ -63,7 +63,8 @@ class Joining:
             self._device.make_current(True)
         try:
             made, code = _native.nccl_init(
-                self._native, len(self._members), rank, unique_id, options
+                *(self._native, len(self._members), rank, unique_id, options),
+                self._device,
             )
         finally:
             if self._device is not None:

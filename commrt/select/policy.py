@@ -248,22 +248,16 @@ class Policy:
             subset = self._subset(found, wanted, query, "the call")
             wishes = {**given, **(params or {})}
             choice = self._forced(
-                query, subset, given, "call", "the call asked for it", wishes
+                *(query, wanted, subset, given, "call", "the call asked for it"), wishes
             )
         elif (asked := self._asked_before(query, found)) is not None:
             who, wish = asked
             subset = self._subset(found, wish.names, query, who)
             source: Source = "override" if who == VARIABLE else "group"
-            choice = self._forced(
-                query, subset, wish.params, source, f"{who} asks for {wish}"
-            )
+            why = f"{who} asks for {wish}"
+            choice = self._forced(query, wish.names, subset, wish.params, source, why)
         else:
-            able = [
-                each
-                for each in found
-                if self.offers.only_on_request(query, each) is None
-            ]
-            choice = self._free(query, able or found, found)
+            choice = self._free(query, self._unasked(query, found), found)
         if params:
             merged = {**choice.candidate.params, **params}
             choice = replace(choice, candidate=_with(choice.candidate, merged))
@@ -399,17 +393,31 @@ class Policy:
             found, partial(offers.predicted_us, query), partial(offers.floor_us, query)
         )
 
+    def _unasked(self, query: Query, found: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return those that run without being named; all, where none does."""
+        able = [
+            each for each in found if self.offers.only_on_request(query, each) is None
+        ]
+        return able or found
+
     def _forced(
         self,
         query: Query,
+        wanted: tuple[str | None, str | None],
         subset: Sequence[Candidate],
         params: Mapping[str, int | str],
         source: Source,
         reason: str,
         wishes: Mapping[str, int | str] | None = None,
     ) -> Choice:
-        """Pick within what was asked for; table and model decide what it left open."""
-        inner = self._free(query, subset, wishes=params if wishes is None else wishes)
+        """Pick within what was asked for; table and model decide what it left open.
+
+        Who names a backend alone asks for nothing in it that runs only by name.
+        """
+        _, algorithm = wanted
+        able = subset if algorithm is not None else self._unasked(query, subset)
+        asked = params if wishes is None else wishes
+        inner = self._free(query, able, subset, wishes=asked)
         candidate = _with(inner.candidate, {**inner.candidate.params, **params})
         if len({other.name for other in subset}) == 1:
             return Choice(candidate, source, reason, inner.rule)

@@ -32,6 +32,7 @@ __all__ = [
     "CopyBack",
     "all_given",
     "apart",
+    "check_one_device",
     "given",
     "movable",
     "plain",
@@ -89,10 +90,22 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 def all_given(tensors: Any, what: str) -> list[torch.Tensor]:
     """Return the tensors that have the memory of a list's, as ``given`` does."""
-    return [
+    found = [
         each if has_memory(each) else given(each, f"{what}[{i}]")
         for i, each in enumerate(tensors)
     ]
+    check_one_device(found, what)
+    return found
+
+
+def check_one_device(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise torch's error for a list that mixes devices, which copies would hide."""
+    for i, each in enumerate(tensors):
+        if each.device != tensors[0].device:
+            raise wrong_call(
+                f"{what}[{i}] is on {each.device}, and {what}[0] on "
+                f"{tensors[0].device}: expected all tensors of a call on one device"
+            )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

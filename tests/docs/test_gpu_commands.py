@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECTION = "### What to run on a GPU first"
+SECTION = "## What to run on a GPU first"
 SMALLER = {
     "submit": ["--iterations", "5"],
     "parts": ["-m", "65536", "-i", "2"],

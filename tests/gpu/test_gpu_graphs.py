@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs with calls of NCCL, on a GPU; staged calls say that they cannot be captured."""
+"""Graphs with calls of NCCL on a GPU; a staged call in a capture is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from gpu_cases import MOVED, draw
+import pytest
+from gpu_cases import MOVED, OWN_HOST, draw, say_own_host
 from run_ranks import RunRanks
 
 DEADLINE_S = 300.0
@@ -18,6 +19,7 @@ def captured(seed: int) -> dict[str, Any]:
     from commrt.devices import DeviceArray, DeviceStream
     from commrt.devices.registry import cuda_device
 
+    say_own_host()
     comm = commrt.init()
     gpu = cuda_device(0)
     wrong = []
@@ -37,7 +39,8 @@ def captured(seed: int) -> dict[str, Any]:
             x.put(np.full(1000, launch + 1.0, "float32"))
             gpu.graph_launch(graph, stream.handle)
             stream.synchronize()
-            want = (launch + 1.0) * factor
+            # The sum of sums of all ranks.
+            want = (launch + 1.0) * factor * comm.size**2
             if not (x.get() == want).all():
                 wrong.append(f"launch {launch}: {x.get()[:3]}, not {want}")
             comm.allreduce(x, backend="nccl")  # between launches
@@ -59,6 +62,7 @@ def each_operation(comm: Any, gpu: Any, stream: Any, seed: int) -> list[str]:
         if case.dtype.startswith(("float8", "bfloat16")) or case.count == 0:
             continue
         from cases import difference, expected, inputs
+
         from commrt.vocabulary.operations import operation
 
         xs = inputs(case)
@@ -103,6 +107,9 @@ def refused(comm: Any, gpu: Any, stream: Any, x: Any) -> list[str]:
     return ["a staged call was captured"]
 
 
-def test_calls_of_nccl_are_captured_and_launched(seed: int, nccl_ranks: RunRanks) -> None:
-    found = nccl_ranks(1, captured, deadline_s=DEADLINE_S, seed=seed)
-    assert found == [{"wrong": []}]
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_of_nccl_are_captured_and_launched(
+    size: int, seed: int, nccl_ranks: RunRanks
+) -> None:
+    found = nccl_ranks(size, captured, env=OWN_HOST, deadline_s=DEADLINE_S, seed=seed)
+    assert found == [{"wrong": []}] * size

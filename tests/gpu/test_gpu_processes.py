@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import numpy as np
 import pytest
-from gpu_cases import draw, wrong_results
+from gpu_cases import OWN_HOST, draw, say_own_host, wrong_results
 from run_ranks import RunRanks
 
 DEADLINE_S = 300.0
-OWN_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
-"""NCCL below 2.30 takes ranks on one GPU only if each says that it is another host."""
 
 
 def collectives(algorithm: str | None, seed: int, number: int) -> dict[str, Any]:
@@ -21,10 +19,8 @@ def collectives(algorithm: str | None, seed: int, number: int) -> dict[str, Any]
     from commrt import algorithms
     from commrt.devices import DeviceStream
     from commrt.devices.registry import cuda_device
-    from commrt.launch.detect import detect
 
-    if "NCCL_NET" in os.environ:
-        os.environ["NCCL_HOSTID"] = f"host{detect().rank}"
+    say_own_host()
     comm = commrt.init()
     gpu = cuda_device(0)
     with DeviceStream(gpu) as stream:
@@ -98,18 +94,57 @@ def test_nccl_with_one_rank(seed: int, nccl_ranks: RunRanks) -> None:
     check(found, 4)
 
 
+@pytest.mark.parametrize("algorithm", ["nccl/native", "nccl/direct", "nccl/ring"])
 def test_nccl_with_two_ranks_that_say_they_are_two_hosts(
-    seed: int, nccl_ranks: RunRanks
+    algorithm: str, seed: int, nccl_ranks: RunRanks
 ) -> None:
     found = nccl_ranks(
         *(2, collectives),
         env=OWN_HOST,
         deadline_s=DEADLINE_S,
-        algorithm="nccl/native",
+        algorithm=algorithm,
         seed=seed,
         number=2,
     )
     check(found, 4)
+
+
+def messages() -> list[str]:
+    """Send every rank arrays of different lengths in one list, twice."""
+    import commrt
+    from commrt.devices import DeviceArray, DeviceStream
+    from commrt.devices.registry import cuda_device
+
+    say_own_host()
+    comm = commrt.init()
+    gpu = cuda_device(0)
+    lengths = [1, 20_001, 7]
+    wrong = []
+    with DeviceStream(gpu) as stream:
+        for again in range(2):
+            sends, recvs = [], []
+            for peer in range(comm.size):
+                for length in lengths:
+                    x = DeviceArray(gpu, length, "float32")
+                    value = 100 * again + 10 * comm.rank + peer
+                    x.put(np.full(length, value, "float32"))
+                    sends.append((x, peer))
+                    recvs.append((DeviceArray(gpu, length, "float32"), peer))
+            comm.multi_sendrecv(sends=sends, recvs=recvs, backend="nccl")
+            stream.synchronize()
+            wrong += [
+                f"{out.get()[:3]} on rank {comm.rank} from {peer}"
+                for out, peer in recvs
+                if (out.get() != 100 * again + 10 * peer + comm.rank).any()
+            ]
+    comm.barrier()
+    comm.free()
+    return wrong
+
+
+def test_messages_by_nccl(nccl_ranks: RunRanks) -> None:
+    found = nccl_ranks(2, messages, env=OWN_HOST, deadline_s=DEADLINE_S)
+    assert found == [[], []]
 
 
 def test_nccl_with_two_ranks_on_a_gpu(seed: int, nccl_ranks: RunRanks) -> None:

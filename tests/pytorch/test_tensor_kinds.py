@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from tensor_kinds import CALLS, REFUSED, RIGHT
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commrt
 from commrt.arrays.host import view_anywhere
 from commrt.errors import BufferError_, UsageError
 from commrt.launch.mpiexec import child_environment
+from commrt.torch.operands import check_one_device
 
 LOOKED_AT_BY_TORCH = ("number", "array", "class", "uninitialized")
 """Kinds that P2POp refuses before a group is asked."""
@@ -155,3 +157,14 @@ def test_every_bound_call_looks_where_its_tensors_are(
             continue
         with pytest.raises((UsageError, BufferError_), match=r"planned|its storage"):
             call()
+
+
+def test_tensors_of_a_list_lie_on_one_device() -> None:
+    """On a GPU a list of both was filled, by copies that nobody had asked for."""
+    with FakeTensorMode():
+        mixed = [torch.empty(3), torch.empty(3, device="cuda")]
+    with pytest.raises(
+        ValueError, match=r"list\[1\] is on cuda:0, and list\[0\] on cpu"
+    ):
+        check_one_device(mixed, "list")
+    check_one_device(mixed[:1] * 2, "list")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communicator whose halo, neighbour and redistribution calls run on a device.
 
-Each numpy array that a call is given has a twin in the memory of a device of threads,
-laid out alike; its values go there before the call and come back behind it. So whatever
-is checked with host arrays is checked with device arrays.
+Each numpy array that a call is given has a twin in the memory of a device, laid out
+alike; its values go there before the call and come back behind it, by way of pinned
+memory. So whatever is checked with host arrays is checked with device arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from staged_ranks import Rank
 
 Array = np.ndarray[Any, Any]
 
@@ -20,16 +19,18 @@ Array = np.ndarray[Any, Any]
 class Twin:
     """A numpy array's place on a device; an array of some GPU library to commrt."""
 
-    def __init__(self, device: Any, given: Array) -> None:
-        self.device, self.given = device, given
+    def __init__(self, device: Any, given: Array, stream: int) -> None:
+        self.device, self.given, self.stream = device, given, stream
         low, high = np.lib.array_utils.byte_bounds(given)
         if not given.size:
             low = high = given.ctypes.data
-        self.base = device.alloc(max(1, high - low))
-        raw = (ctypes.c_uint8 * max(1, high - low)).from_address(self.base)
-        offset = given.ctypes.data - low if given.size else 0
-        self.there: Array = np.ndarray(
-            given.shape, given.dtype, raw, offset if given.size else 0, given.strides
+        self.nbytes = max(1, high - low)
+        self.base = device.alloc(self.nbytes)
+        self.pinned = device.pinned_alloc(self.nbytes)
+        raw = (ctypes.c_uint8 * self.nbytes).from_address(self.pinned)
+        self.offset = given.ctypes.data - low if given.size else 0
+        self.here: Array = np.ndarray(
+            given.shape, given.dtype, raw, self.offset, given.strides
         )
 
     @property
@@ -37,7 +38,7 @@ class Twin:
         return {
             "shape": self.given.shape,
             "typestr": self.given.dtype.str,
-            "data": (self.there.ctypes.data, not self.given.flags.writeable),
+            "data": (self.base + self.offset, not self.given.flags.writeable),
             "strides": self.given.strides,
             "version": 3,
             "stream": None,
@@ -45,25 +46,30 @@ class Twin:
 
     def send(self) -> None:
         """Take the values of the host's array over."""
-        self.there[...] = self.given
+        self.here[...] = self.given
+        self.device.memcpy_async(self.base, self.pinned, self.nbytes, self.stream)
+        self.device.stream_synchronize(self.stream)
 
     def bring(self) -> None:
         """Give them back."""
+        self.device.memcpy_async(self.pinned, self.base, self.nbytes, self.stream)
+        self.device.stream_synchronize(self.stream)
         if self.given.flags.writeable:
-            self.given[...] = self.there
+            self.given[...] = self.here
 
 
 class Twins:
     """The arrays of one call."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Any) -> None:
         self.rank = rank
         self.all: list[Twin] = []
 
     def of(self, given: Any) -> Any:
         """Return an argument, with twins in the place of arrays."""
         if isinstance(given, np.ndarray):
-            self.all.append(Twin(self.rank.device, given))
+            stream = self.rank.stream.handle
+            self.all.append(Twin(self.rank.device, given, stream))
             return self.all[-1]
         if isinstance(given, list | tuple) and any(
             isinstance(each, np.ndarray) for each in given
@@ -134,7 +140,8 @@ class _Plans:
 class OnDevice:
     """A communicator with its calls on twins of their arrays."""
 
-    def __init__(self, comm: Any, rank: Rank) -> None:
+    def __init__(self, comm: Any, rank: Any) -> None:
+        """``rank`` has the device, its stream, and the name of what moves boxes."""
         self.comm, self.on = comm, rank
         self.rank, self.size = comm.rank, comm.size
 

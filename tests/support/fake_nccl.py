@@ -37,7 +37,12 @@ def build(*defines: str) -> Path:
     """Return the compiled stub, made where the sources have changed."""
     # Named like the original, so that it is found among what is loaded.
     headers = ("devices/device.hpp", "devices/foreign_kernel.hpp")
-    return build_stub("nccl_stub", "libnccl.so.2", headers=headers, defines=defines)
+    return build_stub(
+        *("nccl_stub", "libnccl.so.2"),
+        beside=["nccl_common"],
+        headers=headers,
+        defines=defines,
+    )
 
 
 class FakeNccl:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,21 @@ from cases import COUNTS, SPREADS, Case, difference, expected, inputs, legal_pai
 from commrt.comm import Communicator
 from commrt.devices import DeviceArray
 from commrt.errors import BackendError
+from commrt.launch.detect import detect
 from commrt.vocabulary.operations import OPERATIONS, operation
 
-__all__ = ["MOVED", "draw", "wrong_results"]
+__all__ = ["MOVED", "OWN_HOST", "draw", "say_own_host", "wrong_results"]
 
 MOVED = [spec.name for spec in OPERATIONS if spec.x_count != "none"]
 """The operations that have data."""
+OWN_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+"""NCCL below 2.30 takes ranks on one GPU only if each says that it is another host."""
+
+
+def say_own_host() -> None:
+    """Let this rank say so, in a job whose environment has ``OWN_HOST``."""
+    if "NCCL_NET" in os.environ:
+        os.environ["NCCL_HOSTID"] = f"host{detect().rank}"
 
 
 def draw(size: int, seed: int, number: int) -> list[Case]:

@@ -7,10 +7,14 @@ returned comes back as JSON, in rank order.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 from mpi_ranks import KILL_GRACE_S, SpawnedRanks
 
 from commrt.launch.mpiexec import Completed, child_environment, run_process
@@ -24,6 +28,24 @@ class RunRanks(SpawnedRanks):
 
     options: tuple[str, ...] = ()
     """Of the launcher."""
+
+    def survivors(
+        self,
+        nranks: int,
+        function: Callable[..., Any],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 300.0,
+        **arguments: Any,
+    ) -> dict[int, Any]:
+        """Return what a function returned, by the ranks that were not killed."""
+        ranks = replace(self, options=(*self.options, "--keep-going"))
+        argv, results = ranks._job(function, deadline_s, arguments)
+        done = ranks.program(nranks, argv, env=env, deadline_s=deadline_s)
+        if not done.ok:
+            pytest.fail(done.describe_failure())
+        files = {int(file.stem): file for file in results.glob("*.json")}
+        return {rank: json.loads(files[rank].read_text()) for rank in sorted(files)}
 
     def program(
         self,

@@ -20,18 +20,25 @@ _BUILT = Path(__file__).parents[2] / "build"
 
 
 def build_stub(
-    folder: str, name: str, *, headers: Sequence[str] = (), defines: Sequence[str] = ()
+    folder: str,
+    name: str,
+    *,
+    beside: Sequence[str] = (),
+    headers: Sequence[str] = (),
+    defines: Sequence[str] = (),
 ) -> Path:
     """Return the library ``name``, made of ``tests/support/FOLDER`` if that changed.
 
-    ``headers`` are those of the engine that it includes.
+    ``beside`` are folders whose sources belong to it, too; ``headers`` are those of the
+    engine that it includes.
     """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip(f"g++ is not installed: the pretended {name} cannot be compiled")
-    sources = sorted((_SUPPORT / folder).glob("*.[ch]pp"))
+    folders = [_SUPPORT / each for each in (folder, *beside)]
+    sources = [each for place in folders for each in sorted(place.glob("*.[ch]pp"))]
     flags = "-std=c++17 -O0 -shared -fPIC -fvisibility=hidden -pthread"
-    flags += f" -I{ENGINE}"
+    flags += "".join(f" -I{each}" for each in (ENGINE, *folders))
     if "libtsan" in os.environ.get("LD_PRELOAD", ""):
         flags += " -fsanitize=thread -g1"  # or how its threads are ordered is not seen
     digest = hashlib.sha256(repr((tuple(defines), flags)).encode())

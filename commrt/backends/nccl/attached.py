@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from commrt import _native, nccl
+from commrt import _native, env, nccl
 from commrt.backends.base import Attached, Backend, Surroundings
 from commrt.backends.nccl.collectives import (
     NAME,
@@ -194,6 +194,7 @@ class AttachedNccl(Attached):
         native = nccl.NcclComm.create(
             comm.world.bootstrap,
             list(comm.world_ranks),
+            config=nccl.NcclConfig(blocking=env.read_bool("COMMRT_NCCL_BLOCKING")),
             taken=nccl.library(),
             timeout_s=comm.timeout_s,
             name=f"{comm.name}.comm{comm.identity}",

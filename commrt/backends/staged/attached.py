@@ -20,6 +20,7 @@ from commrt.backends.staged.collectives import (
     check_piece,
     is_cut,
     on_host,
+    piece_nbytes,
 )
 from commrt.backends.staged.pieces import cut_blocks, cut_elements
 from commrt.errors import UsageError
@@ -130,7 +131,8 @@ class AttachedStaged(Attached):
         """Return the plan of this rank."""
         group = self.group
         own = dict(spec.candidate.params)
-        most = check_piece(own.pop(PIECE, PIECE_NBYTES))
+        nbytes = spec.num_elements * spec.dtype.itemsize
+        most = check_piece(own.pop(PIECE, piece_nbytes(nbytes, group.size)))
         by_kernel = check_copies(own.pop(COPIES, ENGINE))
         name = spec.candidate.algorithm
         runs = self._runs_on_host(_host_query(spec, group.size), name)

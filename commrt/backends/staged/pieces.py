@@ -16,7 +16,7 @@ from typing import Any
 from commrt import _native
 from commrt.planning.spec import PlanSpec
 
-__all__ = ["cut_blocks", "cut_elements", "most_pieces"]
+__all__ = ["cut_blocks", "cut_elements"]
 
 _LINE = 64
 _X, _OUT = 0, 1
@@ -24,13 +24,6 @@ _LEAST_NBYTES = 64 << 10
 """Least bytes of a piece of a block, unless the caller asks for shorter pieces. Each
 piece is a copy, and the driver takes about as long to start one as to move so much."""
 _MOST_PIECES = 256
-_MOST_COMMANDS = 512
-"""Most commands that a call gives one stream. The driver takes 1020 of them behind a
-wait (measured on an H200), and blocks whoever gives more until there is room; a call
-gives all of its commands before the host begins with its part, so it would be blocked
-for ever. Half of them, as what each kind of command takes there was not measured."""
-_BESIDE_COPIES = 3
-"""Commands of a piece in one stream that are no copies: two waits and a record."""
 _Copies = list[tuple[int, int, int, int, int]]
 _MakePlan = Callable[[PlanSpec], Any]
 
@@ -38,12 +31,9 @@ _MakePlan = Callable[[PlanSpec], Any]
 def cut_elements(
     spec: PlanSpec, plan: _MakePlan, rank: int, most: int
 ) -> _native.StagedPlan:
-    """Return a plan of pieces of ``most`` bytes; ``plan`` makes that of the host.
-
-    They are longer where there would be more of them than a stream takes.
-    """
+    """Return a plan of pieces of ``most`` bytes; ``plan`` makes that of the host."""
     itemsize, whole = spec.dtype.itemsize, spec.num_elements
-    length = max(1, most // itemsize, -(-whole // most_pieces(1)))
+    length = max(1, most // itemsize)
     pieces = max(1, -(-whole // length))
     length = min(length, whole)
     rest = whole - (pieces - 1) * length
@@ -79,8 +69,8 @@ def cut_blocks(
     pieces = 1
     if counts:
         least = most if asked else max(most, _LEAST_NBYTES * len(counts))
-        pieces = max(1, -(-sum(counts) * itemsize // least))
-        pieces = min(pieces, most_pieces(len(counts)), max(1, *counts))
+        pieces = min(_MOST_PIECES, max(1, -(-sum(counts) * itemsize // least)))
+        pieces = min(pieces, max(1, *counts))
     if pieces == 1:
         in_nbytes, out_nbytes = takes * itemsize, gives * itemsize
         at = _aligned(in_nbytes)
@@ -119,11 +109,6 @@ def cut_blocks(
         )
         longest = max(longest, end if gives else at)
     return _native.staged_plan(parts, pieces, longest)
-
-
-def most_pieces(copies: int) -> int:
-    """Return how many pieces a call may have that have so many copies each way."""
-    return max(1, min(_MOST_PIECES, _MOST_COMMANDS // (copies + _BESIDE_COPIES)))
 
 
 def _block_counts(spec: PlanSpec, size: int) -> Sequence[int]:

@@ -44,9 +44,18 @@ COMMRT_DEVICE u32 float_to_short(u32 magnitude) {
 
 COMMRT_DEVICE u16 float_to_half(float value) {
 #ifdef __CUDA_ARCH__
-  u16 half;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
-  return half;
+  // By way of 32 bits: ptxas takes a 16-bit register that a cvt to f16 has written for a number,
+  // and a store of its lower byte for a conversion to u8 (seen on an H200, and in 13.0's SASS).
+  u32 half;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  cvt.rn.f16.f32 low, %1;\n"
+      "  mov.b16 high, 0;\n"
+      "  mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(half)
+      : "f"(value));
+  return u16(half);
 #else
   const u32 bits = as_bits(value), magnitude = bits & 0x7fffffff;
   const u32 half = magnitude > 0x7f800000 ? 0x7e00 : float_to_short<10, 15, 143u << 23>(magnitude);

@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
 
+#include "arrays/python_device.hpp"
 #include "bindings/bindings.hpp"
 #include "nccl/nccl_comm.hpp"
 
@@ -244,7 +246,8 @@ void bind_nccl(nb::module_& m) {
            nb::arg("sends"), nb::arg("recvs"), nb::arg("stream"), nb::arg("timeout_s"));
 
   m.def("nccl_init",
-        [](std::shared_ptr<NcclApi> api, int size, int rank, nb::bytes id, const Options& options) {
+        [](std::shared_ptr<NcclApi> api, int size, int rank, nb::bytes id, const Options& options,
+           const PyDevice* device) {
           if (id.size() != kNcclIdBytes) {
             throw std::invalid_argument("nccl_init() was given an id of " +
                                         std::to_string(id.size()) + " bytes; expected " +
@@ -256,15 +259,23 @@ void bind_nccl(nb::module_& m) {
           auto slot = std::make_shared<NcclComm::Slot>();
           configure(*slot, options, api->version);
           auto comm = std::make_shared<NcclComm>(std::move(api), slot, true);
+          std::function<void()> enter;
+          if (device != nullptr) {
+            enter = [on = device->device, keeps = device->keeps] {
+              on->api->make_current(on, true);
+            };
+          }
           int code;
           {
             nb::gil_scoped_release release;
-            code = comm->init(size, unique, rank);
+            code = comm->init(size, unique, rank, enter);
           }
           return std::tuple(comm, code);
         },
         nb::arg("library"), nb::arg("size"), nb::arg("rank"), nb::arg("id"), nb::arg("options"),
-        "Begin to join; _wait finishes it.");
+        nb::arg("device").none() = nb::none(),
+        "Begin to join; _wait finishes it. One that blocks joins in a thread, on `device`; "
+        "without it, in this call.");
   m.def("nccl_adopt",
         [](std::shared_ptr<NcclApi> api, uint64_t pointer) {
           auto slot = std::make_shared<NcclComm::Slot>();

@@ -43,6 +43,8 @@ sim::Options options_of(const nb::dict& given) {
   take("first_launch_syncs", options.first_launch_syncs);
   take("legacy_stream_syncs", options.legacy_stream_syncs);
   take("pageable_copies_block", options.pageable_copies_block);
+  take("host_copies_block", options.host_copies_block);
+  take("most_commands", options.most_commands);
   take("unrecorded_wait_passes", options.unrecorded_wait_passes);
   take("wait_keeps_record", options.wait_keeps_record);
   take("capture_forbids", options.capture_forbids);

@@ -86,7 +86,8 @@ template <class Work, class Make>
 void make_work(PyWork<Work>* self, Group& group, Make make) {
   std::shared_ptr<Work> made = guarded(make);
   group.engine->add_device_work(made);
-  if (made->holds_streams() && group.engine->has_thread() && !made->simulated()) {
+  const bool is_watched = made->holds_streams() || made->may_stick();
+  if (is_watched && group.engine->has_thread() && !made->simulated()) {
     group.engine->start_watch();
   }
   // Work that is over is held by those who wait for its rest (deferred_release.py), and by nobody else.

@@ -14,6 +14,9 @@
 
 namespace commrt::pretended {
 
+// What a stream of an H200 held, by a driver of CUDA 13.0.
+constexpr int kMostCommands = 1020;
+
 enum class Kind : std::uint8_t {
   Copy,
   Stage,  // the rest of a copy that has taken pageable memory already

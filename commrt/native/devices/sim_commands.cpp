@@ -54,6 +54,18 @@ DeviceStatus World::give(Entry& entry, StreamState* stream, Command command) {
     capture.recording->take(stream->handle, std::move(command));
     return DeviceStatus::Ok;
   }
+  if (options.most_commands != 0) {
+    const auto most = static_cast<std::uint64_t>(options.most_commands);
+    const auto has_room = [stream, most] {
+      return stream->device->failed() || stream->given - stream->done < most;
+    };
+    const auto text = [this, stream] {
+      return "until " + actor_name(stream->actor) + " takes a command: it holds " +
+             std::to_string(options.most_commands);
+    };
+    const DeviceStatus status = has_room() ? DeviceStatus::Ok : block(entry, has_room, text);
+    if (status != DeviceStatus::Ok) return status;
+  }
   if (options.legacy_stream_syncs && stream->handle == 0) {
     for (auto& [handle, other] : device->streams) {
       if (!other->blocking || handle == 0) continue;

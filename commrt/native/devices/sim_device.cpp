@@ -111,6 +111,11 @@ DeviceStatus stream_synchronize(Device* device, Stream handle) {
   return call.status;
 }
 
+bool is_host_memory(World& world, const void* ptr) {
+  const Allocation* const found = world.memory.find(reinterpret_cast<std::uint64_t>(ptr));
+  return world.memory.is_pageable(found) || found->kind == MemoryKind::Pinned;
+}
+
 DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_t nbytes,
                           Stream handle) {
   COMMRT_ENTER(device, "memcpy_async");
@@ -128,7 +133,18 @@ DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_
     if (call.status != DeviceStatus::Ok) return call.status;
   }
   const bool pageable = nbytes && !(command.dst_known && command.src_known);
-  if (!pageable || !world.options.pageable_copies_block || (stream->capture && stream->capture->active))
+  const bool captured = stream->capture && stream->capture->active;
+  const bool between_hosts = nbytes && is_host_memory(world, dst) && is_host_memory(world, src);
+  if (between_hosts && world.options.host_copies_block && !captured) {
+    call.status = world.give(call, stream.get(), std::move(command));
+    if (call.status != DeviceStatus::Ok) return call.status;
+    call.status = world.sync_stream(call, stream.get(),
+                                    pageable ? "in a pageable memcpy_async()"
+                                             : "in memcpy_async() between host memory");
+    call.refused();
+    return call.status;
+  }
+  if (!pageable || !world.options.pageable_copies_block || captured)
     return world.give(call, stream.get(), std::move(command));
   const Access access{call.host->actor, call.host->tick, "memcpy_async", 0};
   if (command.dst_known) {

@@ -42,6 +42,8 @@ struct Options {
   bool first_launch_syncs = true;
   bool legacy_stream_syncs = true;
   bool pageable_copies_block = true;
+  bool host_copies_block = true;
+  int most_commands = pretended::kMostCommands;  // of a stream; 0: any number
   bool unrecorded_wait_passes = true;
   bool wait_keeps_record = true;
   bool capture_forbids = true;

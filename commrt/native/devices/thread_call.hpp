@@ -47,6 +47,11 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
       status = invalid(hex(ptr) + " belongs to another device, and was not opened by ipc_open()");
     return status == DeviceStatus::Ok;
   }
+  static bool is_device_memory(const void* ptr) {
+    std::lock_guard<std::mutex> guard(blocks().mutex);
+    const auto* found = blocks().find(ptr);
+    return found && found->second.kind == MemoryKind::Device;
+  }
   static std::string words_for_device() { return "the device"; }
 
   // --- for the calls in pretended_calls.hpp ---
@@ -59,6 +64,8 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
         to->capture->recording->take(to->handle, std::move(command));
       return status;
     }
+    wait_for_room(to);
+    if (status != DeviceStatus::Ok) return status;
     // An event that was never recorded is not waited for.
     if (command.kind == Kind::WaitEvent && !command.record) return status;
     const auto legacy = device->streams[0];
@@ -113,6 +120,14 @@ struct Call : pretended::CallBase<Call, ThreadDevice> {
     return found && found->second.opened_by.erase(device) != 0;
   }
 
+  // A stream holds so many commands; then who gives it one more waits.
+  void wait_for_room(const std::shared_ptr<StreamState>& to) {
+    const std::uint64_t most = pretended::kMostCommands;
+    while (status == DeviceStatus::Ok && to->given - to->done.load() >= most &&
+           !device->failed.load()) {
+      synchronize({{to, to->given - most + 1}});
+    }
+  }
   // Lets other threads call meanwhile.
   void synchronize(const std::vector<std::pair<std::shared_ptr<StreamState>, std::uint64_t>>& all) {
     lock.unlock();

@@ -89,7 +89,8 @@ DeviceStatus memcpy_async(Device* device, void* dst, const void* src, std::size_
   command.nbytes = nbytes;
   call.give(stream, std::move(command));
   const bool captured = stream->capture && stream->capture->active;
-  if (nbytes && !(dst_known && src_known) && !captured) {  // pageable memory
+  const bool between_hosts = !call.is_device_memory(dst) && !call.is_device_memory(src);
+  if (nbytes && (between_hosts || !(dst_known && src_known)) && !captured) {
     call.synchronize({{stream, stream->given}});
     call.refused();
   }

@@ -96,6 +96,10 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   virtual void close() = 0;
   // True if streams wait for this process, and go on only when it makes progress.
   virtual bool holds_streams() const { return false; }
+  // True if a thread may stick in a library that it calls.
+  virtual bool may_stick() const { return false; }
+  // Called ten times a second: gives up where one sticks for longer than its call may take.
+  virtual void free_who_sticks() {}
 
   // Asks whether the device still works. For a thread that waits for a call.
   void ask_device(const CallPtr& call);

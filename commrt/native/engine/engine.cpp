@@ -323,6 +323,7 @@ void Engine::watch_main() {
       all = device_work_;
     }
     for (const auto& work : all) {
+      if (work->may_stick()) work->free_who_sticks();
       const bool may_hold = work->holds_streams() && !work->simulated();
       if (may_hold && work->outstanding() != 0) work->ask_for_oldest();
     }

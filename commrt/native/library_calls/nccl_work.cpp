@@ -170,6 +170,7 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
       call(&DeviceApi::memcpy_async, copy, static_cast<const void*>(in), plan.in_nbytes, copies_on);
       in = copy;
     }
+    stuck_timeout_s_.store(made->timeout_s, std::memory_order_relaxed);
     const int code = run(plan, arrays, scratch, on, other, made->timeout_s);
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
@@ -346,6 +347,10 @@ void NcclWork::wait_on(const CallPtr& waited_for, Stream stream) {
 }
 
 // --- what the host sees ---
+
+void NcclWork::free_who_sticks() {
+  if (native_->is_stuck()) give_up("timeout", text_of(kNcclTimedOut, stuck_timeout_s_.load()));
+}
 
 bool NcclWork::look_further() {
   const int code = native_->poll();

@@ -125,6 +125,9 @@ class NcclWork : public WatchedWork {
   CallPtr start(const std::shared_ptr<const NcclPlan>& plan, std::vector<unsigned char*> arrays,
                 Stream stream, bool orders, void* const* keep, double timeout_s);
   void wait_on(const CallPtr& call, Stream stream) override;
+  // In a call of NCCL that blocks, which connects to peers.
+  bool may_stick() const override { return native_->blocks(); }
+  void free_who_sticks() override;
   // Leaves the communicator to be ended by the order, where nothing is under way. Idempotent.
   void close() override;
 
@@ -162,6 +165,7 @@ class NcclWork : public WatchedWork {
   std::vector<void*> captured_;   // references of captured calls; guarded by polling_
   bool is_aborted_ = false;       // likewise
   std::uint32_t last_value_ = 0;  // of this communicator; guarded by the order's lock
+  std::atomic<double> stuck_timeout_s_{0};  // of the call that is given, or was last
 };
 
 }  // namespace commrt

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <thread>
+#include <utility>
 
 namespace nb = nanobind;
 
@@ -90,12 +91,40 @@ void NcclComm::give_up() {
   state.compare_exchange_strong(live, State::Failed);
 }
 
+// Whether what was begun goes on, is done, or has failed.
+int NcclComm::look(int* now_is) {
+  if (job_ == nullptr) return api->comm_get_async_error(slot->comm, now_is);
+  if (!job_->done.load(std::memory_order_acquire)) {
+    *now_is = kNcclInProgress;
+    return kNcclSuccess;
+  }
+  const auto job = std::exchange(job_, nullptr);
+  *now_is = kNcclSuccess;
+  return job->code;
+}
+
+// The thread is left behind where NCCL never comes back.
+int NcclComm::in_background(std::function<int()> function) {
+  job_ = std::make_shared<Job>();
+  unsettled_ = true;
+  std::thread([job = job_, work = std::move(function), library = api, where = slot] {
+    job->code = work();
+    job->done.store(true, std::memory_order_release);
+  }).detach();
+  return kNcclInProgress;
+}
+
+bool NcclComm::is_stuck() const {
+  const auto due = due_.load(std::memory_order_acquire);
+  return due != 0 && Clock::now().time_since_epoch().count() > due;
+}
+
 int NcclComm::settle(Deadline deadline) {
   unsettled_ = true;
   SignalCheck signals;
   for (Pause pause;; (meanwhile && meanwhile()) ? pause.reset() : pause()) {
     int now_is = kNcclSuccess;
-    const int code = api->comm_get_async_error(slot->comm, &now_is);
+    const int code = look(&now_is);
     if (code != kNcclSuccess) return fail(code);
     if (now_is != kNcclInProgress) {
       unsettled_ = false;
@@ -137,10 +166,31 @@ int NcclComm::run(double timeout_s, Issue&& issue) {
   return issue(deadline);
 }
 
-int NcclComm::init(int num_ranks, const NcclUniqueId& id, int own_rank) {
+// The same for work that goes into streams, in which NCCL may wait for peers.
+template <class Issue>
+int NcclComm::run_work(double timeout_s, Issue&& issue) {
+  return run(timeout_s, [&](Deadline deadline) {
+    if (!blocks()) return issue(deadline);
+    due_.store(deadline.time_since_epoch().count(), std::memory_order_release);
+    const int code = issue(deadline);
+    due_.store(0, std::memory_order_release);
+    // NCCL says something else of a call that an abort has ended.
+    if (code == kNcclSuccess || !aborting_.load(std::memory_order_acquire)) return code;
+    return static_cast<int>(Clock::now() >= deadline ? kNcclTimedOut : kNcclInterrupted);
+  });
+}
+
+int NcclComm::init(int num_ranks, const NcclUniqueId& id, int own_rank,
+                   const std::function<void()>& enter) {
   std::lock_guard<std::mutex> lock(mutex_);
   size = num_ranks;
   rank = own_rank;
+  if (blocks() && enter) {
+    return in_background([=, library = api, where = slot] {
+      enter();
+      return library->comm_init_rank_config(&where->comm, num_ranks, id, own_rank, &where->config);
+    });
+  }
   const int code =
       api->comm_init_rank_config(&slot->comm, num_ranks, id, own_rank, &slot->config);
   if (code == kNcclInProgress || code == kNcclSuccess) {
@@ -172,7 +222,7 @@ int NcclComm::poll() {
 }
 
 int NcclComm::split(int color, int key, const std::shared_ptr<Slot>& child, double timeout_s) {
-  return run(timeout_s, [&](Deadline deadline) {
+  return run_work(timeout_s, [&](Deadline deadline) {
     // Until the parent is done, the child's handle is not there; polling it would be wrong.
     child_ = child;
     const int code =
@@ -212,7 +262,7 @@ int NcclComm::call(NcclColl coll, const void* x, void* out, size_t count, int dt
 
 int NcclComm::collective(NcclColl coll, const void* x, void* out, size_t count, int dtype, int op,
                          int root, NcclStream stream, double timeout_s) {
-  return run(timeout_s, [&](Deadline deadline) {
+  return run_work(timeout_s, [&](Deadline deadline) {
     if (count == 0) return kNcclSuccess;  // on every rank: counts are equal
     const int code = call(coll, x, out, count, dtype, op, root, stream);
     return code == kNcclMissing ? code : take(code, deadline);
@@ -236,7 +286,7 @@ int NcclComm::with_factor(void* factor, int dtype, Issue&& issue) {
 
 int NcclComm::premul(NcclColl coll, const void* x, void* out, size_t count, int dtype,
                      void* factor, int root, NcclStream stream, double timeout_s) {
-  return run(timeout_s, [&](Deadline deadline) {
+  return run_work(timeout_s, [&](Deadline deadline) {
     if (count == 0) return kNcclSuccess;
     return with_factor(factor, dtype, [&](int op) {
       return take(call(coll, x, out, count, dtype, op, root, stream), deadline);
@@ -248,7 +298,9 @@ int NcclComm::finalize(double timeout_s) {
   return run(timeout_s, [&](Deadline deadline) {
     if (finalizing_) return kNcclSuccess;  // earlier, until a deadline, and settled by now
     finalizing_ = true;
-    return take(api->comm_finalize(slot->comm), deadline);
+    if (!blocks()) return take(api->comm_finalize(slot->comm), deadline);
+    in_background([library = api, where = slot] { return library->comm_finalize(where->comm); });
+    return settle(deadline);
   });
 }
 
@@ -297,12 +349,13 @@ int NcclComm::abort(double timeout_s) {
   State before = state.load();
   if (before == State::Closed || before == State::Aborted) return kNcclUnusable;
   aborting_.store(true, std::memory_order_release);
-  // Threads that poll leave within a poll. One that sticks inside NCCL is freed by the abort alone,
-  // which NCCL allows at any time only for calls that do not block: there is no better choice.
+  // Threads that poll leave within a poll. One that sticks inside NCCL is freed by the abort alone.
+  // NCCL promises that only for calls that do not block; it is what torch does for those that do.
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   const Deadline grace = after(std::min(timeout_s, kAbortGrace_s));
   for (Pause pause; !lock.owns_lock() && Clock::now() < grace; pause()) (void)lock.try_lock();
-  if (slot->comm == nullptr) {  // it was never made
+  // A thread that joins may be about to write it.
+  if (__atomic_load_n(&slot->comm, __ATOMIC_ACQUIRE) == nullptr) {  // it was never made
     state.store(State::Aborted);
     return kNcclSuccess;
   }
@@ -340,7 +393,9 @@ int NcclComm::send_group(const NcclMessage* messages, size_t count, NcclStream s
   });
 }
 
-int NcclComm::alone(double timeout_s, const Section& section) { return run(timeout_s, section); }
+int NcclComm::alone(double timeout_s, const Section& section) {
+  return run_work(timeout_s, section);
+}
 
 int NcclComm::group(const std::vector<NcclMessage>& messages, NcclStream stream,
                     Deadline deadline) {
@@ -382,7 +437,7 @@ int NcclComm::run_messages(std::vector<NcclMessage>& messages, NcclStream stream
 }
 
 int NcclComm::exchange(std::vector<NcclMessage> messages, NcclStream stream, double timeout_s) {
-  return run(timeout_s, [&](Deadline deadline) {
+  return run_work(timeout_s, [&](Deadline deadline) {
     return run_messages(messages, stream, deadline);
   });
 }
@@ -422,7 +477,7 @@ int NcclComm::counted(NcclColl coll, const char* x, char* out,
                       const std::vector<int64_t>& recv_counts, size_t itemsize, int dtype, int op,
                       void* factor, int root, NcclStream stream, double timeout_s) {
   if (coll == NcclColl::ReduceScatterv) {
-    return run(timeout_s, [&](Deadline deadline) {
+    return run_work(timeout_s, [&](Deadline deadline) {
       auto blocks = [&](int by) {
         return reduce_blocks(x, out, send_counts, itemsize, dtype, by, stream, deadline);
       };

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One NCCL communicator. It never blocks inside NCCL, has deadlines, and can be aborted.
+// One NCCL communicator, with deadlines; it can be aborted.
+//
+// NCCL's calls for a communicator that blocks put work into streams without a thread of NCCL's own
+// for each. They may wait for peers: to join and to end, which threads of ours do, and as a call
+// first connects, which `is_stuck` tells a thread that watches. NCCL's calls for one that does not
+// block never wait.
 //
 // All methods are called without the GIL. They return an ncclResult_t, or one of NcclOutcome.
 #pragma once
@@ -61,8 +66,10 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  // Starts to join; `wait` finishes it.
-  int init(int num_ranks, const NcclUniqueId& id, int own_rank);
+  // Starts to join; `wait` finishes it. `enter` makes the device the current one of a thread that
+  // joins; without it, one that blocks joins in the caller's.
+  int init(int num_ranks, const NcclUniqueId& id, int own_rank,
+           const std::function<void()>& enter = nullptr);
   int adopt();
   // Waits until NCCL has put everything into the streams that it was called for.
   int wait(double timeout_s);
@@ -90,6 +97,10 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   int group(const std::vector<NcclMessage>& messages, NcclStream stream,
             Clock::time_point deadline);
   void lose() { give_up(); }
+
+  bool blocks() const { return slot->config.blocking != 0; }
+  // True if a thread has been within a call of NCCL for longer than it may.
+  bool is_stuck() const;
 
   int finalize(double timeout_s);
   // Runs in a thread of its own, which is left alone after the time. The result is then
@@ -119,8 +130,17 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
  private:
   using Deadline = Clock::time_point;
   static Deadline after(double timeout_s);
+  // What a thread of ours does for a communicator that blocks.
+  struct Job {
+    std::atomic<bool> done{false};
+    int code = kNcclSuccess;
+  };
+  int in_background(std::function<int()> function);
+  int look(int* now_is);
   template <class Issue>
   int run(double timeout_s, Issue&& issue);
+  template <class Issue>
+  int run_work(double timeout_s, Issue&& issue);
   int settle(Deadline deadline);
   int take(int code, Deadline deadline);  // what to do with what a call returned
   int call(NcclColl coll, const void* x, void* out, size_t count, int dtype, int op, int root,
@@ -143,6 +163,8 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   std::atomic<bool> aborting_{false};
   bool unsettled_ = false;  // guarded by mutex_, like the rest
   bool finalizing_ = false;
+  std::shared_ptr<Job> job_;
+  std::atomic<Clock::rep> due_{0};  // the end of the call that a thread is in; 0: in none
   std::shared_ptr<Slot> child_;  // of a split that was left half done
 };
 

@@ -10,6 +10,13 @@
 
 namespace commrt {
 
+namespace {
+// A quarter of what a stream takes: calls before it may have some of the room.
+constexpr std::size_t kFewCommands = 256;
+constexpr char kNoHostMemory[] =
+    "no host memory is left to start a call on device memory: free memory first";
+}
+
 COMMRT_NAMES_OF_BUGS(
     Planted,
     "ungated", "no_go", "early_recycling", "no_end_wait", "no_ready", "start_early", "end_early",
@@ -117,21 +124,54 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
                  0};
   }
   made->end_value = ends_ + 1;
+  const bool is_long = flags_ && !has(Planted::LateCopy) && pieces.size() > 1 &&
+                       (pieces.size() > places || most_commands(pieces) > kFewCommands);
+  const std::size_t first = is_long ? 1 : pieces.size();
   give_or_fail(
       [&] {
-        enqueue(*made, pieces, stream, places);
-        submit(pieces, stream);
+        begin(stream);
+        if (is_long) {
+          give_step(0, pieces, stream, places);
+        } else {
+          enqueue(*made, pieces, stream, places);
+        }
+        submit(pieces.data(), pieces.data() + first, stream);
       },
-      "no host memory is left to start a call on device memory: free memory first");
+      kNoHostMemory);
   ends_ = made->end_value;
   {
     HostLock polling(device_, polling_);
     check(polling.status());
     take_up(*made, keep);
     if (has(Planted::RecycledAtCall)) ring_.give_back(made->memory);
-    for (Piece& piece : pieces) pieces_.push_back(std::move(piece));
+    pieces_.insert(pieces_.end(), pieces.begin(), pieces.begin() + static_cast<std::ptrdiff_t>(first));
     // The streams are let go already; it needs no more than to be told.
     if (failed_) fail(failure_kind_, failure_, device_gone_);
+  }
+  if (!is_long) return;
+  // Whoever makes progress has to do so before this call ends.
+  announce();
+  engine_.wake();
+  give_rest(*made, pieces, stream, places);
+}
+
+// The most that a call gives one of its streams.
+std::size_t Stager::most_commands(const std::vector<Piece>& pieces) {
+  constexpr std::size_t kWaitsAndRecords = 3;
+  std::size_t in = 0, out = 0;
+  for (const Piece& piece : pieces) {
+    in += piece.part->packs.size() + piece.part->in.size() + kWaitsAndRecords;
+    out += piece.part->unpacks.size() + piece.part->out.size() + kWaitsAndRecords;
+  }
+  return std::max(in, out);
+}
+
+void Stager::begin(Stream stream) {
+  using Api = DeviceApi;
+  if (has(Planted::ReadyAfter)) call(&Api::stream_wait_event, d2h_, ready_);
+  if (!has(Planted::ReadyLate)) call(&Api::event_record, ready_, stream);
+  if (!has(Planted::NoReady) && !has(Planted::ReadyAfter) && !has(Planted::ReadyLate)) {
+    call(&Api::stream_wait_event, d2h_, ready_);
   }
 }
 
@@ -139,29 +179,59 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
 // queue a copy behind the wait would come after it.
 void Stager::enqueue(PiecesCall& made, std::vector<Piece>& pieces, Stream stream,
                      std::size_t slots) {
-  using Api = DeviceApi;
-  if (has(Planted::ReadyAfter)) call(&Api::stream_wait_event, d2h_, ready_);
-  if (!has(Planted::ReadyLate)) call(&Api::event_record, ready_, stream);
-  if (!has(Planted::NoReady) && !has(Planted::ReadyAfter) && !has(Planted::ReadyLate)) {
-    call(&Api::stream_wait_event, d2h_, ready_);
-  }
   if (!flags_ || has(Planted::LateCopy)) {
     // If a piece depends on the one before, it is given when that one is on its way back.
     const std::size_t now = made.plan->serial ? 1 : pieces.size();
     for (std::size_t i = 0; i < now; ++i) copy_to_host(pieces[i], slots);
     return;
   }
-  for (std::size_t i = 0; i + 1 < pieces.size() + slots; ++i) {
-    if (i < pieces.size()) copy_to_host(pieces[i], slots);
-    if (has(Planted::ReadyLate) && i == 0) {
-      call(&Api::event_record, ready_, stream);
-      call(&Api::stream_wait_event, d2h_, ready_);
-    }
-    if (i + 1 >= slots) {
-      Piece& piece = pieces[i + 1 - slots];
-      copy_back(piece, has(Planted::WrongSlot) ? pieces[0].memory : piece.memory, slots);
-    }
+  for (std::size_t i = 0; i + 1 < pieces.size() + slots; ++i) give_step(i, pieces, stream, slots);
+  give_end(made);
+}
+
+void Stager::give_step(std::size_t i, std::vector<Piece>& pieces, Stream stream,
+                       std::size_t slots) {
+  if (i < pieces.size()) copy_to_host(pieces[i], slots);
+  if (has(Planted::ReadyLate) && i == 0) {
+    call(&DeviceApi::event_record, ready_, stream);
+    call(&DeviceApi::stream_wait_event, d2h_, ready_);
   }
+  if (i + 1 >= slots) {
+    Piece& piece = pieces[i + 1 - slots];
+    copy_back(piece, has(Planted::WrongSlot) ? pieces[0].memory : piece.memory, slots);
+  }
+}
+
+// The call counts as under way: a failure is its request's to tell.
+void Stager::give_rest(PiecesCall& made, std::vector<Piece>& pieces, Stream stream,
+                       std::size_t slots) {
+  std::size_t given = 1;
+  try {
+    for (std::size_t i = 1; i + 1 < pieces.size() + slots; ++i) {
+      if (i < pieces.size()) {
+        submit(&pieces[i], &pieces[i] + 1, stream);
+        HostLock polling(device_, polling_);
+        check(polling.status());
+        pieces_.push_back(pieces[i]);
+        ++given;
+      }
+      give_step(i, pieces, stream, slots);
+    }
+    give_end(made);
+  } catch (const DeviceFailure& failure) {
+    give_up_as(failure);
+  } catch (const std::bad_alloc&) {
+    give_up("backend", kNoHostMemory);
+  }
+  HostLock polling(device_, polling_);
+  if (!failed_) return;
+  // Nothing of the rest will run. The last piece has the call's end.
+  for (; given < pieces.size(); ++given) pieces_.push_back(pieces[given]);
+  fail(failure_kind_, failure_, device_gone_);
+}
+
+void Stager::give_end(PiecesCall& made) {
+  using Api = DeviceApi;
   if (!has(Planted::EndEarly)) {
     call(&Api::event_record, made.end, has(Planted::EndOtherStream) ? d2h_ : h2d_);
   }
@@ -257,9 +327,10 @@ void Stager::copy_back(Piece& piece, const unsigned char* memory, std::size_t sl
   if (is_awaited && !early) call(&Api::event_record, drained_[i % slots], h2d_);
 }
 
-void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
-  PiecesCall& made = *pieces[0].call;
-  const StagedAgreement* const facts = made.plan->agreement.get();
+void Stager::submit(Piece* first, Piece* last, Stream stream) {
+  PiecesCall& made = *first->call;
+  const bool begins = first->number == 0;
+  const StagedAgreement* const facts = begins ? made.plan->agreement.get() : nullptr;
   if (facts != nullptr) {
     if (simulated()) device_->api->host_access(device_, made.words, 2 * facts->nbytes(), true);
     facts->say(made.words);
@@ -270,7 +341,8 @@ void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
     std::uint64_t* const heard = made.words + facts->nbytes() / sizeof(std::uint64_t);
     made.agreement = comm_->start_gated(facts->runs, made.words, heard, Gate{}, stream);
   }
-  for (Piece& piece : pieces) {
+  for (Piece* each = first; each != last; ++each) {
+    Piece& piece = *each;
     const StagedPart& part = *piece.part;
     const Gate gate{has(Planted::Ungated) ? nullptr : &opened_, piece.value};
     const void* in = piece.memory;
@@ -286,7 +358,7 @@ void Stager::submit(std::vector<Piece>& pieces, Stream stream) {
     }
     piece.op = comm_->start_gated(part.runs, in, out, gate, stream);
   }
-  made.seq = pieces[0].op->seq;
+  if (begins) made.seq = first->op->seq;
 }
 
 void Stager::order_after(const StagedPtr& made, Stream stream) {
@@ -465,7 +537,7 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
     for (Piece& piece : pieces_) {
       Op* const agreement = piece.call == nullptr ? nullptr : piece.call->agreement.get();
       if (agreement != nullptr && !agreement->finished()) comm_->fail_op(*agreement, why);
-      if (!piece.op->finished()) comm_->fail_op(*piece.op, why);
+      if (piece.op != nullptr && !piece.op->finished()) comm_->fail_op(*piece.op, why);
     }
   }
   for (Piece& piece : pieces_) {
@@ -481,7 +553,7 @@ void Stager::let_all_go(const std::string& kind, const std::string& why) {
     if (piece.call != nullptr && piece.call->agreement != nullptr) {
       failed_ops_.push_back(std::move(piece.call->agreement));
     }
-    failed_ops_.push_back(piece.op);
+    if (piece.op != nullptr) failed_ops_.push_back(piece.op);
     if (piece.copied != 0) events_.give(piece.copied);
     piece.copied = 0;
   }

@@ -7,6 +7,9 @@
 //   h2d:  for each piece: after that copy; wait until go flag >= s; copy back. Then the end
 //         event, and end flag = e
 //
+// A stream takes a bounded number of commands (an H200's took 1020), then its caller waits. So the
+// host gets its part of a piece before streams are given much that waits for it.
+//
 // The host's engine gets one operation for each piece, behind a gate that opens at s. The thread
 // that makes progress looks at flags in memory: it opens gates, and sets the go flag when an
 // operation is done. It calls no driver and no Python, so no blocked stream can hold it up.
@@ -107,7 +110,7 @@ class Stager : public StagedWork {
   using PiecesPtr = std::shared_ptr<PiecesCall>;
   struct Piece {
     PiecesPtr call;
-    std::shared_ptr<Op> op;
+    std::shared_ptr<Op> op;  // null where a failure came before it
     const StagedPart* part;
     std::size_t number;     // among the call's
     unsigned char* memory;  // pinned
@@ -120,14 +123,19 @@ class Stager : public StagedWork {
   bool has(Planted bug) const { return planted.is(bug); }
   void issue(const PiecesPtr& made, Stream stream, void* const* keep);
   PinnedRing::Part take_part(std::size_t nbytes, double timeout_s);
+  static std::size_t most_commands(const std::vector<Piece>& pieces);
+  void begin(Stream stream);
   void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
+  void give_step(std::size_t i, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
+  void give_rest(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
+  void give_end(PiecesCall& call);
   void copy_to_host(Piece& piece, std::size_t slots);
   void copy_back(Piece& piece, const unsigned char* memory, std::size_t slots);
   void copy(const PiecesCall& made, void* to, const void* from, std::size_t nbytes,
             Stream stream);
   void launch(const StagedLaunch& what, const PiecesCall& made, Stream stream);
   void give_output(const Piece& piece, const unsigned char* memory);
-  void submit(std::vector<Piece>& pieces, Stream stream);
+  void submit(Piece* first, Piece* last, Stream stream);
   void touch(const Piece& piece, const std::vector<StagedCopy>& copies, bool writes);
   bool is_agreed(Piece& piece, bool has_come);
   bool look_after(Piece& piece, const std::shared_ptr<Op>& op);

@@ -302,6 +302,23 @@ def explained(rank: Rank, coll: str, **asked: Any) -> str:
     return str(rank.comm.explain(coll, 64, device="cuda", **asked))
 
 
+def test_who_asks_for_nccl_gets_its_own_collective(nccl: FakeNccl) -> None:
+    """A schedule on NCCL runs where it is named, or where NCCL itself refuses."""
+
+    def main(rank: Rank) -> None:
+        sums_to(rank, rank.comm, 3.0)
+        assert ": nccl/native\n" in explained(rank, "allreduce", backend="nccl")
+        rank.comm.allreduce(ones(rank), backend="nccl")
+        told = explained(rank, "allreduce", backend="nccl", op="bxor", dtype="int32")
+        assert ": nccl/" in told
+        assert ": nccl/native" not in told
+        told = explained(rank, "allreduce", algorithm="nccl/ring")
+        assert ": nccl/ring" in told
+
+    on_nccl_threads(2, main)
+    assert nccl.counter("groups") == 0
+
+
 def test_what_nccl_lacks_is_staged_and_named(nccl: FakeNccl) -> None:
     def main(rank: Rank) -> None:
         sums_to(rank, rank.comm, 3.0)

@@ -116,6 +116,16 @@ def verdict(seed: int, queues: int, bug: str | None, **switches: Any) -> str:
 
 
 @pytest.mark.parametrize("queues", [0, 1, 2, 8])
+def test_streams_that_take_few_commands_hold_up_nobody(
+    queues: int, full: bool, seed: int
+) -> None:
+    """A long call has more of them; an H200's streams took 1020, and then the caller
+    waited for what only the rest of its call could let go."""
+    for each in range(seed, seed + (FULL_GOOD_SEEDS if full else GOOD_SEEDS)):
+        assert verdict(each, queues, None, most_commands=12) == "", each
+
+
+@pytest.mark.parametrize("queues", [0, 1, 2, 8])
 def test_the_order_is_right_whatever_happens_when(
     queues: int, full: bool, seed: int
 ) -> None:

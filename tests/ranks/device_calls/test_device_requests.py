@@ -514,7 +514,7 @@ def test_a_failed_device_is_a_typed_error_at_the_call() -> None:
     world = SimWorld(preempt=0)
     device = world.device()
     device.fail_after(1)
-    device.memcpy_async(device.pinned_alloc(4), device.pinned_alloc(4), 4, 0)
+    device.memcpy_async(device.alloc(4), device.pinned_alloc(4), 4, 0)
     world.step()
     with pytest.raises(DeviceFailedError):
         DeviceArray(device, 4)

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A libnvrtc that compiles nothing: what it makes names what it was given. Built by
 // tests/support/fake_nvrtc.py, with the version that it is to have.
+#include <dlfcn.h>
+
 #include <cstddef>
 #include <cstring>
 #include <mutex>
@@ -13,7 +15,7 @@ struct Program {
 };
 std::mutex mutex;
 int compiled = 0;
-bool failing = false;
+bool failing = false, needs_builtins = false;
 
 void take(const std::string& text, char* out) { std::memcpy(out, text.c_str(), text.size() + 1); }
 
@@ -23,6 +25,7 @@ extern "C" {
 
 int fake_compiled() { return compiled; }
 void fake_fail(int fails) { failing = fails != 0; }
+void fake_need_builtins(int needs) { needs_builtins = needs != 0; }
 
 int nvrtcVersion(int* major, int* minor) {
   *major = FAKE_NVRTC_VERSION / 10;
@@ -51,6 +54,13 @@ int nvrtcDestroyProgram(Program** program) {
 int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
   std::lock_guard<std::mutex> guard(mutex);
   ++compiled;
+  if (needs_builtins) {  // by its name alone, as NVIDIA's does
+    const std::string version = std::to_string(FAKE_NVRTC_VERSION / 10) + "." +
+                                std::to_string(FAKE_NVRTC_VERSION % 10);
+    const std::string name = "libnvrtc-builtins.so." + version;
+    program->log = "nvrtc: error: failed to open " + name;
+    if (!dlopen(name.c_str(), RTLD_NOW)) return 7;
+  }
   program->log = "line 7: it was told to fail";
   if (failing) return 6;
   program->made = program->name;

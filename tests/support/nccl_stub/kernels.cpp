@@ -36,7 +36,7 @@ void begin(void* argument) {
   }
   // As they run, so their collectives meet: what a graph holds runs at its launches.
   for (Op& op : group.ops)
-    if (op.kind != Kind::Send && op.kind != Kind::Recv) op.seq = comm->run++;
+    if (!is_message(op.kind)) op.seq = comm->run++;
   const std::pair<int, void*> own(-1, reinterpret_cast<void*>(group.kernel->id));
   world.streams[own].push_back(std::move(group));
   advance();
@@ -64,23 +64,8 @@ void drop(void* argument) {
 std::vector<commrt::ForeignRange> ranges_of(const Group& group) {
   std::vector<commrt::ForeignRange> ranges;
   const Comm* comm = group.comm;
-  const auto size = static_cast<size_t>(comm->size);
   for (const Op& op : group.ops) {
-    const size_t block = op.count * type_size(op.dtype);
-    const bool is_root = op.peer == comm->rank;
-    size_t read = block, written = block;
-    switch (op.kind) {
-      case Kind::AllReduce: break;
-      case Kind::Reduce: written = is_root ? block : 0; break;
-      case Kind::Broadcast: read = is_root ? block : 0; break;
-      case Kind::AllGather: written = block * size; break;
-      case Kind::ReduceScatter: read = block * size; break;
-      case Kind::AlltoAll: read = written = block * size; break;
-      case Kind::Gather: written = is_root ? block * size : 0; break;
-      case Kind::Scatter: read = is_root ? block * size : 0; break;
-      case Kind::Send: written = 0; break;
-      case Kind::Recv: read = 0; break;
-    }
+    const auto [read, written] = touched(op, comm->rank, comm->size);
     if (read) ranges.push_back({const_cast<void*>(op.in), read, false});
     if (written) ranges.push_back({op.out, written, true});
   }

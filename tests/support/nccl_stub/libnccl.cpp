@@ -2,7 +2,6 @@
 // NCCL's functions for communicators, pretended: every wrong use is written down.
 #include <algorithm>
 #include <chrono>
-#include <climits>
 
 #include "stub.hpp"
 
@@ -11,20 +10,6 @@ using namespace stub;
 namespace {
 
 using Lock = std::unique_lock<std::mutex>;
-
-struct Config {  // the beginning of ncclConfig_t, 2.30's
-  size_t size;
-  unsigned magic, version;
-  int blocking, cga, min_ctas, max_ctas;
-  const char* net_name;
-  int split_share, traffic_class;
-  const char* comm_name;
-  int rest[10];
-};
-
-struct UniqueId {
-  char internal[128];
-};
 
 thread_local int depth = 0;
 thread_local std::vector<Group> open_groups;
@@ -131,19 +116,9 @@ int begin(Comm* comm, const char* what) {
 }
 
 bool check_config(const Config* config) {
-  const size_t known = world.version >= 23000 ? 96 : world.version >= 22900 ? 88
-                       : world.version >= 22800 ? 80 : world.version >= 22700 ? 72 : 48;
-  if (config->magic != 0xcafebeef) return violation("ncclConfig_t without its magic"), false;
-  if (config->size < 48 || config->size > known) {
-    return violation("ncclConfig_t of " + std::to_string(config->size) + " bytes"), false;
-  }
-  if (static_cast<int>(config->version) > world.version) {
-    return violation("ncclConfig_t of a version that is newer than the library"), false;
-  }
-  if (config->traffic_class != INT_MIN && config->version < 22600) {
-    return violation("a traffic class in the padding of an older ncclConfig_t"), false;
-  }
-  return true;
+  const std::string problem = problem_of(*config, world.version);
+  if (!problem.empty()) violation(problem);
+  return problem.empty();
 }
 
 void step_split(Comm* comm) {
@@ -187,19 +162,7 @@ API int ncclGetVersion(int* version) {
   return Success;
 }
 
-API const char* ncclGetErrorString(int code) {
-  switch (code) {
-    case 0: return "no error";
-    case 1: return "unhandled cuda error";
-    case 2: return "unhandled system error";
-    case 3: return "internal error";
-    case 4: return "invalid argument";
-    case 5: return "invalid usage";
-    case 6: return "remote process exited or there was a network error";
-    case 7: return "operation in progress";
-    default: return "unknown result code";
-  }
-}
+API const char* ncclGetErrorString(int code) { return text_of(code); }
 
 API const char* ncclGetLastError(Comm*) { return "the stub was told to"; }
 
@@ -375,24 +338,8 @@ API int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence
   if (use.code != Success) return use.code;
   if (residence != 1) return violation("a factor that does not lie on the host"), InvalidArgument;
   double factor = 0;
-  switch (dtype) {
-    case 0: factor = *static_cast<int8_t*>(scalar); break;
-    case 1: factor = *static_cast<uint8_t*>(scalar); break;
-    case 2: factor = *static_cast<int32_t*>(scalar); break;
-    case 3: factor = *static_cast<uint32_t*>(scalar); break;
-    case 4: factor = static_cast<double>(*static_cast<int64_t*>(scalar)); break;
-    case 5: factor = static_cast<double>(*static_cast<uint64_t*>(scalar)); break;
-    case 6: factor = half_value(*static_cast<uint16_t*>(scalar)); break;
-    case 7: factor = *static_cast<float*>(scalar); break;
-    case 8: factor = *static_cast<double*>(scalar); break;
-    case 9: {
-      const uint32_t wide = static_cast<uint32_t>(*static_cast<uint16_t*>(scalar)) << 16;
-      float f;
-      memcpy(&f, &wide, 4);
-      factor = f;
-      break;
-    }
-    default: return violation("the stub has no factors of this type"), InvalidArgument;
+  if (!read_factor(dtype, scalar, &factor)) {
+    return violation("NCCL has no factors of this type"), InvalidArgument;
   }
   *op = comm->next_redop++;
   comm->redops[*op] = {dtype, factor, true};
@@ -428,7 +375,7 @@ int finish_group(std::vector<Group> groups, int error) {
 }
 
 // Every operation comes through here.
-int enqueue(Comm* comm, Op op, void* stream, int since = 0) {
+int enqueue(Comm* comm, Op op, void* stream) {
   const std::string function = std::string("nccl") + name_of(op.kind);
   OnDevice on_device;
   Launches launches;
@@ -441,20 +388,8 @@ int enqueue(Comm* comm, Op op, void* stream, int since = 0) {
     code = InvalidArgument;
   };
   if (code == Success) {
-    const bool is_message = op.kind == Kind::Send || op.kind == Kind::Recv;
-    const int num_types = world.version >= 22400 ? 12 : 10;
-    if (world.version < since) wrong("not in this version");
-    if (op.dtype < 0 || op.dtype >= num_types) wrong("type " + std::to_string(op.dtype));
-    if (op.peer < 0 || op.peer >= comm->size) wrong("rank " + std::to_string(op.peer));
-    if (op.count == 0) wrong("no elements: such a call should have been left out");
-    const bool reads = op.kind != Kind::Recv &&
-                       !(op.kind == Kind::Broadcast && comm->rank != op.peer) &&
-                       !(op.kind == Kind::Scatter && comm->rank != op.peer);
-    const bool writes = op.kind != Kind::Send &&
-                        !((op.kind == Kind::Reduce || op.kind == Kind::Gather) &&
-                          comm->rank != op.peer);
-    if ((reads && op.in == nullptr) || (writes && op.out == nullptr)) wrong("no buffer");
-    if (op.kind == Kind::AlltoAll && op.in == op.out && comm->size > 1) wrong("in place");
+    const std::string problem = problem_of(op, comm->rank, comm->size, world.version);
+    if (!problem.empty()) wrong(problem);
     if (op.redop >= 5) {
       const auto found = comm->redops.find(op.redop);
       if (found == comm->redops.end() || !found->second.alive || found->second.dtype != op.dtype) {
@@ -464,7 +399,7 @@ int enqueue(Comm* comm, Op op, void* stream, int since = 0) {
         op.factor = found->second.factor;
       }
     }
-    if (!is_message) op.seq = comm->seq++;
+    if (!is_message(op.kind)) op.seq = comm->seq++;
     log(std::string(name_of(op.kind)) + " count=" + std::to_string(op.count) + " type=" +
         std::to_string(op.dtype) + " op=" + std::to_string(op.redop) + " peer=" +
         std::to_string(op.peer) + " stream=" + std::to_string(reinterpret_cast<uintptr_t>(stream)));
@@ -571,14 +506,14 @@ API int ncclRecv(void* out, size_t count, int dtype, int peer, Comm* comm, void*
 }
 #ifndef STUB_WITHOUT_ALLTOALL
 API int ncclAlltoAll(const void* x, void* out, size_t count, int dtype, Comm* comm, void* stream) {
-  return enqueue(comm, {Kind::AlltoAll, x, out, count, dtype, 0, 0}, stream, 22800);
+  return enqueue(comm, {Kind::AlltoAll, x, out, count, dtype, 0, 0}, stream);
 }
 API int ncclGather(const void* x, void* out, size_t count, int dtype, int root, Comm* comm,
                    void* stream) {
-  return enqueue(comm, {Kind::Gather, x, out, count, dtype, 0, root}, stream, 22800);
+  return enqueue(comm, {Kind::Gather, x, out, count, dtype, 0, root}, stream);
 }
 API int ncclScatter(const void* x, void* out, size_t count, int dtype, int root, Comm* comm,
                     void* stream) {
-  return enqueue(comm, {Kind::Scatter, x, out, count, dtype, 0, root}, stream, 22800);
+  return enqueue(comm, {Kind::Scatter, x, out, count, dtype, 0, root}, stream);
 }
 #endif

@@ -59,8 +59,7 @@ bool run_collective(Group& group, Op& op) {
   each_running([&](Group& other) {
     if (other.comm->clique != clique) return;
     for (Op& one : other.ops) {
-      const bool is_message = one.kind == Kind::Send || one.kind == Kind::Recv;
-      if (!is_message && !one.done && one.seq == op.seq) {
+      if (!is_message(one.kind) && !one.done && one.seq == op.seq) {
         ranks[static_cast<size_t>(other.comm->rank)] = {other.comm, &one};
         groups.push_back(&other);
       }

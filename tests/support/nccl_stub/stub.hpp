@@ -15,28 +15,11 @@
 #include <thread>
 #include <vector>
 
+#include "calls.hpp"
 #include "devices/device.hpp"
+#include "values.hpp"
 
 namespace stub {
-
-enum Result { Success = 0, InternalError = 3, InvalidArgument = 4, InvalidUsage = 5, InProgress = 7 };
-
-enum class Kind { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AlltoAll, Gather,
-                  Scatter, Send, Recv };
-const char* name_of(Kind kind);
-
-struct Op {
-  Kind kind;
-  const void* in;
-  void* out;
-  size_t count;
-  int dtype, redop;
-  int peer;           // or root
-  double factor = 1;  // of a premul-sum
-  bool scaled = false;
-  uint64_t seq = 0;   // of a collective on its communicator
-  bool done = false;
-};
 
 struct Comm;
 
@@ -143,7 +126,5 @@ class OnDevice {
 };
 // Executes a collective whose ranks have all come, in rank order.
 void execute(Clique* clique, const std::vector<std::pair<Comm*, Op*>>& ranks);
-size_t type_size(int dtype);
-double half_value(uint16_t bits);
 
 }  // namespace stub

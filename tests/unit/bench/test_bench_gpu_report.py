@@ -43,6 +43,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "peers": [{"rows": [{"valid": True, "median_us": 90.0, "nbytes": 1000}]}],
     "peers under MPS": [],
     "overlap": [{"rows": [{"valid": True, "overlap_percent": 93.0, "nbytes": 1}]}],
+    "overlap of two ranks under MPS": [],
     "leaks": [{"rows": [{"valid": True, "number": 1000000}]}],
 }
 
@@ -195,7 +196,7 @@ def test_mps_is_started_for_a_part_and_ended(
 
 def test_the_commands_are_those_that_the_documents_name() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
-    section = page.partition("### What to run on a GPU first")[2].partition("\n## ")[0]
+    section = page.partition("## What to run on a GPU first")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     named = re.findall(r"`(python[^`]+ -d cuda[^`]*)`", "".join(rows))
     assert len(named) >= 6
@@ -240,6 +241,6 @@ def test_it_runs_on_a_device_of_threads(only: list[str], tmp_path: Path) -> None
     assert "## What was wanted" in report
     assert "it ended with" not in report
     kept = {each.name for each in (tmp_path / "found").iterdir()}
-    assert "04-parts.txt" in kept
+    assert "05-parts.txt" in kept
     if not only:
-        assert {"raw.json", "table.yaml", "11-leaks.txt"} <= kept
+        assert {"raw.json", "table.yaml", "13-leaks.txt"} <= kept

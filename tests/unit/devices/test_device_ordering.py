@@ -256,7 +256,7 @@ def test_a_wait_for_a_flag_knows_only_the_first_write_that_was_enough() -> None:
     """In some runs the second write comes before the wait; it cannot be counted on."""
 
     def body(world: SimWorld, device: Any) -> None:
-        memory, target = device.pinned_alloc(64), device.pinned_alloc(64)
+        memory, target = device.pinned_alloc(64), device.alloc(64)
         flag, stream = device.pinned_alloc(4), device.stream_create()
         device.flag_store(flag, 0)
         device.wait_value32_geq(stream, flag, 1)
@@ -280,7 +280,7 @@ def test_a_value_that_was_there_before_hands_nothing_over() -> None:
                 device.write(flag, bytes(4))
             else:
                 device.flag_store(flag, 0)
-            device.memcpy_async(memory, device.pinned_alloc(64), 64, stream)
+            device.memcpy_async(memory, device.alloc(64), 64, stream)
             device.write_value32(stream, flag, 1)
             until_set(device, flag, memory)
             device.read(memory, 64)

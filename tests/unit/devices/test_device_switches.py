@@ -174,6 +174,31 @@ def test_a_pageable_copy_waits_for_its_stream() -> None:
                 device.memcpy_async(*pair, 8, 1)
 
 
+def test_a_copy_between_host_memory_waits_for_its_stream() -> None:
+    """Pinned memory, too: so did an H200."""
+    for blocks in (True, False):
+        world = SimWorld(host_copies_block=blocks)
+        device, memory = blocked(world)
+        if blocks:
+            with pytest.raises(OrderingError, match="between host memory"):
+                device.memcpy_async(memory, memory + 128, 64, 1)
+        else:
+            device.memcpy_async(memory, memory + 128, 64, 1)
+
+
+@pytest.mark.parametrize("most", [1, 5, 0])
+def test_a_stream_takes_so_many_commands_and_then_its_caller_waits(most: int) -> None:
+    """An H200's took 1020."""
+    world = SimWorld(most_commands=most)
+    device, memory = blocked(world)  # by its first command
+    for _ in range(most - 1 if most else 3000):
+        device.write_value32(1, memory, 1)
+    if most:
+        said = f"until stream .* takes a command: it holds {most}"
+        with pytest.raises(OrderingError, match=said):
+            device.write_value32(1, memory, 1)
+
+
 def test_waiting_for_an_event_without_a_record_is_nothing_or_an_error() -> None:
     for passes in (True, False):
         world = SimWorld(unrecorded_wait_passes=passes)
@@ -547,7 +572,7 @@ def test_every_option_reaches_the_engine() -> None:
     from commrt._native import SimWorld as Native
 
     fields = SimOptions.__dataclass_fields__
-    assert len(fields) == 16
+    assert len(fields) == 18
     for name in fields:
         with pytest.raises((TypeError, RuntimeError)):
             Native({name: object()})

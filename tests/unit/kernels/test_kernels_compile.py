@@ -96,3 +96,14 @@ def test_products_and_sums_round_one_by_one(name: str, nvrtc: Nvrtc) -> None:
         assert "fma." not in kernel
     fused = nvrtc.compile(BY_NAME[name].source, name, "compute_80", ("--std=c++17",))
     assert b"fma." in fused
+
+
+@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_no_byte_is_stored_from_a_register_that_holds_a_float16(
+    name: str, nvrtc: Nvrtc
+) -> None:
+    """ptxas would convert the number to u8: sums at odd addresses were wrong."""
+    for kernel, text in ptx_of(nvrtc, name).items():
+        halves = set(re.findall(r"cvt\.rn\.f16\.f32\s+(%\w+)", text))
+        stored = re.findall(r"st\.\S*[ub]8\s+\[[^\]]+\],\s*(%\w+)", text)
+        assert not halves & set(stored), kernel

@@ -236,3 +236,18 @@ def test_what_does_not_compile_is_said_with_the_log(
     assert "NVRTC 12.9" in str(caught.value)
     assert "sm_90: nvrtcCompileProgram: NVRTC_ERROR_COMPILATION" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nvrtc_opens_by_its_name_is_opened_where_it_lies(tmp_path: Path) -> None:
+    """As in the wheel of 13.0, where the loader looks nowhere near it."""
+    library = fake_nvrtc.build(tmp_path, name=fake_nvrtc.HIDDEN)
+    code = (
+        "import ctypes, sys\n"
+        "from commrt.kernels.nvrtc import Nvrtc\n"
+        "ctypes.CDLL(sys.argv[1]).fake_need_builtins(1)\n"
+        "taken = Nvrtc(sys.argv[1], 'test')\n"
+        "print(taken.compile('__global__', 'a', 'sm_90'))\n"
+    ).replace("sys.argv[1]", repr(str(library)))
+    assert "failed to open libnvrtc-builtins.so.12.9" in _in_new_process(code)
+    fake_nvrtc.build(tmp_path, name="libnvrtc-builtins.so.12.9", soname=True)
+    assert "cubin a.cu" in _in_new_process(code)

@@ -38,6 +38,7 @@ def passed(file: str, environ: dict[str, str], *options: str) -> int:
     return int(counted[1]) if counted else 0
 
 
+@pytest.mark.full(sample=3)
 @pytest.mark.parametrize("max_delay_us", [0, 200])
 @pytest.mark.parametrize("queues", [1, 8, None])
 def test_probes_and_the_staged_model(

@@ -189,6 +189,51 @@ def which_calls_wait_with_one_queue() -> dict[str, Any]:
     return held_calls()
 
 
+@question()
+def which_calls_wait_for_another_threads_free() -> dict[str, Any]:
+    """While a free waits for a held stream; the hang of a test says that some do."""
+    gpu, found = opened(), {}
+    memory, pinned = gpu.alloc(8192), gpu.pinned_alloc(8192)
+    said, other, event = flag_of(gpu), gpu.stream_create(), gpu.event_create()
+    calls: dict[str, Callable[[], Any]] = {
+        "alloc": lambda: gpu.alloc(4096),
+        "pinned_alloc": lambda: gpu.pinned_alloc(4096),
+        "stream_create": gpu.stream_create,
+        "event_create": gpu.event_create,
+        "event_record": lambda: gpu.event_record(event, other),
+        "event_query": lambda: gpu.event_query(event),
+        "stream_wait_event": lambda: gpu.stream_wait_event(other, event),
+        "write_value32": lambda: gpu.write_value32(other, said, 1),
+        "copy": lambda: gpu.memcpy_async(memory, pinned, 64, other),
+        "kernel": lambda: gpu.launch_copy(memory, memory + 4096, 64, other),
+        "synchronize an idle stream": lambda: gpu.stream_synchronize(other),
+        "ptr_attributes": lambda: gpu.ptr_attributes(memory),
+    }
+    frees: dict[str, Callable[[], Any]] = {
+        "free": lambda: gpu.free(gpu.alloc(4096)),
+        "pinned_free": lambda: gpu.pinned_free(gpu.pinned_alloc(4096)),
+        "load_kernels": gpu.load_kernels,
+    }
+    for waiting, free in frees.items():
+        for name, call in calls.items():
+            flag, held = flag_of(gpu), gpu.stream_create()
+            gpu.wait_value32_geq(held, flag, 1)
+            thread = threading.Thread(target=free)
+            thread.start()
+            thread.join(0.1)  # it waits by now
+            released = threading.Timer(HELD_S, gpu.flag_store, (flag, 1))
+            released.start()
+            start = time.perf_counter()
+            call()
+            took = time.perf_counter() - start
+            if took > HELD_S * 0.8:
+                found.setdefault(waiting, []).append(name)
+            released.join()
+            thread.join()
+            gpu.stream_synchronize(other)
+    return found
+
+
 def streams_behind_a_wait(number: int) -> int:
     """Return how many of so many other streams a waiting one holds up."""
     gpu = opened()

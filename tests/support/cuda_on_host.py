@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA driver whose card is the CPU, for child processes that run the real CudaDevice.
+"""A CUDA driver whose card is the CPU, for processes that run the real CudaDevice.
 
 ``environment()`` returns the variables with which a process finds it: a libcuda.so.1
 (``cuda_on_host/``) and a libnvrtc (``nvrtc_on_host/``), which gives the driver commrt's
@@ -34,10 +34,10 @@ def environment(
 ) -> dict[str, str]:
     """Return variables with which a process that is started finds the driver.
 
-    ``queues`` are hardware queues; None: one for each stream. Before each command a stream waits for up to
-    ``max_delay_us``, drawn by the seed. With ``guard`` a host thread that touches memory
-    of the device ends its process, as with a card. ``fails`` are a function of the
-    driver, which of its calls is to fail, and the result of that one.
+    ``queues`` are hardware queues; None: one for each stream. Before each command a
+    stream waits for up to ``max_delay_us``, drawn by the seed. With ``guard`` a host
+    thread that touches memory of the device ends its process, as with a card. ``fails``
+    are a function of the driver, which of its calls is to fail, and with which result.
     """
     driver, kernels = library(), kernels_on_cpu.build()
     folders = [str(driver.parent), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -45,7 +45,7 @@ def environment(
     made = {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),
         "COMMRT_NVRTC_LIB": str(nvrtc),
-        # What was compiled names the library of the kernels: so it is not kept for others.
+        # What was compiled names the library of the kernels, and is not for others.
         "COMMRT_KERNEL_CACHE": str(nvrtc.parent / f"of-{kernels.parent.name}"),
         "CUDA_ON_HOST_KERNELS": str(kernels),
         "CUDA_DEVICE_MAX_CONNECTIONS": str(queues or ""),

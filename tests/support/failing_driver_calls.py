@@ -44,7 +44,7 @@ class Calls:
 def failed_in_turn(
     algorithm: str, functions: list[str], result: int
 ) -> dict[str, list[list[str]]]:
-    """Let each call of these functions fail that an allreduce makes, one after the other.
+    """Let each call of these functions fail that an allreduce makes, in turn.
 
     Each time the ranks have a communicator of their own. Return what this rank's call
     said, and the next one on the same communicator.

@@ -504,10 +504,6 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_on_host_repor
   text = card().report();
   return text.c_str();
 }
-// Where a function that a stream calls may touch memory of the card.
-extern "C" __attribute__((visibility("default"))) void* cuda_on_host_address(Pointer address) {
-  return memory().at(address);
-}
 
 // --- how they are found ---
 

@@ -4,9 +4,9 @@
 // Each hardware queue is a thread that runs commands in the order in which they were given, one
 // after the other. Where CUDA_DEVICE_MAX_CONNECTIONS says how many queues there are, streams share
 // them: behind a command that waits, everything in its queue waits. So the documentation has it, and
-// an H200 did so with one queue. Without the variable each stream has a queue: an H200 had no trouble
-// with many streams, and how it shares them out is not known. A real queue may run commands of
-// different streams at the same time; here it does not.
+// an H200 did so with one queue. Without the variable each stream has a queue: on an H200 a waiting
+// stream held up none of 64 others. A real queue may run commands of different streams at the same
+// time; here it does not.
 #pragma once
 
 #include <atomic>
@@ -84,7 +84,7 @@ class Changes {
 class Card {
  public:
   // Held by calls that give commands, and by those that wait for the whole card. That other
-  // threads' commands wait meanwhile was not measured; a hang on an H200 is explained by it.
+  // threads' commands wait meanwhile is inferred from a hang on an H200; tests/gpu/questions.py asks.
   std::mutex giving;
   // Guards what follows; taken behind `giving`.
   std::mutex tables;

@@ -38,6 +38,7 @@ def passed(file: str, environ: dict[str, str], *options: str) -> int:
     return int(counted[1]) if counted else 0
 
 
+@pytest.mark.full(sample=3)
 @pytest.mark.parametrize("max_delay_us", [0, 200])
 @pytest.mark.parametrize("queues", [1, 8, None])
 def test_probes_and_the_staged_model(
@@ -64,10 +65,15 @@ def test_kernels(full: bool, seed: int) -> None:
     assert passed("test_kernels_on_gpus.py", environ, *options) > 3
 
 
-@pytest.mark.parametrize("max_delay_us", [0, 200])
+@pytest.mark.full(sample=2)
+@pytest.mark.parametrize(("queues", "max_delay_us"), [(None, 0), (None, 200), (1, 0)])
+@pytest.mark.parametrize("file", ["test_gpu_processes.py", "test_gpu_other_calls.py"])
 def test_processes_that_share_the_card(
-    max_delay_us: int, full: bool, seed: int
+    file: str, queues: int | None, max_delay_us: int, full: bool, seed: int
 ) -> None:
-    environ = cuda_on_host.environment(max_delay_us=max_delay_us, seed=seed)
-    options = ("--seed", str(seed), "--share", "1" if full else "0.5", "-k", "not nccl")
-    assert passed("test_gpu_processes.py", environ, *options) > 2
+    environ = cuda_on_host.environment(
+        queues=queues, max_delay_us=max_delay_us, seed=seed
+    )
+    share = "1" if full else "0.4"
+    options = ("--seed", str(seed), "--share", share, "-k", "not nccl")
+    assert passed(file, environ, *options) >= 2

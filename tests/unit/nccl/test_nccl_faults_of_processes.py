@@ -156,9 +156,7 @@ def killed_between_launches(dies: int) -> list[Any]:
 def test_a_launch_whose_peer_was_killed_ends_when_the_communicator_is_given_up(
     tmp_path: Path,
 ) -> None:
-    said, complaints = run(
-        tmp_path, 2, killed_between_launches, is_whole=False, dies=1
-    )
+    said, complaints = run(tmp_path, 2, killed_between_launches, is_whole=False, dies=1)
     assert list(said) == [0]
     assert said[0][:2] == [2.0, 2.0]
     assert said[0][2].startswith("RevokedError")

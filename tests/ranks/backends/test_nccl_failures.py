@@ -178,44 +178,6 @@ def test_what_stays_in_progress_is_given_up_at_its_limit(nccl: FakeNccl) -> None
     on_nccl_threads(1, main)
 
 
-def test_a_call_that_sticks_in_nccl_is_given_up_at_its_limit(nccl: FakeNccl) -> None:
-    """As where it first connects, and a peer does not come: the watch aborts it."""
-
-    def main(rank: Rank) -> None:
-        lost = rank.comm.dup()
-        sums_to(rank, lost, 3.0)
-        rank.stream.synchronize()
-        rank.comm.barrier()
-        if rank.rank == 0:
-            nccl.set("sticks", 1)
-            with pytest.raises(
-                TimeoutError_, match=r"NCCL had not taken it up after 0\.2 s"
-            ):
-                lost.allreduce(ones(rank), timeout_s=0.2)
-            nccl.set("sticks", 0)
-            with pytest.raises(RevokedError):
-                lost.allreduce(ones(rank))
-        rank.comm.barrier()
-        sums_to(rank, rank.comm, 3.0)
-        rank.stream.synchronize()
-
-    on_nccl_threads(2, main)
-    assert nccl.counter("aborted") >= 1
-
-
-def test_calls_that_never_wait_are_had_by_a_variable(
-    nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nccl.set("log", 1)
-    for value, blocking in (("1", 1), ("0", 0)):
-        monkeypatch.setenv("COMMRT_NCCL_BLOCKING", value)
-        before = len(nccl.log())
-        on_nccl_threads(2, lambda rank: sums_to(rank, rank.comm, 3.0))
-        made = [line for line in nccl.log()[before:] if "CommInitRankConfig" in line]
-        assert len(made) == 2
-        assert all(line.endswith(f"blocking={blocking}") for line in made), made
-
-
 def test_a_device_that_fails_is_told_by_name(nccl: FakeNccl) -> None:
     def main(rank: Rank) -> None:
         sums_to(rank, rank.comm, 1.0)

@@ -15,6 +15,7 @@ import numpy as np
 
 __all__ = [
     "beside_captures",
+    "calls_beside_frees",
     "calls_that_wait",
     "commands_behind_a_wait",
     "copies_that_wait",
@@ -164,5 +165,35 @@ def many_pieces(pieces: int, nbytes: int) -> bool:
         comm.allreduce(x, algorithm=f"staged/direct{{piece={nbytes}}}")
         stream.synchronize()
         right = bool((x.get() == sum(range(1, comm.size + 1))).all())
+    comm.barrier()
+    return right
+
+
+def calls_beside_frees(algorithm: str, number: int) -> bool:
+    """Make calls while another thread frees memory that has nothing to do with them."""
+    import commrt
+    from commrt.devices import DeviceArray, DeviceStream
+    from commrt.devices.registry import cuda_device
+
+    comm = commrt.init()
+    gpu = cuda_device(0)
+    stopped = threading.Event()
+
+    def free() -> None:
+        while not stopped.is_set():
+            gpu.free(gpu.alloc(64))
+
+    with DeviceStream(gpu) as stream:
+        x = DeviceArray(gpu, 1000, "float32")
+        x.put(np.ones(1000, "f4"))
+        comm.allreduce(x, op="max", algorithm=algorithm)  # the ranks meet
+        thread = threading.Thread(target=free)
+        thread.start()
+        for _ in range(number):
+            comm.allreduce(x, op="max", algorithm=algorithm)
+        stream.synchronize()
+        stopped.set()
+        thread.join()
+        right = bool((x.get() == 1).all())
     comm.barrier()
     return right

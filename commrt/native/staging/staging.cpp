@@ -3,6 +3,7 @@
 #include "staging/staging.hpp"
 
 #include <algorithm>
+#include <exception>
 
 #include "devices/device_error.hpp"
 #include "engine/comm.hpp"
@@ -124,16 +125,21 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
                  0};
   }
   made->end_value = ends_ + 1;
-  const bool is_long = flags_ && !has(Planted::LateCopy) && pieces.size() > 1 &&
+  // Whatever waits for the host is given once the host has its part: the caller may be blocked in the
+  // driver, by a stream that is full or by another thread's free, until the host has done it.
+  const bool host_first = flags_ && !has(Planted::LateCopy);
+  const bool is_long = host_first && pieces.size() > 1 &&
                        (pieces.size() > places || most_commands(pieces) > kFewCommands);
   const std::size_t first = is_long ? 1 : pieces.size();
   give_or_fail(
       [&] {
         begin(stream);
-        if (is_long) {
-          give_step(0, pieces, stream, places);
-        } else {
-          enqueue(*made, pieces, stream, places);
+        // If a piece depends on the one before, it is given when that one is on its way back.
+        const std::size_t now = plan.serial ? 1 : first;
+        for (std::size_t i = 0; i < now; ++i) copy_to_host(pieces[i], places);
+        if (has(Planted::ReadyLate)) {
+          call(&DeviceApi::event_record, ready_, stream);
+          call(&DeviceApi::stream_wait_event, d2h_, ready_);
         }
         submit(pieces.data(), pieces.data() + first, stream);
       },
@@ -148,11 +154,11 @@ void Stager::issue(const PiecesPtr& made, Stream stream, void* const* keep) {
     // The streams are let go already; it needs no more than to be told.
     if (failed_) fail(failure_kind_, failure_, device_gone_);
   }
-  if (!is_long) return;
+  if (!host_first) return;
   // Whoever makes progress has to do so before this call ends.
   announce();
   engine_.wake();
-  give_rest(*made, pieces, stream, places);
+  give_rest(*made, pieces, first, stream, places);
 }
 
 // The most that a call gives one of its streams.
@@ -175,59 +181,45 @@ void Stager::begin(Stream stream) {
   }
 }
 
-// All pieces that have a place are copied before the first one is waited for: on one hardware
-// queue a copy behind the wait would come after it.
-void Stager::enqueue(PiecesCall& made, std::vector<Piece>& pieces, Stream stream,
-                     std::size_t slots) {
-  if (!flags_ || has(Planted::LateCopy)) {
-    // If a piece depends on the one before, it is given when that one is on its way back.
-    const std::size_t now = made.plan->serial ? 1 : pieces.size();
-    for (std::size_t i = 0; i < now; ++i) copy_to_host(pieces[i], slots);
-    return;
-  }
-  for (std::size_t i = 0; i + 1 < pieces.size() + slots; ++i) give_step(i, pieces, stream, slots);
-  give_end(made);
-}
-
-void Stager::give_step(std::size_t i, std::vector<Piece>& pieces, Stream stream,
-                       std::size_t slots) {
-  if (i < pieces.size()) copy_to_host(pieces[i], slots);
-  if (has(Planted::ReadyLate) && i == 0) {
-    call(&DeviceApi::event_record, ready_, stream);
-    call(&DeviceApi::stream_wait_event, d2h_, ready_);
-  }
-  if (i + 1 >= slots) {
-    Piece& piece = pieces[i + 1 - slots];
-    copy_back(piece, has(Planted::WrongSlot) ? pieces[0].memory : piece.memory, slots);
-  }
-}
-
-// The call counts as under way: a failure is its request's to tell.
-void Stager::give_rest(PiecesCall& made, std::vector<Piece>& pieces, Stream stream,
-                       std::size_t slots) {
-  std::size_t given = 1;
+// The call counts as under way, and keeps its arrays also where this throws.
+// All pieces that have a place are copied before the first one is waited for: on one hardware queue
+// a copy behind the wait would come after it.
+void Stager::give_rest(PiecesCall& made, std::vector<Piece>& pieces, std::size_t given,
+                       Stream stream, std::size_t slots) {
+  std::exception_ptr found;
   try {
-    for (std::size_t i = 1; i + 1 < pieces.size() + slots; ++i) {
-      if (i < pieces.size()) {
+    for (std::size_t i = 0; i + 1 < pieces.size() + slots; ++i) {
+      if (i < pieces.size() && i >= given) {
         submit(&pieces[i], &pieces[i] + 1, stream);
-        HostLock polling(device_, polling_);
-        check(polling.status());
-        pieces_.push_back(pieces[i]);
-        ++given;
+        {
+          HostLock polling(device_, polling_);
+          check(polling.status());
+          pieces_.push_back(pieces[i]);
+          ++given;
+        }
+        copy_to_host(pieces[i], slots);
       }
-      give_step(i, pieces, stream, slots);
+      if (i + 1 < slots) continue;
+      Piece& piece = pieces[i + 1 - slots];
+      copy_back(piece, has(Planted::WrongSlot) ? pieces[0].memory : piece.memory, slots);
     }
     give_end(made);
   } catch (const DeviceFailure& failure) {
     give_up_as(failure);
+    found = std::current_exception();
   } catch (const std::bad_alloc&) {
     give_up("backend", kNoHostMemory);
+    found = std::current_exception();
   }
-  HostLock polling(device_, polling_);
-  if (!failed_) return;
-  // Nothing of the rest will run. The last piece has the call's end.
-  for (; given < pieces.size(); ++given) pieces_.push_back(pieces[given]);
-  fail(failure_kind_, failure_, device_gone_);
+  {
+    HostLock polling(device_, polling_);
+    // Nothing of the rest will run. The last piece has the call's end.
+    if (failed_) {
+      for (; given < pieces.size(); ++given) pieces_.push_back(pieces[given]);
+      fail(failure_kind_, failure_, device_gone_);
+    }
+  }
+  if (found) std::rethrow_exception(found);
 }
 
 void Stager::give_end(PiecesCall& made) {

@@ -125,9 +125,8 @@ class Stager : public StagedWork {
   PinnedRing::Part take_part(std::size_t nbytes, double timeout_s);
   static std::size_t most_commands(const std::vector<Piece>& pieces);
   void begin(Stream stream);
-  void enqueue(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
-  void give_step(std::size_t i, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
-  void give_rest(PiecesCall& call, std::vector<Piece>& pieces, Stream stream, std::size_t slots);
+  void give_rest(PiecesCall& call, std::vector<Piece>& pieces, std::size_t given, Stream stream,
+                 std::size_t slots);
   void give_end(PiecesCall& call);
   void copy_to_host(Piece& piece, std::size_t slots);
   void copy_back(Piece& piece, const unsigned char* memory, std::size_t slots);

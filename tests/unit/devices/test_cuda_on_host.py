@@ -12,6 +12,7 @@ import cuda_on_host
 import pytest
 from held_streams import (
     beside_captures,
+    calls_beside_frees,
     calls_that_wait,
     commands_behind_a_wait,
     copies_that_wait,
@@ -65,6 +66,23 @@ def test_staged_calls_of_many_pieces_fit(process: RunRanks) -> None:
         deadline_s=DEADLINE_S,
         pieces=2000,
         nbytes=256,
+    )
+    assert found == [True, True]
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["staged/direct", "staged/direct{piece=256}", "ipc/direct"]
+)
+def test_another_thread_frees_memory_beside_calls(
+    algorithm: str, seed: int, process: RunRanks
+) -> None:
+    """A free waits for the streams that a call holds, and holds up the call's rest."""
+    found = process(
+        *(2, calls_beside_frees),
+        env=cuda_on_host.environment(seed=seed),
+        deadline_s=DEADLINE_S,
+        algorithm=algorithm,
+        number=200,
     )
     assert found == [True, True]
 

@@ -17,9 +17,10 @@ class NcclConfig:
 
     blocking: bool = False
     """True if NCCL's calls may block: it then starts no thread for each call, which
-    costs 80 us. A call that first connects can wait for its peers. Where commrt's
-    progress thread runs, it is given up at its deadline, by an abort from another
-    thread; NCCL promises only for calls that do not block that this ends them."""
+    costs 80 us. But a call that first connects waits for its peers, without a limit.
+    Those of the backend are given up at their deadlines where commrt's progress thread
+    runs, by an abort from another thread; NCCL promises only for calls that do not
+    block that this ends them."""
     cga_cluster_size: int | None = None
     """Thread blocks of a cluster."""
     min_ctas: int | None = None

@@ -169,7 +169,7 @@ def many_pieces(pieces: int, nbytes: int) -> bool:
     return right
 
 
-def calls_beside_frees(algorithm: str, number: int) -> bool:
+def calls_beside_frees(kind: str, number: int, algorithm: str | None = None) -> bool:
     """Make calls while another thread frees memory that has nothing to do with them."""
     import commrt
     from commrt.devices import DeviceArray, DeviceStream
@@ -178,22 +178,33 @@ def calls_beside_frees(algorithm: str, number: int) -> bool:
     comm = commrt.init()
     gpu = cuda_device(0)
     stopped = threading.Event()
+    greater = commrt.reduction(np.maximum)
 
     def free() -> None:
         while not stopped.is_set():
             gpu.free(gpu.alloc(64))
 
     with DeviceStream(gpu) as stream:
-        x = DeviceArray(gpu, 1000, "float32")
+        x, out = DeviceArray(gpu, 1000, "float32"), DeviceArray(gpu, 1000, "float32")
         x.put(np.ones(1000, "f4"))
-        comm.allreduce(x, op="max", algorithm=algorithm)  # the ranks meet
+        other = 1 - comm.rank
+        calls: dict[str, Callable[[], Any]] = {
+            "allreduce": lambda: comm.allreduce(
+                x, op="max", out=out, algorithm=algorithm
+            ),
+            "messages": lambda: comm.sendrecv(x, dest=other, source=other, out=out),
+            "a function": lambda: comm.allreduce(x, op=greater, out=out),
+            "compressed": lambda: comm.alltoall(x, out=out, compress="float16"),
+        }
+        call = calls[kind]
+        call()  # the ranks meet
         thread = threading.Thread(target=free)
         thread.start()
         for _ in range(number):
-            comm.allreduce(x, op="max", algorithm=algorithm)
+            call()
         stream.synchronize()
         stopped.set()
         thread.join()
-        right = bool((x.get() == 1).all())
+        right = bool((out.get() == 1).all())
     comm.barrier()
     return right

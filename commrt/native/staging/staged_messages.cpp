@@ -16,6 +16,19 @@ COMMRT_NAMES_OF_BUGS(
     "no_end_wait", "not_copied", "early_recycling", "sent_recycling", "issued_at_once",
     "rest_lost", "flags_kept", "block_lost")
 
+namespace {
+
+// True if the list had it.
+template <class List, class Call>
+bool take_out(List& list, const Call& call) {
+  const auto found = std::find(list.begin(), list.end(), call);
+  if (found == list.end()) return false;
+  list.erase(found);
+  return true;
+}
+
+}  // namespace
+
 MessagesCall::~MessagesCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
 }
@@ -164,23 +177,32 @@ void MessageStager::copy_back(MessagesCall& made) {
   }
 }
 
-// Takes the call out of the reach of settle(), which would end it without its go flag: its copy
-// back would then wait for ever. False where nothing is to be given. Holds issue_.
+// Makes the call known to progress before the device has its wait: the caller may be blocked in the
+// driver behind it, until the go flag is set. Also takes it out of the reach of settle(), which would
+// end it without that flag: its copy back would then wait for ever. False where nothing is to be
+// given. Holds issue_.
 bool MessageStager::begin_giving(const MessagesPtr& made) {
   if (!flags_ || made->out.empty() || closed_) return false;
   HostLock polling(device_, polling_);
   check(polling.status());
   if (made->given || made->ended()) return false;
-  made->given = true;
+  given_.push_back(made);
   open_.remove(made);
+  made->given = true;
+  made->go_value = gos_.fetch_add(1, std::memory_order_acq_rel) + 1;
+  made->end_value = ++ends_;
   return true;
 }
 
-// The device took no more: the call waits where failures look for it. Holds issue_.
+// The device took no more, and the end flag will not come: the call waits where failures look for
+// it. Nobody has it if the device is gone. Holds issue_.
 void MessageStager::stop_giving(const MessagesPtr& made) {
   HostLock polling(device_, polling_);
-  made->given = false;
-  if (std::find(leaving_.begin(), leaving_.end(), made) == leaving_.end()) open_.push_back(made);
+  if (take_out(given_, made) || take_out(ending_, made)) {
+    made->given = false;
+    if (std::find(leaving_.begin(), leaving_.end(), made) == leaving_.end()) open_.push_back(made);
+  }
+  if (failed_) fail(failure_kind_, failure_, device_gone_);
 }
 
 // Gives the device the copies back, which wait there for the messages. Without flags they cannot
@@ -190,25 +212,22 @@ void MessageStager::give(const MessagesPtr& made) {
   HostLock own(device_, issue_);
   check(own.status());
   if (!begin_giving(made)) return;
+  // Whoever makes progress has to do so before all is given.
+  announce();
+  engine_.wake();
   try {
     if (!has(PlantedMessage::NotCopied)) call(&Api::stream_wait_event, h2d_, made->copied);
-    made->go_value = gos_.fetch_add(1, std::memory_order_acq_rel) + 1;
     if (!has(PlantedMessage::NoGo)) call(&Api::wait_value32_geq, h2d_, go_, made->go_value);
     if (has(PlantedMessage::EndEarly)) call(&Api::event_record, made->end, h2d_);
     copy_back(*made);
     if (!has(PlantedMessage::EndEarly)) call(&Api::event_record, made->end, h2d_);
-    made->end_value = ++ends_;
     call(&Api::write_value32, h2d_, end_, made->end_value);
   } catch (const DeviceFailure& failure) {
     stop_giving(made);
     give_up_as(failure);
     throw;
   }
-  HostLock polling(device_, polling_);
-  check(polling.status());
   made->end_issued.store(true, std::memory_order_release);
-  given_.push_back(made);
-  if (failed_) fail(failure_kind_, failure_, device_gone_);
 }
 
 // Without flags, sends back what has come. The caller holds polling_.
@@ -417,7 +436,8 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
   for (const MessagesPtr& made : all) {
     failed_ops_.push_back(made->op);
     made->fail(kind, why);
-    if (made->given && made->end_issued) {
+    // Its end flag comes, or else stop_giving() does.
+    if (made->given) {
       ending_.push_back(made);
     } else {
       finish(made);

@@ -67,7 +67,7 @@ struct MessagesCall : StagedCall {
   std::uint32_t start_value = 0, go_value = 0;
   double opened_s = 0;
   bool asked_for = true;               // somebody will ask what became of it
-  bool given = false;                  // what comes back is given to the device
+  bool given = false;                  // what comes back is the device's, or being given to it
 };
 
 // One communicator's messages on one device.

@@ -71,18 +71,25 @@ def test_staged_calls_of_many_pieces_fit(process: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["staged/direct", "staged/direct{piece=256}", "ipc/direct"]
+    ("kind", "algorithm"),
+    [
+        ("allreduce", "staged/direct"),
+        ("allreduce", "staged/direct{piece=256}"),
+        ("allreduce", "ipc/direct"),
+        ("messages", None),
+    ],
 )
 def test_another_thread_frees_memory_beside_calls(
-    algorithm: str, seed: int, process: RunRanks
+    kind: str, algorithm: str | None, seed: int, process: RunRanks
 ) -> None:
     """A free waits for the streams that a call holds, and holds up the call's rest."""
     found = process(
         *(2, calls_beside_frees),
         env=cuda_on_host.environment(seed=seed),
         deadline_s=DEADLINE_S,
-        algorithm=algorithm,
+        kind=kind,
         number=200,
+        algorithm=algorithm,
     )
     assert found == [True, True]
 

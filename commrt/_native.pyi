@@ -910,6 +910,11 @@ class HostWork(DeviceWork):
         use.
         """
 
+    def give_back(self, call: DeviceCall) -> None:
+        """Give the device the copies back, once somebody has the host's part or has
+        done it.
+        """
+
     def has_come(self, call: DeviceCall) -> bool:
         """Whether what is read is there, or the call has failed."""
 
@@ -937,7 +942,7 @@ class HostWork(DeviceWork):
         keep: Any,
         timeout_s: float,
     ) -> DeviceCall:
-        """Give the device all that there is to do; rows are (address, bytes, whether
+        """Give the device the copies to the host; rows are (address, bytes, whether
         the host reads it, whether it writes it).
         """
 

@@ -342,6 +342,7 @@ class HostJobs:
                 self._feed.jobs.append(made)
                 self._feed.changed.notify()
         self._start_thread(device)
+        work.give_back(call)  # the driver may hold this thread until the job is done
         return made
 
     def _start_thread(self, device: Any) -> None:

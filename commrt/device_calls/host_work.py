@@ -3,10 +3,10 @@
 
 The call gives the device all there is to do (``host_work.hpp``): copies to
 pinned memory behind the caller's stream, and the copies back, which wait there for the
-host. The host's call runs on pinned memory once the arrays have come
-(``host_thread.py``), and the caller goes on. Only where the length of a result is known
-at its end alone, nothing can be given before: then ``wait()`` blocks until the host is
-done, and gives the device what came of it.
+host. The host's call, whose job is known before that, runs on pinned memory once the
+arrays have come (``host_thread.py``), and the caller goes on. Only where the length of
+a result is known at its end alone, nothing can be given before: then ``wait()`` blocks
+until the host is done, and gives the device what came of it.
 """
 
 from __future__ import annotations
@@ -336,4 +336,5 @@ class HostResultRequest(HostRequest):
             raw = np.ascontiguousarray(array)
             ctypes.memmove(place, raw.ctypes.data, view.nbytes)
         work.done(call)
+        work.give_back(call)
         self._made, self._given = made, call

@@ -39,8 +39,16 @@ void bind_host_work(nb::module_& m) {
   bind_staged_work(work);
   work.def("start", &start, nb::arg("arrays"), nb::arg("stream"), nb::arg("asked_for"),
            nb::arg("keep"), nb::arg("timeout_s"),
-           "Give the device all that there is to do; rows are (address, bytes, whether the host "
+           "Give the device the copies to the host; rows are (address, bytes, whether the host "
            "reads it, whether it writes it).")
+      .def("give_back",
+           [](const PyHostWork& self, const PyDeviceCall& call) {
+             guarded([&] {
+               self.own().give_back(call.call);
+               return 0;
+             });
+           }, nb::arg("call"),
+           "Give the device the copies back, once somebody has the host's part or has done it.")
       .def("places",
            [](const PyHostWork& self, const PyDeviceCall& call) {
              return self.own().places(call.call);

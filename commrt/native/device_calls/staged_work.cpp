@@ -88,6 +88,14 @@ bool StagedWork::take_ended() {
   return any;
 }
 
+void StagedWork::give_up_call(const StagedPtr& made, const DeviceFailure& failure) {
+  {
+    HostLock own(device_, polling_);
+    made->fail(std::string("device:") + status_name(failure.status), failure.what());
+  }
+  give_up_as(failure);
+}
+
 DeviceStatus StagedWork::query(Event event) const {
   const RelaxedCapture relaxed(device_);
   return device_->api->event_query(device_, event);

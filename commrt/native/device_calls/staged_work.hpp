@@ -82,6 +82,9 @@ class StagedWork : public DeviceWork {
   // Gives the device and the engine what `give` does; where that fails nothing else works, either.
   template <class Give>
   void give_or_fail(Give give, const char* lacking);
+  // Gives up where the device refuses a command of a call that progress knows. Its end flag will
+  // not come: it keeps its arrays, as the device may have some of its copies.
+  void give_up_call(const StagedPtr& call, const DeviceFailure& failure);
   bool take_ended();
   void finish(const StagedPtr& call);
   // Asks whether an event has happened. The question ends no capture, not even one of this thread.

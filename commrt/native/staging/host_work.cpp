@@ -75,13 +75,18 @@ DeviceWork::CallPtr HostWork::start(std::vector<HostArray> arrays, Stream stream
     made->work = shared_from_this();
     made->seq = number_++;
     made->start_value = starts_ + (has(PlantedHostWork::ValuesAgain) && starts_ != 0 ? 0 : 1);
+    made->is_gated = flags_ && made->writes && !has(PlantedHostWork::LateCopy);
     give_or_fail(
         [&] {
           copy_to_host(*made, stream);
-          if (flags_ && made->writes && !has(PlantedHostWork::LateCopy)) give_copies(*made);
+          if (made->is_gated) owed_.push_back(made);
         },
         "no host memory is left to start a call that the host makes: free memory first");
     starts_ = made->start_value;
+    if (made->is_gated) {
+      made->go_value = gos_.fetch_add(1, std::memory_order_acq_rel) + 1;
+      made->end_value = ++ends_;
+    }
     HostLock polling(device_, polling_);
     check(polling.status());
     take_up(*made, keep);
@@ -113,21 +118,37 @@ void HostWork::copy_to_host(HostCall& made, Stream stream) {
   made.end_issued.store(true, std::memory_order_release);
 }
 
-// The copies back, which wait on the device for the host.
-void HostWork::give_copies(HostCall& made) {
+// Gives those of earlier calls of other threads, too: calls end in the order of their starts.
+void HostWork::give_back(const CallPtr& call) {
+  const HostCallPtr last = as_host_call(call);
+  HostLock own(device_, issue_);
+  check(own.status());
+  while (!owed_.empty() && !last->end_issued.load(std::memory_order_acquire)) {
+    const HostCallPtr made = owed_.front();
+    owed_.pop_front();
+    give_copies(made);
+  }
+}
+
+// A call that has failed is given them, too: nothing holds them any more, and its end comes.
+void HostWork::give_copies(const HostCallPtr& made) {
   using Api = DeviceApi;
-  if (!has(PlantedHostWork::NotCopied)) call(&Api::stream_wait_event, h2d_, made.copied);
-  made.go_value = gos_.fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (!has(PlantedHostWork::NoGo)) call(&Api::wait_value32_geq, h2d_, go_, made.go_value);
-  copy_back(made);
-  made.end_issued.store(true, std::memory_order_release);
+  if (closed_) return;
+  try {
+    if (!has(PlantedHostWork::NotCopied)) call(&Api::stream_wait_event, h2d_, made->copied);
+    if (!has(PlantedHostWork::NoGo)) call(&Api::wait_value32_geq, h2d_, go_, made->go_value);
+    copy_back(*made);
+  } catch (const DeviceFailure& failure) {
+    give_up_call(made, failure);
+    throw;
+  }
+  made->end_issued.store(true, std::memory_order_release);
 }
 
 void HostWork::copy_back(HostCall& made) {
   using Api = DeviceApi;
   const bool event_early = has(PlantedHostWork::EndEarly);
   const bool flag_early = has(PlantedHostWork::EndFlagEarly);
-  made.end_value = ends_ + 1;
   if (event_early) call(&Api::event_record, made.end, h2d_);
   if (has(PlantedHostWork::EndOfCopies)) call(&Api::event_record, made.end, d2h_);
   if (flags_ && flag_early) call(&Api::write_value32, h2d_, end_, made.end_value);
@@ -140,7 +161,6 @@ void HostWork::copy_back(HostCall& made) {
     call(&Api::event_record, made.end, h2d_);
   }
   if (flags_ && !flag_early) call(&Api::write_value32, h2d_, end_, made.end_value);
-  ends_ = made.end_value;
 }
 
 void HostWork::order_after(const StagedPtr& made, Stream stream) {
@@ -297,6 +317,7 @@ bool HostWork::let_go() {
 bool HostWork::give_finished(const HostCallPtr& made) {
   try {
     call(&DeviceApi::stream_wait_event, h2d_, made->copied);
+    made->end_value = ++ends_;
     copy_back(*made);
     made->end_issued.store(true, std::memory_order_release);
     ending_.push_back(made);
@@ -333,7 +354,8 @@ void HostWork::let_all_go(const std::string& kind, const std::string& why) {
   for (const HostCallPtr& made : all) {
     made->fail(kind, why);
     if (made->at_work && !made->host_done) failed_at_work_.push_back(made);
-    if (made->writes && made->end_issued.load(std::memory_order_acquire)) {
+    // Its arrays may be written until its end flag comes.
+    if (made->is_gated) {
       ending_.push_back(made);
     } else {
       finish(made);

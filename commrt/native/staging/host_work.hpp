@@ -6,10 +6,11 @@
 //   d2h:  after the caller's stream; copy what is read; copied event; start flag = s
 //   h2d:  after that event; wait until go flag >= g; copy back; end event; end flag = e
 //
-// The call enqueues all of it, for the reasons in staging.hpp. Here the host's part is no engine
-// operation: a host thread calls has_come() until the copies are there, works, and calls done() or
-// fail(). Calls end in the order in which they started. A call that writes to no array, as its
-// result's length is not known, ends with its copies.
+// The call enqueues all of it, for the reasons in staging.hpp. It enqueues h2d's part once the host
+// has its own: the caller may be blocked in the driver behind it until that is done. Here the host's
+// part is no engine operation: a host thread calls has_come() until the copies are there, works, and
+// calls done() or fail(). Calls end in the order in which they started. A call that writes to no
+// array, as its result's length is not known, ends with its copies.
 #pragma once
 
 #include <atomic>
@@ -67,6 +68,7 @@ struct HostCall : StagedCall {
   bool asked_for = true;    // somebody will ask what became of it
   Event copied = 0;         // what is read is on the host
   std::uint32_t start_value = 0, go_value = 0;
+  bool is_gated = false;    // its copies back are given early, and wait for the host
   // Guarded by polling_.
   bool come = false;        // the host knows that
   bool host_done = false;   // the host has ended its part, or will not begin it
@@ -80,10 +82,13 @@ class HostWork : public StagedWork {
   HostWork(Comm& comm, Engine& engine, Device* device, std::shared_ptr<void> keeps,
              const StagerOptions& options);
 
-  // Gives the device all that there is to do. `keep` are references that become the call's own.
+  // Gives the device the copies to the host. `keep` are references that become the call's own.
   // Throws DeviceFailure; then the references are still the caller's.
   CallPtr start(std::vector<HostArray> arrays, Stream stream, bool asked_for, void* const* keep,
                 double timeout_s);
+  // Gives the device the copies back, which wait there for the host: somebody who needs nothing of
+  // the driver has the host's part, or has done it. Throws DeviceFailure; then all has failed.
+  void give_back(const CallPtr& call);
   // True if the copies to the host are there, or the call has failed. The host may begin then.
   bool has_come(const CallPtr& call);
   // The same once it is so, or after that time.
@@ -106,7 +111,7 @@ class HostWork : public StagedWork {
   bool has(PlantedHostWork bug) const { return planted.is(bug); }
   PinnedPool::Block take_block(std::size_t nbytes, double timeout_s);
   void copy_to_host(HostCall& made, Stream stream);
-  void give_copies(HostCall& made);
+  void give_copies(const HostCallPtr& made);
   void copy_back(HostCall& made);
   void touch(const HostCall& made, bool reads, bool writes);
   void order_after(const StagedPtr& call, Stream stream) override;
@@ -123,6 +128,7 @@ class HostWork : public StagedWork {
   std::uint32_t starts_, ends_;  // the latest values of flags; by issue_
   std::atomic<std::uint32_t> gos_;
   std::uint64_t number_ = 0;     // of calls; by issue_
+  std::deque<HostCallPtr> owed_;  // whose copies back are to be given, in their order; by issue_
 
   // Guarded by polling_.
   PinnedPool pool_;

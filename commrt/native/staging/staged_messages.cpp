@@ -16,19 +16,6 @@ COMMRT_NAMES_OF_BUGS(
     "no_end_wait", "not_copied", "early_recycling", "sent_recycling", "issued_at_once",
     "rest_lost", "flags_kept", "block_lost")
 
-namespace {
-
-// True if the list had it.
-template <class List, class Call>
-bool take_out(List& list, const Call& call) {
-  const auto found = std::find(list.begin(), list.end(), call);
-  if (found == list.end()) return false;
-  list.erase(found);
-  return true;
-}
-
-}  // namespace
-
 MessagesCall::~MessagesCall() {
   if (work != nullptr && copied != 0) work->events().give(copied);
 }
@@ -194,17 +181,6 @@ bool MessageStager::begin_giving(const MessagesPtr& made) {
   return true;
 }
 
-// The device took no more, and the end flag will not come: the call waits where failures look for
-// it. Nobody has it if the device is gone. Holds issue_.
-void MessageStager::stop_giving(const MessagesPtr& made) {
-  HostLock polling(device_, polling_);
-  if (take_out(given_, made) || take_out(ending_, made)) {
-    made->given = false;
-    if (std::find(leaving_.begin(), leaving_.end(), made) == leaving_.end()) open_.push_back(made);
-  }
-  if (failed_) fail(failure_kind_, failure_, device_gone_);
-}
-
 // Gives the device the copies back, which wait there for the messages. Without flags they cannot
 // wait, and the thread that makes progress gives them.
 void MessageStager::give(const MessagesPtr& made) {
@@ -223,8 +199,7 @@ void MessageStager::give(const MessagesPtr& made) {
     if (!has(PlantedMessage::EndEarly)) call(&Api::event_record, made->end, h2d_);
     call(&Api::write_value32, h2d_, end_, made->end_value);
   } catch (const DeviceFailure& failure) {
-    stop_giving(made);
-    give_up_as(failure);
+    give_up_call(made, failure);
     throw;
   }
   made->end_issued.store(true, std::memory_order_release);
@@ -436,7 +411,7 @@ void MessageStager::let_all_go(const std::string& kind, const std::string& why) 
   for (const MessagesPtr& made : all) {
     failed_ops_.push_back(made->op);
     made->fail(kind, why);
-    // Its end flag comes, or else stop_giving() does.
+    // Its arrays may be written until its end flag comes.
     if (made->given) {
       ending_.push_back(made);
     } else {

@@ -101,7 +101,6 @@ class MessageStager : public StagedWork {
   void copy_to_host(MessagesCall& made, Stream stream);
   void give(const MessagesPtr& made);
   bool begin_giving(const MessagesPtr& made);
-  void stop_giving(const MessagesPtr& made);
   bool give_finished(const MessagesPtr& made);
   void copy_back(MessagesCall& made);
   void touch(const MessagesCall& made, const std::vector<StagedCopy>& copies, bool writes);

@@ -77,6 +77,8 @@ def test_staged_calls_of_many_pieces_fit(process: RunRanks) -> None:
         ("allreduce", "staged/direct{piece=256}"),
         ("allreduce", "ipc/direct"),
         ("messages", None),
+        ("a function", None),
+        ("compressed", None),
     ],
 )
 def test_another_thread_frees_memory_beside_calls(

@@ -22,7 +22,13 @@ from typing import Any, Protocol
 
 from commrt import _native, env
 from commrt.devices.arrays import freeing_nothing
-from commrt.errors import CommError, MismatchError, RevokedError, TimeoutError_
+from commrt.errors import (
+    CommError,
+    DeviceError,
+    MismatchError,
+    RevokedError,
+    TimeoutError_,
+)
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest
 from commrt.vocabulary.limits import deadline_after
@@ -108,8 +114,8 @@ class HostJob:
             come = self.work.has_come(self.call)
         if not come:
             return False
-        if self.call.failure is not None:  # given up before
-            self._leave()
+        if self.call.failure is not None:  # before: the others must not wait for it
+            self.give_up(f"{self.what} failed: {self.call.failure[1]}")
             return True
         assert self._begin is not None
         self._deadline = deadline_after(self._timeout_s)
@@ -334,15 +340,24 @@ class HostJobs:
         """
         work = self.work(device)
         assert self._channel is not None
-        with self._issue:  # the order of jobs is that of the device's commands
-            call = work.start(list(arrays), stream, is_asked_for, keep, timeout_s)
-            title = f"{what} #{call.seq} on {self._comm.name}"
-            made = HostJob(self._channel, device, work, call, title, begin, timeout_s)
-            with self._feed.changed:
-                self._feed.jobs.append(made)
-                self._feed.changed.notify()
-        self._start_thread(device)
-        work.give_back(call)  # the driver may hold this thread until the job is done
+        try:
+            with self._issue:  # the order of jobs is that of the device's commands
+                call = work.start(list(arrays), stream, is_asked_for, keep, timeout_s)
+                title = f"{what} #{call.seq} on {self._comm.name}"
+                made = HostJob(
+                    self._channel, device, work, call, title, begin, timeout_s
+                )
+                with self._feed.changed:
+                    self._feed.jobs.append(made)
+                    self._feed.changed.notify()
+            self._start_thread(device)
+            work.give_back(
+                call
+            )  # the driver may hold this thread until the job is done
+        except DeviceError as error:
+            if work.failed:  # the others must not wait for this call, nor a later one
+                self.give_up(f"{what} on {self._comm.name}: {error}")
+            raise
         return made
 
     def _start_thread(self, device: Any) -> None:

@@ -27,15 +27,25 @@ class Calls:
 
         self.x = DeviceArray(gpu, COUNT, "float32")
         self.x.put(np.ones(COUNT, "float32"))
+        self.out = DeviceArray(gpu, COUNT, "float32")
         self.algorithm, self.stream = algorithm, stream
+
+    def start(self, comm: Any) -> Any:
+        """Make a call; return its request."""
+        how: dict[str, Any] = {"nonblocking": True, "timeout_s": LIMIT_S}
+        if self.algorithm == "messages":
+            other = 1 - comm.rank
+            return comm.sendrecv(self.x, dest=other, source=other, out=self.out, **how)
+        if self.algorithm == "compressed":
+            return comm.allreduce(self.x, out=self.out, compress="float16", **how)
+        return comm.allreduce(self.x, algorithm=self.algorithm, **how)
 
     def said(self, comm: Any) -> str:
         """Make a call and wait for its end; return what it says."""
         from commrt.errors import CommError
 
-        how: dict[str, Any] = {"algorithm": self.algorithm, "timeout_s": LIMIT_S}
         try:
-            comm.allreduce(self.x, nonblocking=True, **how).synchronize()
+            self.start(comm).synchronize()
         except CommError as error:
             return f"{type(error).__name__}: {error}"
         return "done"

@@ -31,6 +31,7 @@ FUNCTIONS = {
         *("cuStreamWriteValue32", "cuStreamWaitValue32"),
     ),
 }
+ALL_FUNCTIONS = {**FUNCTIONS, "messages": STAGED, "compressed": STAGED}
 """What a call has the driver do once it has its number. Before, a rank refuses its
 call, and may try again: its peers wait for it."""
 
@@ -41,12 +42,12 @@ def ranks(tmp_path: Path) -> RunRanks:
 
 
 @pytest.mark.full(sample=1)
-@pytest.mark.parametrize("algorithm", FUNCTIONS)
+@pytest.mark.parametrize("algorithm", ALL_FUNCTIONS)
 def test_each_call_of_the_driver_may_fail(
     algorithm: str, seed: int, ranks: RunRanks
 ) -> None:
     """The rank says which; its peers hear of it at once; later calls say so, too."""
-    functions = FUNCTIONS[algorithm]
+    functions = ALL_FUNCTIONS[algorithm]
     failing, peer = ranks(
         *(2, failed_in_turn),
         env=cuda_on_host.environment(seed=seed),
@@ -68,9 +69,9 @@ def test_each_call_of_the_driver_may_fail(
             assert then_heard.startswith("RevokedError: "), then_heard
 
 
-@pytest.mark.parametrize("algorithm", FUNCTIONS)
+@pytest.mark.parametrize("algorithm", ALL_FUNCTIONS)
 def test_an_error_that_stays(algorithm: str, seed: int, ranks: RunRanks) -> None:
-    function = random.Random(seed).choice(FUNCTIONS[algorithm])
+    function = random.Random(seed).choice(ALL_FUNCTIONS[algorithm])
     failing, peer = ranks(
         *(2, failed_for_good),
         env=cuda_on_host.environment(seed=seed),

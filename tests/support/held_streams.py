@@ -172,11 +172,14 @@ def many_pieces(pieces: int, nbytes: int) -> bool:
 def calls_beside_frees(kind: str, number: int, algorithm: str | None = None) -> bool:
     """Make calls while another thread frees memory that has nothing to do with them."""
     import commrt
+    from commrt.backends.mpi import attached as mpi_calls
     from commrt.devices import DeviceArray, DeviceStream
     from commrt.devices.registry import cuda_device
 
     comm = commrt.init()
     gpu = cuda_device(0)
+    if kind == "mpi":  # the library is told that it takes memory of the device
+        mpi_calls.KINDS.add("the host's")
     stopped = threading.Event()
     greater = commrt.reduction(np.maximum)
 
@@ -195,6 +198,9 @@ def calls_beside_frees(kind: str, number: int, algorithm: str | None = None) -> 
             "messages": lambda: comm.sendrecv(x, dest=other, source=other, out=out),
             "a function": lambda: comm.allreduce(x, op=greater, out=out),
             "compressed": lambda: comm.alltoall(x, out=out, compress="float16"),
+            "mpi": lambda: comm.allreduce(
+                x, op="prod", out=out, algorithm="mpi/native"
+            ),
         }
         call = calls[kind]
         call()  # the ranks meet

@@ -79,21 +79,53 @@ void MpiWork::issue(const MpiPtr& made, Stream stream, void* const* keep) {
   unsigned char* copy_to = nullptr;
   std::size_t copy_nbytes = 0;
   bind(*made, &copy_to, &copy_nbytes);
-  give_or_fail(
-      [&] {
-        enqueue(made, stream, copy_to, copy_nbytes);
-        submit(*made, stream);
-        // An operation that has begun has read its input. A simulated device is told so.
-        if (has(PlantedInMpi::Ungated)) touch(*made);
-      },
-      "no host memory is left to start a call of MPI on device memory: free memory first");
-  HostLock polling(device_, polling_);
-  check(polling.status());
-  take_up(*made, keep);
-  if (copy_to != nullptr && copy_to != made->out) scratch_user_ = made;
-  calls_.push_back(made);
-  // The streams are let go already; it needs no more than to be told.
-  if (failed_) fail(failure_kind_, failure_, device_gone_);
+  const auto give = [&] {
+    give_or_fail(
+        [&] {
+          enqueue_start(*made, stream, copy_to, copy_nbytes);
+          submit(*made, stream);
+          // An operation that has begun has read its input. A simulated device is told so.
+          if (has(PlantedInMpi::Ungated)) touch(*made);
+        },
+        "no host memory is left to start a call of MPI on device memory: free memory first");
+    if (copy_to != nullptr && copy_to != made->out) scratch_user_ = made;
+    make_known(made, keep);
+    finish_giving(made);
+  };
+  // NCCL's work and MPI's are given to the device under one lock, each behind the other.
+  if (order_ == nullptr) {
+    give();
+    return;
+  }
+  HostLock order(device_, order_->issue);
+  check(order.status());
+  give();
+}
+
+// Before the device has the wait for MPI: the caller may be blocked in the driver behind it.
+void MpiWork::make_known(const MpiPtr& made, void* const* keep) {
+  {
+    HostLock polling(device_, polling_);
+    check(polling.status());
+    take_up(*made, keep);
+    calls_.push_back(made);
+    // The streams are let go already; it needs no more than to be told.
+    if (failed_) fail(failure_kind_, failure_, device_gone_);
+  }
+  if (!flags_) return;
+  announce();
+  engine_.wake();
+}
+
+// Holds the order's lock.
+void MpiWork::finish_giving(const MpiPtr& made) {
+  try {
+    if (flags_) enqueue_end(*made);
+    stay_before_nccl(made);
+  } catch (const DeviceFailure& failure) {
+    give_up_call(made, failure);
+    throw;
+  }
 }
 
 // Settles what addresses MPI is given, and what is to be copied where before.
@@ -121,23 +153,6 @@ void MpiWork::bind(MpiCall& made, unsigned char** copy_to, std::size_t* copy_nby
       StagedWork::order_after(scratch_user_, d2h_);
     }
   }
-}
-
-void MpiWork::enqueue(const MpiPtr& made, Stream stream, unsigned char* copy_to,
-                      std::size_t copy_nbytes) {
-  // NCCL's work and MPI's are given to the device under one lock, each behind the other.
-  const auto give = [&] {
-    enqueue_start(*made, stream, copy_to, copy_nbytes);
-    if (flags_) enqueue_end(*made);
-    stay_before_nccl(made);
-  };
-  if (order_ == nullptr) {
-    give();
-    return;
-  }
-  HostLock own(device_, order_->issue);
-  check(own.status());
-  give();
 }
 
 void MpiWork::enqueue_start(MpiCall& made, Stream stream, unsigned char* copy_to,

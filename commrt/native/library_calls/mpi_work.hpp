@@ -108,7 +108,8 @@ class MpiWork : public StagedWork {
   bool has(PlantedInMpi bug) const { return planted.is(bug); }
   void issue(const MpiPtr& made, Stream stream, void* const* keep);
   void bind(MpiCall& made, unsigned char** copy_to, std::size_t* copy_nbytes);
-  void enqueue(const MpiPtr& made, Stream stream, unsigned char* copy_to, std::size_t copy_nbytes);
+  void make_known(const MpiPtr& made, void* const* keep);
+  void finish_giving(const MpiPtr& made);
   void enqueue_start(MpiCall& made, Stream stream, unsigned char* copy_to,
                      std::size_t copy_nbytes);
   void enqueue_end(MpiCall& made);

@@ -190,6 +190,7 @@ def calls_beside_frees(kind: str, number: int, algorithm: str | None = None) -> 
     with DeviceStream(gpu) as stream:
         x, out = DeviceArray(gpu, 1000, "float32"), DeviceArray(gpu, 1000, "float32")
         x.put(np.ones(1000, "f4"))
+        picked = DeviceArray(gpu, 1000, "int32").put(np.arange(1000, dtype="i4"))
         other = 1 - comm.rank
         calls: dict[str, Callable[[], Any]] = {
             "allreduce": lambda: comm.allreduce(
@@ -198,6 +199,9 @@ def calls_beside_frees(kind: str, number: int, algorithm: str | None = None) -> 
             "messages": lambda: comm.sendrecv(x, dest=other, source=other, out=out),
             "a function": lambda: comm.allreduce(x, op=greater, out=out),
             "compressed": lambda: comm.alltoall(x, out=out, compress="float16"),
+            "sparse": lambda: comm.sparse_allreduce(
+                (picked, x, (1000,)), result="sparse"
+            ),
             "mpi": lambda: comm.allreduce(
                 x, op="prod", out=out, algorithm="mpi/native"
             ),
@@ -207,10 +211,13 @@ def calls_beside_frees(kind: str, number: int, algorithm: str | None = None) -> 
         thread = threading.Thread(target=free)
         thread.start()
         for _ in range(number):
-            call()
+            made = call()
         stream.synchronize()
         stopped.set()
         thread.join()
-        right = bool((out.get() == 1).all())
+        if kind == "sparse":
+            right = bool((made.values.get() == comm.size).all())
+        else:
+            right = bool((out.get() == 1).all())
     comm.barrier()
     return right

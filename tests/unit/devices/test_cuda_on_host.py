@@ -79,6 +79,7 @@ def test_staged_calls_of_many_pieces_fit(process: RunRanks) -> None:
         ("messages", None),
         ("a function", None),
         ("compressed", None),
+        ("sparse", None),
     ],
 )
 def test_another_thread_frees_memory_beside_calls(

@@ -351,9 +351,8 @@ class HostJobs:
                     self._feed.jobs.append(made)
                     self._feed.changed.notify()
             self._start_thread(device)
-            work.give_back(
-                call
-            )  # the driver may hold this thread until the job is done
+            # The driver may hold this thread until the job is done.
+            work.give_back(call)
         except DeviceError as error:
             if work.failed:  # the others must not wait for this call, nor a later one
                 self.give_up(f"{what} on {self._comm.name}: {error}")

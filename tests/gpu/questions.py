@@ -317,6 +317,7 @@ def event_query_beside_a_global_capture() -> dict[str, Any]:
     stream, other = gpu.stream_create(), gpu.stream_create()
     event = gpu.event_create()
     gpu.event_record(event, other)
+    gpu.stream_synchronize(other)
     found: dict[str, Any] = {}
     for mode, name in ((0, "global"), (1, "thread"), (2, "relaxed")):
         gpu.begin_capture(stream, mode)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -350,7 +352,10 @@ def test_a_communicator_ends_after_its_graphs() -> None:
         order = order_of(rank.device)
         assert order.sweep() == 1
         rank.device.graph_destroy(graph)
-        assert order.sweep() == 0
+        deadline = time.monotonic() + 300
+        while order.sweep():  # a thread ends it
+            assert time.monotonic() < deadline
+            os.sched_yield()
 
     with nccl_here():
         on_nccl_threads(1, main)

@@ -57,6 +57,7 @@ void drop(void* argument) {
   {
     Lock lock(world.mutex);
     held(argument)->group.comm->graphs--;
+    world.changed.notify_all();
   }
   delete held(argument);
 }

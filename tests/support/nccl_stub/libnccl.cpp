@@ -289,7 +289,11 @@ API int ncclCommFinalize(Comm* comm) {
   log("CommFinalize");
   world.changed.notify_all();
   if (comm->blocking) {
-    world.changed.wait(use.lock(), [&] { return comm->clique->finalized == comm->clique->size; });
+    world.changed.wait(use.lock(), [&] {
+      const bool have_come = comm->clique->finalized == comm->clique->size && comm->graphs == 0;
+      return have_come || comm->life == Life::Aborted;
+    });
+    if (comm->life == Life::Aborted) return InternalError;
     comm->life = Life::Finalized;
     return Success;
   }

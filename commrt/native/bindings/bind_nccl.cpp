@@ -259,10 +259,10 @@ void bind_nccl(nb::module_& m) {
           auto slot = std::make_shared<NcclComm::Slot>();
           configure(*slot, options, api->version);
           auto comm = std::make_shared<NcclComm>(std::move(api), slot, true);
-          std::function<void()> enter;
+          std::function<void(bool)> enter;
           if (device != nullptr) {
-            enter = [on = device->device, keeps = device->keeps] {
-              on->api->make_current(on, true);
+            enter = [on = device->device, keeps = device->keeps](bool enters) {
+              on->api->make_current(on, enters);
             };
           }
           int code;

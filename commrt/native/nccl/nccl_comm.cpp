@@ -181,14 +181,17 @@ int NcclComm::run_work(double timeout_s, Issue&& issue) {
 }
 
 int NcclComm::init(int num_ranks, const NcclUniqueId& id, int own_rank,
-                   const std::function<void()>& enter) {
+                   const std::function<void(bool)>& enter) {
   std::lock_guard<std::mutex> lock(mutex_);
   size = num_ranks;
   rank = own_rank;
   if (blocks() && enter) {
     return in_background([=, library = api, where = slot] {
-      enter();
-      return library->comm_init_rank_config(&where->comm, num_ranks, id, own_rank, &where->config);
+      enter(true);
+      const int code =
+          library->comm_init_rank_config(&where->comm, num_ranks, id, own_rank, &where->config);
+      enter(false);
+      return code;
     });
   }
   const int code =

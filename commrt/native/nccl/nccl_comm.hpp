@@ -66,10 +66,10 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  // Starts to join; `wait` finishes it. `enter` makes the device the current one of a thread that
-  // joins; without it, one that blocks joins in the caller's.
+  // Starts to join; `wait` finishes it. `enter(true)` makes the device the current one of a thread
+  // that joins, `enter(false)` takes that back; without it, one that blocks joins in the caller's.
   int init(int num_ranks, const NcclUniqueId& id, int own_rank,
-           const std::function<void()>& enter = nullptr);
+           const std::function<void(bool)>& enter = nullptr);
   int adopt();
   // Waits until NCCL has put everything into the streams that it was called for.
   int wait(double timeout_s);

@@ -121,7 +121,8 @@ void NcclOrder::close(double abort_timeout_s) {
   for (const auto& [capture, event] : tips_) give(&DeviceApi::event_destroy, event);
   events.close();
   scratch.free();
-  lines.free();
+  // Whoever makes progress may still look at the flags of a call, as the process ends.
+  if (under_way.load(std::memory_order_acquire) == 0) lines.free();
 }
 
 }  // namespace commrt

@@ -20,6 +20,7 @@
 // NCCL's latest operation, and NCCL's next one waits for them; they do not wait for each other.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -51,6 +52,8 @@ class NcclOrder : public DeviceUser, public std::enable_shared_from_this<NcclOrd
   // Does what sweep() does, for callers that hold `issue`.
   void sweep_locked();
 
+  // Calls whose end no communicator has seen yet, of which the flags tell.
+  std::atomic<int> under_way{0};
   EventPool events;
   const bool flags;  // whether streams write them; else events are polled
   std::mutex issue;  // held to give the device an operation, until NCCL has taken it

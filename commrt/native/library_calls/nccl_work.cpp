@@ -208,6 +208,7 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
   order_->last_is_own = !in_callers;
   order_->beside.clear();
   last_value_ = made->value;
+  order_->under_way.fetch_add(1, std::memory_order_acq_rel);
   watch(made, keep);
 }
 
@@ -350,6 +351,10 @@ void NcclWork::wait_on(const CallPtr& waited_for, Stream stream) {
 
 void NcclWork::free_who_sticks() {
   if (native_->is_stuck()) give_up("timeout", text_of(kNcclTimedOut, stuck_timeout_s_.load()));
+}
+
+void NcclWork::see_end(const WatchedCall&) {
+  order_->under_way.fetch_sub(1, std::memory_order_acq_rel);
 }
 
 bool NcclWork::look_further() {

@@ -154,6 +154,7 @@ class NcclWork : public WatchedWork {
   int run_phases(const NcclPlan& plan, const std::vector<unsigned char*>& arrays, Stream on,
                  Stream other, double timeout_s);
   void launch(const StagedLaunch& what, const std::vector<unsigned char*>& arrays, Stream on);
+  void see_end(const WatchedCall& call) override;
   bool look_further() override;
   void let_streams_go() override;
   const char* too_late() const override { return "an operation by NCCL came too late"; }

@@ -83,11 +83,12 @@ def run(
     *,
     is_whole: bool = True,
     hosts: str | None = None,
+    more: dict[str, str] | None = None,
     **arguments: Any,
 ) -> tuple[dict[int, Any], list[str]]:
     """Return what the ranks that live said, and what was called wrongly."""
     nccl = NcclOfProcesses(folder)
-    env = {**cuda_on_host.environment(), **nccl.environment}
+    env = {**cuda_on_host.environment(), **nccl.environment, **(more or {})}
     if hosts is not None:
         env["NCCL_HOSTID"] = hosts
     said = RunRanks(folder).survivors(
@@ -232,6 +233,20 @@ def test_an_error_of_nccl_is_told_and_peers_do_not_wait(
     else:
         assert "NCCL failed: internal error (3)" in found[0]["error"]
         assert "rank 0 gave up at operation #1" in found[1]["error"]
+    assert complaints == []
+
+
+def unseen() -> float:
+    """End the process when no look at flags has seen that a call has ended."""
+    me = Rank()
+    with DeviceStream(me.gpu) as stream:
+        return me.sums(me.comm.dup(), stream)
+
+
+def test_a_process_ends_well_whose_calls_nobody_has_seen_end(tmp_path: Path) -> None:
+    """Progress at the end of the process looked at flags that were given back."""
+    found, complaints = run(tmp_path, 2, unseen, more={"COMMRT_PROGRESS": "off"})
+    assert found == {0: 2.0, 1: 2.0}
     assert complaints == []
 
 

@@ -94,7 +94,7 @@ void NcclComm::give_up() {
 // Whether what was begun goes on, is done, or has failed.
 int NcclComm::look(int* now_is) {
   if (job_ == nullptr) return api->comm_get_async_error(slot->comm, now_is);
-  if (!job_->done.load(std::memory_order_acquire)) {
+  if (job_->state.load(std::memory_order_acquire) != Job::Done) {
     *now_is = kNcclInProgress;
     return kNcclSuccess;
   }
@@ -109,7 +109,9 @@ int NcclComm::in_background(std::function<int()> function) {
   unsettled_ = true;
   std::thread([job = job_, work = std::move(function), library = api, where = slot] {
     job->code = work();
-    job->done.store(true, std::memory_order_release);
+    const int before = job->state.exchange(Job::Done, std::memory_order_acq_rel);
+    // Given up while it joined: the handle was this thread's alone until now.
+    if (before == Job::Abandoned && where->comm != nullptr) library->comm_abort(where->comm);
   }).detach();
   return kNcclInProgress;
 }
@@ -186,13 +188,15 @@ int NcclComm::init(int num_ranks, const NcclUniqueId& id, int own_rank,
   size = num_ranks;
   rank = own_rank;
   if (blocks() && enter) {
-    return in_background([=, library = api, where = slot] {
+    const int begun = in_background([=, library = api, where = slot] {
       enter(true);
       const int code =
           library->comm_init_rank_config(&where->comm, num_ranks, id, own_rank, &where->config);
       enter(false);
       return code;
     });
+    joining_ = job_;
+    return begun;
   }
   const int code =
       api->comm_init_rank_config(&slot->comm, num_ranks, id, own_rank, &slot->config);
@@ -357,8 +361,13 @@ int NcclComm::abort(double timeout_s) {
   std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
   const Deadline grace = after(std::min(timeout_s, kAbortGrace_s));
   for (Pause pause; !lock.owns_lock() && Clock::now() < grace; pause()) (void)lock.try_lock();
-  // A thread that joins may be about to write it.
-  if (__atomic_load_n(&slot->comm, __ATOMIC_ACQUIRE) == nullptr) {  // it was never made
+  int running = Job::Running;
+  if (joining_ != nullptr &&
+      joining_->state.compare_exchange_strong(running, Job::Abandoned, std::memory_order_acq_rel)) {
+    state.store(State::Aborted);
+    return kNcclInProgress;  // the thread that joins aborts it, if it ever comes back
+  }
+  if (slot->comm == nullptr) {  // it was never made
     state.store(State::Aborted);
     return kNcclSuccess;
   }

@@ -132,7 +132,8 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   static Deadline after(double timeout_s);
   // What a thread of ours does for a communicator that blocks.
   struct Job {
-    std::atomic<bool> done{false};
+    enum State : int { Running, Done, Abandoned };
+    std::atomic<int> state{Running};
     int code = kNcclSuccess;
   };
   int in_background(std::function<int()> function);
@@ -164,6 +165,7 @@ class NcclComm : public std::enable_shared_from_this<NcclComm> {
   bool unsettled_ = false;  // guarded by mutex_, like the rest
   bool finalizing_ = false;
   std::shared_ptr<Job> job_;
+  std::shared_ptr<Job> joining_;  // of init(), for ever
   std::atomic<Clock::rep> due_{0};  // the end of the call that a thread is in; 0: in none
   std::shared_ptr<Slot> child_;  // of a split that was left half done
 };

@@ -398,6 +398,8 @@ void NcclWork::close() {
     if (closed_) return;
     closed_ = true;
     is_whole = !failed_ && calls_.empty();
+    // Nobody looks at the flags of its calls any more.
+    order_->under_way.fetch_sub(static_cast<int>(calls_.size()), std::memory_order_acq_rel);
     // Graphs of the communicator must not be launched any more.
     for (std::size_t i = 0; i < captured_.size(); i += 2) {
       void* two[2] = {captured_[i], i + 1 < captured_.size() ? captured_[i + 1] : nullptr};

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from busy_machine import was_too_busy_to_tune
 from doc_blocks import ROOT, blocks_of
 from tuning_recordings import record
 
@@ -83,24 +83,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completed]:
     """Return a folder of tables with one for this machine, and how it was made."""
     folder = tmp_path_factory.mktemp("tuned")
     done = shell(TUNE, folder, EXPECTED[TUNE][0])
-    if _was_too_busy(done):
+    if was_too_busy_to_tune(done.ok, done.stderr):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CONFIG_HOME", str(folder))
             finish(record(seed=1), Options(ranks=(2,), ops=("allreduce",)), out=None)
     return folder, done
-
-
-def _was_too_busy(done: Completed) -> bool:
-    """Return whether other programs left the tuner nothing to decide, as it then says.
-
-    Only where there are such programs: on a quiet machine it must decide.
-    """
-    return (
-        not done.ok
-        and os.getloadavg()[0] > len(os.sched_getaffinity(0))
-        and "commrt-tune: no table was written: " in done.stderr
-        and ("raise --budget" in done.stderr or "tune again when" in done.stderr)
-    )
 
 
 def test_every_command_is_tried() -> None:
@@ -116,7 +103,7 @@ def test_it_runs_as_printed(
     extra, words = EXPECTED[command]
     if command != TUNE:
         done = shell(command, folder, extra)
-    elif _was_too_busy(done):
+    elif was_too_busy_to_tune(done.ok, done.stderr):
         return
     assert done.ok, done.describe_failure()
     assert words.format(folder=folder) in done.stdout

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Moment", "describe", "now"]
+__all__ = ["Moment", "describe", "now", "was_too_busy_to_tune"]
 
 _STAT = Path("/proc/stat")
 
@@ -56,4 +56,17 @@ def describe(begin: Moment, end: Moment, cores: int) -> str:
     return (
         f"machine: {cores} cores, load {begin.load:.1f} at the beginning and "
         f"{end.load:.1f} at the end; {words}"
+    )
+
+
+def was_too_busy_to_tune(ok: bool, stderr: str) -> bool:
+    """Return whether other programs left the tuner nothing to decide, as it then says.
+
+    Only where there are such programs: on a quiet machine it must decide.
+    """
+    return (
+        not ok
+        and os.getloadavg()[0] > len(os.sched_getaffinity(0))
+        and "commrt-tune: no table was written: " in stderr
+        and ("raise --budget" in stderr or "tune again when" in stderr)
     )

@@ -730,6 +730,11 @@ class Group:
     def drop_family(self, family: PlanFamily) -> None:
         """Drop a family with its plans."""
 
+    def end_on_all_ranks(self, why: str) -> None:
+        """End all operations in flight and all later ones, here and on every other
+        rank.
+        """
+
     @property
     def failed_by_death(self) -> bool: ...
     @property
@@ -884,6 +889,11 @@ class Group:
     def who_died(self, peer: int = -1) -> str:
         """Return which rank's process has ended; empty: none. One that has left counts
         only as the peer.
+        """
+
+    def why_over(self) -> str:
+        """Return why the next operation cannot be done; empty: no rank has failed, as
+        far as is known.
         """
 
 class HostWork(DeviceWork):

@@ -24,6 +24,7 @@ from commrt.group.symmetric import SymmetricMemory
 from commrt.messages.point_to_point import Messages
 from commrt.objects.service import Objects
 from commrt.plans import Plans
+from commrt.recovery import Recovery
 from commrt.select.facts import CommFacts
 from commrt.sparse.allreduce import SparseReport
 from commrt.sparse.sums import SparseSums
@@ -210,6 +211,22 @@ class Communicator(_native.Front, Operations):
             return Communicator(make(ranks, label, name))
 
         return Mesh(self, shape, label, title, held)
+
+    # -- going on after a fault --------------------------------------------------
+
+    revoke = _served(Recovery.revoke, "recovery")
+    agree = _served(Recovery.agree, "recovery")
+
+    def _replaced_by(self, core: Core) -> Communicator:
+        self._core.successor = core
+        return Communicator(core)
+
+    @wraps(Recovery.shrink)
+    def shrink(
+        self, *, name: str | None = None, timeout_s: float | None = None
+    ) -> Communicator:
+        made = self._core.recovery.shrink(name=name, timeout_s=timeout_s)
+        return self._replaced_by(made)
 
     # -- symmetric memory --------------------------------------------------------
 

@@ -39,6 +39,7 @@ from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
 from commrt.mpi import library
 from commrt.objects.service import Objects
+from commrt.recovery import Recovery
 from commrt.sparse.bound import sparse_binders
 from commrt.sparse.sums import SparseSums
 from commrt.subgroups import Kinds, Subgroups
@@ -74,6 +75,8 @@ class Core(Channel):
     devices: DeviceCollectives
     fusion: Fusion
     checker: Checker | None = None
+    successor: Core | None = None
+    """The core that replaces this one after a fault."""
 
     def __init__(
         self,
@@ -134,6 +137,9 @@ class Core(Channel):
         self.objects = Objects(self, self.comparison, self.private)
         self.parts += [self.sparse, self.compression, self.objects]
         self.subgroups = _Subgroups(self, self.comparison, _KINDS)
+        self.recovery: Recovery[Core] = Recovery(
+            self, Core, lambda: [each.recovery for each in self.subgroups.made]
+        )
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans, self.families

@@ -53,6 +53,7 @@ def run(
             raise
         if core.idle:
             core.free()
+        world.end(rank, "its function has returned")
         return result
 
     return _on_threads(world, main, timeout_s)

@@ -17,7 +17,7 @@ from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
-from commrt.gloo.relay import GlooRelay
+from commrt.gloo.relay import close_relays
 from commrt.job.abort import install_excepthook
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
@@ -46,8 +46,6 @@ class _Runtime:
         """The core of that."""
         self.mpi_comm: MPI.Intracomm | None = None
         self.world: World | None = None
-        self.relays: list[GlooRelay] = []
-        """Relays of this process's worlds; closed ones stay in the list."""
 
 
 _RUNTIME = _Runtime()
@@ -57,6 +55,8 @@ def init(
     mpi_comm: MPI.Intracomm | None = None, *, deterministic: bool | None = None
 ) -> Communicator:
     """Return the communicator of all ranks; idempotent.
+
+    Once ``shrink()`` or ``grow()`` has replaced it, this returns the newer one.
 
     Ranks are found in this order: MPI's launcher variables with a size above 1, then
     those of ``python -m commrt.run``, then torchrun's, then Slurm's; otherwise this
@@ -85,6 +85,7 @@ def init(
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
+        _follow_recovery()
         core, comm = _RUNTIME.core, _RUNTIME.comm
         if core is not None and comm is not None and core.closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
@@ -121,6 +122,13 @@ def init(
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
+
+
+def _follow_recovery() -> None:
+    """Take the communicator that has replaced the one of all ranks, if one has."""
+    while (core := _RUNTIME.core) is not None and core.successor is not None:
+        _RUNTIME.core, _RUNTIME.comm = core.successor, Communicator(core.successor)
+        _RUNTIME.world = core.successor.world
 
 
 def _is_of_mpi(given: Any) -> bool:
@@ -175,8 +183,6 @@ def _join(
             f"forked: start processes that communicate by 'spawn'"
         )
     world = open_world(bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s)
-    if world.relay is not None:
-        _RUNTIME.relays.append(world.relay)
     if first:
         atexit.register(_leave, _RUNTIME.engine, launch.rank, os.getpid())
     return world
@@ -239,6 +245,5 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
-    for relay in _RUNTIME.relays:
-        relay.close()
+    close_relays()
     end_of_process(engine)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -45,6 +46,12 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         self, comm: Plain, comparison: Comparison, kinds: Kinds[Plain, Cart, Graph]
     ) -> None:
         self._comm, self._comparison, self._kinds = comm, comparison, kinds
+        self._made: weakref.WeakSet[Plain | Cart | Graph] = weakref.WeakSet()
+
+    @property
+    def made(self) -> list[Plain | Cart | Graph]:
+        """Communicators that were made from this one, and are still in use."""
+        return [each for each in self._made if not each.is_over]
 
     def split(
         self,
@@ -240,7 +247,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         identity = self._comm.world.agree_id(
             self._comm.world_ranks, label, timeout_s=limit, once=True
         )
-        return self._kinds.graph(
+        made = self._kinds.graph(
             self._comm.world,
             self._comm.world_ranks,
             own_name or title,
@@ -248,6 +255,8 @@ class Subgroups(Generic[Plain, Cart, Graph]):
             timeout_s=limit,
             around=make_neighborhood(*lists),
         )
+        self._made.add(made)
+        return made
 
     def _check_ranks(self, argument: str, given: Any) -> list[int]:
         ranks = as_items(given)
@@ -304,9 +313,12 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         limit = self._comm.timeout_s
         same = f"deterministic={wish}"
         identity = self._comm.world.agree_id(ranks, label, same, limit, once=once)
-        return self._kinds.plain(
-            self._comm.world, ranks, name, identity, deterministic=wish, timeout_s=limit
+        world = self._comm.world
+        made = self._kinds.plain(
+            world, ranks, name, identity, deterministic=wish, timeout_s=limit
         )
+        self._made.add(made)
+        return made
 
     def _derive_cart(
         self,
@@ -322,7 +334,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         world, limit = self._comm.world, self._comm.timeout_s
         same = f"deterministic={wish}"
         identity = world.agree_id(world_ranks, label, same, limit, once=True)
-        return self._kinds.cart(
+        made = self._kinds.cart(
             world,
             world_ranks,
             name,
@@ -331,6 +343,8 @@ class Subgroups(Generic[Plain, Cart, Graph]):
             timeout_s=limit,
             grid=grid,
         )
+        self._made.add(made)
+        return made
 
     def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Plain:
         """Return a communicator of ``ranks`` of this one; collective over them."""

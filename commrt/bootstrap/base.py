@@ -72,6 +72,21 @@ class Bootstrap(Protocol):
         """
         ...
 
+    def regroup(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> tuple[Bootstrap, dict[int, bytes]]:
+        """Return the bootstrap of the ``members`` that still live, and their blobs.
+
+        Called by each of ``members`` (ranks of the job) that goes on. All that return
+        have the same blobs, by rank and in members' order: of those that came, and
+        without those that ``gone`` knows to have ended. The new bootstrap has these
+        ranks, numbered in that order. Ranks may die meanwhile. A ``key`` is used once.
+
+        Raises TimeoutError_ that names those that neither came nor ended; then all may
+        call again. Raises RevokedError where the others go on without this rank.
+        """
+        ...
+
     def forget(self, key: str) -> None:
         """Drop what is kept of exchanges that no rank makes any more.
 

@@ -33,7 +33,7 @@ class DirectoryStore:
                 f"which made it, has ended, or the variable was set by hand; unset it"
             )
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes | str) -> None:
         """Write a value."""
         write_file(self._path(key), value)
 
@@ -54,6 +54,19 @@ class DirectoryStore:
             total = int(before) + amount
             self.set(key, str(total).encode())
         return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write ``desired`` if the value is ``expected``, "" where there is none.
+
+        Return the value then.
+        """
+        with open(self._folder / "lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = self.get(key) if self.check([key]) else b""
+            if before != expected.encode():
+                return before
+            self.set(key, desired)
+        return desired.encode()
 
     def delete_key(self, key: str) -> None:
         """Forget a value, if it is there."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -31,6 +32,7 @@ from commrt.bootstrap.base import (
     with_heed,
 )
 from commrt.errors import TimeoutError_
+from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -129,6 +131,21 @@ class MpiBootstrap:
             missing = rendezvous.missing()
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return [blobs.get(member, bytes(blob)) for member in members]
+
+    def regroup(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> tuple[MpiBootstrap, dict[int, bytes]]:
+        """Return the bootstrap of all members, and what they said.
+
+        MPI's launcher ends the job when a rank dies, so that none is missing.
+        """
+        deadline = deadline_after(timeout_s)
+        blobs = self.exchange(members, key, blob, timeout_s)
+        group = self.comm.Get_group().Incl(list(members))
+        part = self.comm.Create_group(group, TAG)  # all have just met: nobody is late
+        made = MpiBootstrap(part, max(0.0, deadline - time.monotonic()))
+        made.idle = self.idle
+        return made, dict(zip(members, blobs, strict=True))
 
     def forget(self, key: str) -> None:
         """Drop the numbers of attempts."""

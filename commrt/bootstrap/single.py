@@ -32,6 +32,13 @@ class SingleBootstrap:
         with self._keys.turn(members, key, timeout_s):
             return [bytes(blob)]
 
+    def regroup(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> tuple[SingleBootstrap, dict[int, bytes]]:
+        """Return another one, and ``blob``."""
+        with self._keys.turn(members, key, timeout_s):
+            return SingleBootstrap(), {0: bytes(blob)}
+
     def forget(self, key: str) -> None:
         """Keep nothing of exchanges, and so drop nothing."""
 

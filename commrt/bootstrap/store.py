@@ -26,7 +26,8 @@ from commrt.bootstrap.base import (
     with_heed,
 )
 from commrt.bootstrap.directory import DirectoryStore
-from commrt.errors import BackendError
+from commrt.bootstrap.survivors import agree_on_survivors
+from commrt.errors import BackendError, PeerFailedError
 from commrt.launch import slurm
 from commrt.vocabulary.limits import as_timedelta, deadline_after
 
@@ -42,8 +43,13 @@ class StoreBootstrap:
     Or through the folder of ``commrt.run``, which has the same methods.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        """Local. Every rank must make the same number of bootstraps on a store."""
+    def __init__(
+        self, store: Any, rank: int, size: int, prefix: str | None = None
+    ) -> None:
+        """Local. Every rank must make the same number of bootstraps on a store.
+
+        ``prefix``: begins the keys; nobody else uses it. None: one of a new number.
+        """
         self.rank = rank
         self.size = size
         self._store = store
@@ -51,10 +57,12 @@ class StoreBootstrap:
         self.gone: Callable[[int], str] | None = None
         self._keys = Keys(rank, size)
         self._attempts: ByExchange[_Attempts] = ByExchange(_Attempts)
-        # Each rank counts its bootstraps in the store itself: a second one on the
-        # same store must not meet keys that the first one is still deleting.
-        generation = store.add(f"commrt/generation/{rank}", 1)
-        self._prefix = f"commrt/{generation}"
+        if prefix is None:
+            # Each rank counts its bootstraps in the store itself: a second one on the
+            # same store must not meet keys that the first one is still deleting.
+            generation = store.add(f"commrt/generation/{rank}", 1)
+            prefix = f"commrt/{generation}"
+        self._prefix = prefix
 
     def exchange(
         self,
@@ -86,6 +94,47 @@ class StoreBootstrap:
                     absent = [r for r in members if r not in attempt.came]
                     never = [r for r in absent if r not in came]
                     raise timed_out(self.rank, members, key, never or absent, timeout_s)
+
+    def regroup(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> tuple[StoreBootstrap, dict[int, bytes]]:
+        """Return the bootstrap of the members that live, and what they said."""
+        deadline = deadline_after(timeout_s)
+        number = 0
+        while True:
+            with self._keys.turn(members, key, timeout_s) as (name, _):
+                base = f"{self._prefix}/{name}/{number}"
+                decision = agree_on_survivors(
+                    self._store,
+                    base,
+                    members,
+                    self.rank,
+                    blob,
+                    deadline - time.monotonic(),
+                    self.gone,
+                    self.idle,
+                )
+            ranks = list(decision.said)
+            made = self.part(ranks, base)
+            try:
+                # Whoever has died since is found here, by all of them alike.
+                made.exchange(
+                    range(len(ranks)), "met", b"", max(0.0, deadline - time.monotonic())
+                )
+            except PeerFailedError:
+                number += 1
+                continue
+            return made, {**decision.said}
+
+    def part(self, ranks: Sequence[int], prefix: str) -> StoreBootstrap:
+        """Return a bootstrap of some ranks, this one among them; local."""
+        mine = ranks.index(self.rank)
+        made = StoreBootstrap(self._store, mine, len(ranks), prefix)
+        made.idle = self.idle
+        gone = self.gone
+        if gone is not None:
+            made.gone = lambda rank: gone(ranks[rank])
+        return made
 
     def forget(self, key: str) -> None:
         """Drop the count of attempts; the store keeps nothing that is over."""

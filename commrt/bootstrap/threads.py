@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, Keys, timed_out, with_heed
+from commrt.bootstrap.survivors import agree_on_survivors
 from commrt.errors import PeerFailedError
 from commrt.vocabulary.limits import deadline_after
 
@@ -17,6 +18,40 @@ __all__ = ["ThreadWorld"]
 
 _IDLE_S, _LONGEST_IDLE_S = 0.001, 0.02
 """Between two calls of ``idle`` while a rank waits; the longer it waits, the longer."""
+
+
+class MemoryStore:
+    """Values that the threads of one process share, with the methods of a Store."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        with self._lock:
+            self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is there."""
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have values."""
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write ``desired`` if the value is ``expected``, "" for none; return it."""
+        with self._lock:
+            before = self._values.get(key, b"")
+            if before == expected.encode():
+                before = self._values[key] = desired.encode()
+            return before
+
+    def delete_key(self, key: str) -> None:
+        """Forget a value, if it is there."""
+        with self._lock:
+            self._values.pop(key, None)
 
 
 @dataclass
@@ -38,6 +73,10 @@ class ThreadWorld:
         self._changed = threading.Condition()
         self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._failure: str | None = None
+        self._gone: dict[int, str] = {}
+        self._parts: dict[str, tuple[list[int], ThreadWorld]] = {}
+        self.store = MemoryStore()
+        """Where ranks agree on who goes on."""
 
     def bootstrap(self, rank: int) -> Bootstrap:
         """Return the bootstrap of one rank."""
@@ -49,6 +88,36 @@ class ThreadWorld:
             if self._failure is None:
                 self._failure = f"rank {rank} failed: {reason}"
             self._changed.notify_all()
+        self.end(rank, f"it failed: {reason}")
+        for ranks, part in self._parts_with(rank):
+            part.fail(ranks.index(rank), reason)
+
+    def end(self, rank: int, why: str) -> None:
+        """Note that a rank comes no more; the others can go on without it."""
+        with self._changed:
+            self._gone.setdefault(rank, why)
+            self._changed.notify_all()
+        for ranks, part in self._parts_with(rank):
+            part.end(ranks.index(rank), why)
+
+    def gone(self, rank: int) -> str:
+        """Return why a rank comes no more; an empty text: it may come yet."""
+        return self._gone.get(rank, "")
+
+    def part(self, name: str, ranks: list[int]) -> ThreadWorld:
+        """Return the world of some ranks; the same one for all that name it alike."""
+        with self._changed:
+            if name not in self._parts:
+                made = ThreadWorld(len(ranks))
+                for number, rank in enumerate(ranks):
+                    if rank in self._gone:
+                        made.end(number, self._gone[rank])
+                self._parts[name] = ranks, made
+            return self._parts[name][1]
+
+    def _parts_with(self, rank: int) -> list[tuple[list[int], ThreadWorld]]:
+        with self._changed:
+            return [each for each in self._parts.values() if rank in each[0]]
 
     def meet(
         self,
@@ -79,6 +148,13 @@ class ThreadWorld:
                             f"{self._failure}. Correct that error and start all ranks "
                             f"again"
                         )
+                    ended = [m for m in members if m in self._gone and m not in here]
+                    if ended:
+                        raise PeerFailedError(
+                            f"rank {rank} stopped waiting for ranks "
+                            f"{', '.join(map(str, members))}: rank {ended[0]} does not "
+                            f"come, because {self._gone[ended[0]]}"
+                        )
                     left_s = deadline - time.monotonic()
                     if left_s <= 0:
                         absent = [member for member in members if member not in here]
@@ -101,13 +177,18 @@ class ThreadWorld:
                         del self._waiting[name]
 
 
+def _numbered(gone: Callable[[int], str], ranks: list[int]) -> Callable[[int], str]:
+    """Return what says of a part's ranks why they come no more."""
+    return lambda number: gone(ranks[number])
+
+
 class _ThreadBootstrap:
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.rank = rank
         self.size = world.size
         self._world = world
         self.idle: Callable[[], object] | None = None
-        self.gone: Callable[[int], str] | None = None
+        self.gone: Callable[[int], str] | None = world.gone
         self._keys = Keys(rank, world.size)
 
     def exchange(
@@ -126,6 +207,38 @@ class _ThreadBootstrap:
         if missing:
             raise timed_out(self.rank, members, key, missing, timeout_s)
         return blobs
+
+    def regroup(
+        self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
+    ) -> tuple[Bootstrap, dict[int, bytes]]:
+        deadline = deadline_after(timeout_s)
+        number = 0
+        while True:
+            with self._keys.turn(members, key, timeout_s) as (name, _):
+                base = f"{name}/{number}"
+                decision = agree_on_survivors(
+                    self._world.store,
+                    base,
+                    members,
+                    self.rank,
+                    blob,
+                    deadline - time.monotonic(),
+                    self.gone,
+                    self.idle,
+                )
+            ranks = list(decision.said)
+            part, gone = self._world.part(base, ranks), self.gone
+            made = part.bootstrap(ranks.index(self.rank))
+            made.idle = self.idle
+            if gone is not None:
+                made.gone = _numbered(gone, ranks)
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                made.exchange(range(len(ranks)), "met", b"", left_s)
+            except PeerFailedError:
+                number += 1
+                continue
+            return made, {**decision.said}
 
     def forget(self, key: str) -> None:
         pass

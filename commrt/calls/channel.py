@@ -99,7 +99,8 @@ class Channel(Group, Operations):
             deterministic=deterministic,
             limit_s=timeout_s,
         )
-        mine = settings or Settings()
+        self.settings = mine = settings or Settings()
+        """Its own choices; a communicator that replaces it has them, too."""
         self.table = mine.table or world.table
         self.wishes = mine.all_wishes(world.wishes)
         """Wishes of the group and of the job; the first that applies holds."""

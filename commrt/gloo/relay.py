@@ -25,7 +25,7 @@ from commrt.bootstrap.base import poll_until
 from commrt.errors import BackendError
 from commrt.vocabulary.limits import as_timedelta
 
-__all__ = ["GlooRelay"]
+__all__ = ["GlooRelay", "close_relays"]
 
 _FRAMES = 0
 """gloo's tag."""
@@ -35,6 +35,16 @@ _FOREVER = timedelta(days=365)
 _ANSWER_S = 1.0
 _GRACE_S = 5.0
 """Seconds that the end waits for sent messages to leave, and for peers' last frames."""
+
+
+_MADE: list[GlooRelay] = []
+"""Relays of this process's worlds; closed ones stay in the list."""
+
+
+def close_relays() -> None:
+    """Close all relays of this process, at its end."""
+    for relay in _MADE:
+        relay.close()
 
 
 class GlooRelay:
@@ -78,6 +88,7 @@ class GlooRelay:
         ]
         for thread in self._threads:
             thread.start()
+        _MADE.append(self)
 
     def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
         """Return the number of operations of a communicator that each peer has started.

@@ -340,13 +340,13 @@ class Group(_native.Group):
         if self.failure:
             if self.failed_by_death:
                 raise PeerFailedError(
-                    f"{self.name} cannot be used any more, because {self.failure}: the "
-                    f"ranks that remain may go on with create_group()"
+                    f"{self.name} cannot be used any more, because {self.failure}: "
+                    f"call shrink() to go on with the ranks that remain"
                 )
             raise RevokedError(
                 f"{self.name} failed in an earlier operation ({self.failure}): its "
-                f"ranks no longer agree; make a new communicator, such as by dup() of "
-                f"one that works"
+                f"ranks no longer agree; call shrink() on all of them to go on with "
+                f"a new communicator"
             )
 
     def check_rank(self, what: str, argument: str, rank: Any) -> int:

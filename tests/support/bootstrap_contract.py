@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from commrt.bootstrap import Bootstrap
-from commrt.errors import TimeoutError_, UsageError
+from commrt.errors import RevokedError, TimeoutError_, UsageError
 
 __all__ = [
     "Maker",
@@ -22,10 +22,14 @@ __all__ = [
     "test_different_keys_may_be_exchanged_at_the_same_time",
     "test_everybody_gets_everybodys_blob",
     "test_one_thread_of_a_rank_waits_for_another",
+    "test_ranks_that_ended_are_left_out",
+    "test_the_others_go_on_without_a_rank_that_comes_too_late",
     "test_timeout_names_exactly_the_members_that_did_not_arrive",
     "test_what_interrupts_a_wait_withdraws_the_blob",
     "test_what_was_forgotten_begins_anew",
+    "test_who_ends_after_the_decision_is_left_out_of_the_next",
     "test_who_gives_up_is_met_when_it_comes_again",
+    "test_who_neither_came_nor_ended_is_named_and_met_later",
     "test_who_never_came_need_not_make_up_for_it",
     "test_who_waits_longer_meets_those_that_come_again",
     "test_wrong_members_are_an_error_before_anything_is_sent",
@@ -225,3 +229,95 @@ def test_what_was_forgotten_begins_anew(make: Maker, run_threads) -> None:
 
     rounds = [[bytes([0, number]), bytes([1, number])] for number in range(3)]
     assert run_threads(2, rank_main) == [[*rounds, [bytes([1]), bytes([0])]]] * 2
+
+
+@pytest.mark.parametrize("dead", [[], [1], [0], [4], [0, 2, 3]])
+def test_ranks_that_ended_are_left_out(
+    make: Maker, run_threads, dead: list[int]
+) -> None:
+    """Rank 4, or 3, alone can see which ranks have ended."""
+    join = make(5)
+    left = [rank for rank in range(5) if rank not in dead]
+
+    def rank_main(rank: int) -> object:
+        if rank in dead:
+            return None
+        peers = join(rank)
+        if rank == left[-1]:
+            peers.gone = lambda which: "it was shot" if which in dead else ""
+        made, said = peers.regroup(range(5), "k", bytes([rank]), 60)
+        assert (made.rank, made.size) == (left.index(rank), len(left))
+        blob = bytes([made.rank])
+        return said, made.exchange(range(made.size), "k", blob, 60)
+
+    expected = (
+        {rank: bytes([rank]) for rank in left},
+        [bytes([number]) for number in range(len(left))],
+    )
+    found = run_threads(5, rank_main)
+    assert [found[rank] for rank in left] == [expected] * len(left)
+    assert list(found[left[0]][0]) == left
+
+
+def test_who_ends_after_the_decision_is_left_out_of_the_next(
+    make: Maker, run_threads
+) -> None:
+    """The new ranks agree in turn; one of them has ended by then."""
+    join = make(4)
+
+    def rank_main(rank: int) -> list[int]:
+        peers, dead = join(rank), {1}
+        peers.gone = lambda which: "it was shot" if which in dead else ""
+        if rank == 1:
+            return []
+        made, said = peers.regroup([3, 2, 1, 0], "k", b"", 60)
+        assert list(said) == [3, 2, 0]
+        dead.add(2)
+        if rank == 2:
+            return []
+        last, said = made.regroup(range(3), "k", bytes([rank]), 60)
+        assert said == {0: bytes([3]), 2: bytes([0])}
+        return [last.rank, last.size]
+
+    assert run_threads(4, rank_main) == [[1, 2], [], [], [0, 2]]
+
+
+def test_who_neither_came_nor_ended_is_named_and_met_later(
+    make: Maker, run_threads
+) -> None:
+    join = make(3)
+    gave_up = threading.Barrier(3, timeout=300)
+
+    def rank_main(rank: int) -> dict[int, bytes]:
+        peers = join(rank)
+        if rank != 1:
+            words = r"rank 1 neither came nor ended"
+            with pytest.raises(TimeoutError_, match=words):
+                peers.regroup(range(3), "k", bytes([rank]), 0.05)
+        gave_up.wait()
+        return peers.regroup(range(3), "k", bytes([rank]), 60)[1]
+
+    everybody = {rank: bytes([rank]) for rank in range(3)}
+    assert run_threads(3, rank_main) == [everybody] * 3
+
+
+def test_the_others_go_on_without_a_rank_that_comes_too_late(
+    make: Maker, run_threads
+) -> None:
+    """They have found, wrongly, that it has ended."""
+    join = make(3)
+    done = threading.Barrier(3, timeout=300)
+
+    def rank_main(rank: int) -> list[int]:
+        peers = join(rank)
+        if rank == 1:
+            done.wait()
+            with pytest.raises(RevokedError, match=r"without rank 1: .* it was shot"):
+                peers.regroup(range(3), "k", b"", 60)
+            return []
+        peers.gone = lambda which: "it was shot" if which == 1 else ""
+        made, said = peers.regroup(range(3), "k", b"", 60)
+        done.wait()
+        return [made.rank, *said]
+
+    assert run_threads(3, rank_main) == [[0, 0, 2], [], [1, 0, 2]]

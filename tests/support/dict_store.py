@@ -15,9 +15,9 @@ class DictStore:
         self.values: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes | str) -> None:
         with self._lock:
-            self.values[key] = value
+            self.values[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
         with self._lock:
@@ -28,6 +28,13 @@ class DictStore:
             total = int(self.values.get(key, b"0")) + amount
             self.values[key] = str(total).encode()
             return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self._lock:
+            before = self.values.get(key, b"")
+            if before == expected.encode():
+                before = self.values[key] = desired.encode()
+            return before
 
     def check(self, keys: list[str]) -> bool:
         with self._lock:

@@ -242,6 +242,20 @@ void bind_group(nb::module_& m) {
         g.comm->break_down(why, by_death);
         g.comm->tell_failure(g.comm->next_seq);
       }, nb::arg("why"), nb::arg("by_death") = false)
+      .def("end_on_all_ranks",
+           [](Group& g, const std::string& why) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->revoke(why);
+           }, nb::arg("why"),
+           "End all operations in flight and all later ones, here and on every other rank.")
+      .def("why_over",
+           [](Group& g) {
+             const nb::gil_scoped_release release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->broken ? g.comm->failure : g.comm->who_gave_up(g.comm->next_seq, false).why;
+           },
+           "Return why the next operation cannot be done; empty: no rank has failed, as far as is known.")
       .def("_refuse",
            [](Group& g, const std::string& reason) {
              const nb::gil_scoped_release release;

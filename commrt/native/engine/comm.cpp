@@ -453,6 +453,7 @@ void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
   const uint64_t told = failed.load(std::memory_order_relaxed);
   const uint64_t word = Failure::word(seq, had_agreed);
+  if (told == 0) publish_why();
   if (told == 0 || told > word) failed.store(word, std::memory_order_release);
   // Before the caller writes to buffers that peers still read (gave_up()).
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -543,7 +544,7 @@ std::string Comm::who_says_so(uint64_t seq, bool still_agrees) const {
     const uint64_t at = Failure::seq_of(failed);
     const std::string reason = refusals.reason_of(static_cast<int>(i), at);
     return "rank " + std::to_string(members[i]) + " gave up at operation #" + std::to_string(at) +
-           ": " + (reason.empty() ? "look for the error of that rank" : reason);
+           ": " + (reason.empty() ? why_of(static_cast<int>(i)) : reason);
   }
   return {};
 }

@@ -461,6 +461,10 @@ class Comm {
   // Lets the ranks of this node know that they wait in vain from operation `seq` on; or, where
   // this rank had agreed on it, from the end of their own agreement on.
   void tell_failure(uint64_t seq, bool had_agreed = false);
+  // The same for ranks of other nodes, too. This rank's operations from `seq` on fail.
+  void end_everywhere(uint64_t seq, const std::string& why);
+  // Ends all operations in flight, and all that would follow, on all ranks.
+  void revoke(const std::string& why);
   // True if an on-node peer's operation `seq` failed. Then anything may have been read from its
   // buffers until now, because the peer may use them again.
   bool gave_up(int peer, uint64_t seq) const;
@@ -528,6 +532,8 @@ class Comm {
     std::atomic_signal_fence(std::memory_order_seq_cst);
     return asleep_->load(std::memory_order_relaxed) != 0;
   }
+  void publish_why();
+  std::string why_of(int member) const;
   std::string who_says_so(uint64_t seq, bool still_agrees) const;
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);

@@ -161,13 +161,16 @@ struct Failure {
   }
 };
 
+// Why a rank gave up, for the errors of others: a text, filled up with zeros.
+constexpr size_t kWhyBytes = 256;
+
 // The places of things in a region. Every member computes the same layout.
 struct RegionLayout {
   int members = 0;
   size_t lane_nbytes = 0;
   size_t calls = 0, probes = 0, acks = 0, lines = 0, more = 0;
   size_t packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
-  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0;
+  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0, why = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -185,6 +188,7 @@ struct RegionLayout {
     heard_afar = take(kRefusals * sizeof(Refusal), kLineBytes);
     answers = take(g * kRefusals * sizeof(Answer), kLineBytes);
     heard = take(g * sizeof(Ack), kLineBytes);
+    why = take(kWhyBytes, kLineBytes);
     probes = take(g * sizeof(Ack), kLineBytes);
     acks = take(g * sizeof(Ack), kLineBytes);
     lines = take(g * kLines * sizeof(Line), kLineBytes);

@@ -147,7 +147,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
   }
   if (header.kind == PacketKind::Ended) {
     comm_.break_down("rank " + std::to_string(source) +
-                     " of another node cannot take a refused call back");
+                     " of another node has ended it: look for the error of that rank");
     comm_.tell_failure(header.send_id);
     return;
   }
@@ -529,6 +529,7 @@ void P2P::tell_left(int rank, uint64_t seq) {
 
 void P2P::tell_ended(int rank, uint64_t seq) {
   if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
+  if (!attached_) attach();
   answer(rank, {PacketKind::Ended, kAnyType, 0, 0, seq, 0, 0});
 }
 

@@ -19,20 +19,19 @@ std::string said_of(int rank, const std::string& reason) {
   return "rank " + std::to_string(rank) + " has refused its call, and nothing was delivered: " + reason;
 }
 
-// At most so many bytes of UTF-8, without a part of a character.
-std::string shortened(const std::string& text, size_t most) {
-  if (text.size() <= most) return text;
-  size_t end = most - 3;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
-  return text.substr(0, end) + "...";
-}
-
 template <class List, class Test>
 void remove_where(List& list, Test test) {
   list.erase(std::remove_if(list.begin(), list.end(), test), list.end());
 }
 
 }  // namespace
+
+std::string shortened(const std::string& text, size_t most) {
+  if (text.size() <= most) return text;
+  size_t end = most - 3;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
 
 void Refusals::attach() {
   told_ = &header(0).num_refused_here;
@@ -433,9 +432,8 @@ void Refusals::hear_of_afar(int member) {
 
 // Operations from `seq` on cannot come into step again.
 void Refusals::end_communicator(uint64_t seq) {
-  comm_.break_down("a rank has refused a call so many calls ago that the ranks cannot take it back");
-  comm_.tell_failure(seq);
-  for (int peer = 0; peer < comm_.size; ++peer) comm_.p2p->tell_ended(peer, seq);
+  comm_.end_everywhere(
+      seq, "a rank has refused a call so many calls ago that the ranks cannot take it back");
 }
 
 // An operation that cannot be taken back: the communicator ends with it, on all ranks.

@@ -35,6 +35,9 @@ namespace commrt {
 class Comm;
 class Op;
 
+// Returns at most so many bytes of UTF-8, without a part of a character.
+std::string shortened(const std::string& text, size_t most);
+
 class Refusals {
  public:
   explicit Refusals(Comm& comm) : comm_(comm) {}

@@ -25,7 +25,7 @@ LAYERS = (
     ("messages", "objects", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
-    ("subgroups", "core", "comm", "runtime", "local", "commrt"),
+    ("subgroups", "recovery", "core", "comm", "runtime", "local", "commrt"),
     ("torch",),
     ("layers",),
     ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rank ends a communicator on all of its ranks, and says why.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/comm.hpp"
+#include "engine/p2p.hpp"
+
+namespace commrt {
+
+void Comm::publish_why() {
+  if (failure.empty()) return;
+  char* const mine = reinterpret_cast<char*>(header(member_of(rank))) + layout.why;
+  const std::string text = shortened(failure, kWhyBytes - 1);
+  std::memcpy(mine, text.c_str(), text.size() + 1);
+}
+
+std::string Comm::why_of(int member) const {
+  const char* const its = reinterpret_cast<const char*>(header(member)) + layout.why;
+  const std::string said(its, strnlen(its, kWhyBytes));
+  return said.empty() ? "look for the error of that rank" : said;
+}
+
+void Comm::end_everywhere(uint64_t seq, const std::string& why) {
+  break_down(why);
+  tell_failure(seq);
+  for (int peer = 0; peer < size; ++peer) p2p->tell_ended(peer, seq);
+}
+
+void Comm::revoke(const std::string& why) {
+  uint64_t first = next_seq;
+  for (const auto& op : active_) {
+    if (!op->is_over()) first = std::min(first, op->seq);
+  }
+  end_everywhere(first, why);
+}
+
+}  // namespace commrt

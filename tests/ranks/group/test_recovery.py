@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Revoke, agree and shrink, for ranks that are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from commrt import local
+from commrt.comm import Communicator, core_of
+from commrt.errors import (
+    ClosedError,
+    MismatchError,
+    RevokedError,
+    TimeoutError_,
+    UsageError,
+)
+
+_SIZES = [1, 2, 3, 5]
+
+
+def _sum(comm: Communicator) -> float:
+    return float(comm.allreduce(np.array([2.0**comm.rank]))[0])
+
+
+def _until_it_fails(comm: Communicator) -> None:
+    for _ in range(1_000_000):
+        comm.allreduce(np.ones(3))
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_all_ranks_go_on_after_a_revoke(size: int) -> None:
+    def main(comm: Communicator) -> list[object]:
+        comm.timeout_s = 300
+        if comm.rank == size - 1:
+            comm.revoke("step 17 hangs")
+        with pytest.raises(RevokedError, match="step 17 hangs") as raised:
+            _until_it_fails(comm)
+        who = f"rank {size - 1} gave up" if comm.rank < size - 1 else "call shrink()"
+        assert who in str(raised.value)
+        made = comm.shrink()
+        assert (made.rank, made.size, made.timeout_s) == (comm.rank, comm.size, 300)
+        comm.free()
+        return [_sum(made), made.name]
+
+    assert local.run(size, main) == [[2.0**size - 1, "local.shrink"]] * size
+
+
+def test_calls_in_flight_end_on_all_ranks() -> None:
+    """Rank 2 makes none of them, and revokes."""
+
+    def main(comm: Communicator) -> float:
+        comm.timeout_s = 300
+        if comm.rank != 2:
+            out = np.zeros(100_000)
+            calls = [
+                comm.allreduce(np.ones(100_000), out=out, nonblocking=True),
+                comm.allreduce(np.ones(3), nonblocking=True),
+                comm.recv(np.empty(3), source=2, nonblocking=True),
+                comm.recv(np.empty(3), nonblocking=True),
+            ]
+            ready.wait()
+            for each in calls:
+                with pytest.raises(RevokedError):
+                    each.wait()
+            out[:] = 1.0  # nobody writes to it any more
+        else:
+            ready.wait()
+            comm.revoke()
+        return _sum(comm.shrink())
+
+    ready = threading.Barrier(3, timeout=300)
+    assert local.run(3, main) == [7.0] * 3
+
+
+def test_a_timeout_with_nobody_dead_is_recovered_from() -> None:
+    def main(comm: Communicator) -> float:
+        if comm.rank == 0:
+            late.wait(300)
+            with pytest.raises(RevokedError):
+                _until_it_fails(comm)
+        else:
+            with pytest.raises(TimeoutError_):
+                comm.allreduce(np.ones(3), timeout_s=0.1)
+            both.wait()  # a revoke ends the other's call before its limit does
+            comm.revoke("a rank is late")
+            late.set()
+        comm.timeout_s = 300
+        made = comm.shrink()
+        comm.free()
+        return _sum(made)
+
+    late = threading.Event()
+    both = threading.Barrier(2, timeout=300)
+    assert local.run(3, main) == [7.0] * 3
+
+
+def test_communicators_made_from_it_end_too() -> None:
+    """Rank 1 waits in a part of a part, for a rank that has gone to shrink()."""
+
+    def main(comm: Communicator) -> list[float]:
+        comm.timeout_s = 300
+        part = comm.split(comm.rank // 2)
+        grid = part.cart((0,))
+        other = comm.dup()
+        parts_of_others = other.split(comm.rank // 2)
+        if comm.rank == 1:
+            with pytest.raises(RevokedError):
+                grid.allreduce(np.ones(3))
+            with pytest.raises(RevokedError):
+                comm.allreduce(np.ones(3))
+        elif comm.rank == 0:
+            comm.revoke()
+            with pytest.raises(RevokedError):
+                grid.allreduce(np.ones(3))
+        else:  # its own part works, until it ends the whole
+            assert _sum(grid) == 3.0
+            with pytest.raises(RevokedError):
+                _until_it_fails(comm)
+            comm.revoke()
+        part.revoke()
+        sums = [_sum(part.shrink())]
+        for each in (parts_of_others, other, comm):
+            each.revoke()
+            sums.append(_sum(each.shrink()))
+        return sums
+
+    assert local.run(4, main) == [[3.0, 3.0, 15.0, 15.0]] * 4
+
+
+@pytest.mark.parametrize("ended", [[0], [2], [1, 3]])
+def test_ranks_that_have_ended_are_left_out(ended: list[int]) -> None:
+    left = [rank for rank in range(4) if rank not in ended]
+
+    def main(comm: Communicator) -> list[object]:
+        comm.timeout_s = 300
+        if comm.rank in ended:
+            comm.revoke("it leaves")
+            return []
+        with pytest.raises(RevokedError):
+            _until_it_fails(comm)
+        assert comm.agree(~(1 << comm.rank)) == ~sum(1 << rank for rank in left)
+        made = comm.shrink(name="rest")
+        again = made.agree(6 - made.rank)
+        return [made.rank, made.size, made.name, _sum(made), again]
+
+    found = local.run(4, main)
+    size = len(left)
+    both = 6 & 5 if size == 2 else 6 & 5 & 4
+    for number, rank in enumerate(left):
+        assert found[rank] == [number, size, "rest", 2.0**size - 1, both]
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_ranks_agree_on_a_communicator_that_works(size: int) -> None:
+    def main(comm: Communicator) -> list[int]:
+        flags = [comm.agree(), comm.agree(comm.rank != size - 1), comm.agree(-1)]
+        return [*flags, int(_sum(comm))]
+
+    assert local.run(size, main) == [[1, 0, -1, 2**size - 1]] * size
+
+
+def test_what_it_was_like_stays() -> None:
+    def main(comm: Communicator) -> None:
+        exact = comm.dup(deterministic=True)
+        exact.timeout_s = 777
+        exact.revoke()
+        made = exact.shrink()
+        assert (made.deterministic, made.timeout_s) == (True, 777)
+
+    local.run(2, main)
+
+
+def test_plans_and_symmetric_memory_of_the_old_one_end(
+    run_threads: Callable[..., object],
+) -> None:
+    def main(comm: Communicator) -> None:
+        mine = comm.empty(100)
+        mine[:] = comm.rank
+        plan = comm.plan.allreduce(np.ones(4))
+        plan()
+        comm.revoke()
+        with pytest.raises(RevokedError):
+            plan()
+        with pytest.raises(RevokedError):
+            comm.allreduce(mine)
+        with pytest.raises(RevokedError):
+            comm.empty(3)
+        made = comm.shrink()
+        comm.free()
+        assert mine[3] == comm.rank  # it is there as long as anybody holds it
+        theirs = made.empty(100)
+        theirs[:] = 1.0
+        assert made.allreduce(theirs)[99] == 2.0
+
+    local.run(2, main)
+
+
+def test_check_mode_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+
+    def main(comm: Communicator) -> float:
+        comm.timeout_s = 300
+        if comm.rank == 1:
+            comm.revoke()
+        with pytest.raises(RevokedError):
+            _until_it_fails(comm)
+        made = comm.shrink()
+        with pytest.raises(MismatchError):
+            made.allreduce(np.ones(3), op="sum" if made.rank else "max")
+        return _sum(made)
+
+    assert local.run(3, main) == [7.0] * 3
+
+
+def test_wrong_calls_say_what_is_wrong() -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match=r"has not failed.*call revoke\(\) first"):
+            comm.shrink()
+        with pytest.raises(UsageError, match=r"flag='x' must be an integer"):
+            comm.agree("x")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="of 64 bits"):
+            comm.agree(2**63)
+        with pytest.raises(UsageError, match=r"why=7 must be a text"):
+            comm.revoke(7)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="timeout_s"):
+            comm.agree(1, timeout_s=-1)
+        assert _sum(comm) == 3.0
+        comm.revoke()
+        with pytest.raises(UsageError, match="name"):
+            comm.shrink(name=5)  # type: ignore[arg-type]
+        comm.revoke()  # once more: nothing happens
+        made = comm.shrink()
+        comm.free()
+        for call in (comm.revoke, comm.agree, comm.shrink):
+            with pytest.raises(ClosedError):
+                call()
+        assert _sum(made) == 3.0
+
+    local.run(2, main)
+
+
+def test_a_rank_that_does_not_come_is_named_and_met_later() -> None:
+    def main(comm: Communicator) -> float:
+        comm.revoke()
+        if comm.rank != 1:
+            words = "rank 1 neither came nor ended"
+            with pytest.raises(TimeoutError_, match=words):
+                comm.shrink(timeout_s=0.1)
+        gave_up.wait()
+        return _sum(comm.shrink(timeout_s=300))
+
+    gave_up = threading.Barrier(3, timeout=300)
+    assert local.run(3, main) == [7.0] * 3
+
+
+def test_nothing_of_the_old_one_is_left_in_its_world() -> None:
+    def main(comm: Communicator) -> None:
+        old = core_of(comm).world
+        for _ in range(3):
+            comm.revoke()
+            made = comm.shrink()
+            comm.free()
+            assert core_of(made).world is not old
+            assert core_of(made).world.engine is old.engine
+            comm = made
+        assert _sum(comm) == 3.0
+        assert old.engine.idle
+        comm.free()
+
+    local.run(2, main)

@@ -218,7 +218,10 @@ class Communicator(_native.Front, Operations):
     agree = _served(Recovery.agree, "recovery")
 
     def _replaced_by(self, core: Core) -> Communicator:
-        self._core.successor = core
+        tell, self._core.when_replaced = self._core.when_replaced, None
+        if tell is not None:
+            tell(core)
+        core.when_replaced = tell
         return Communicator(core)
 
     @wraps(Recovery.shrink)

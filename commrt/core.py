@@ -8,7 +8,7 @@ of its parts. Parts of commrt that need more than a program does work on the cor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -75,8 +75,8 @@ class Core(Channel):
     devices: DeviceCollectives
     fusion: Fusion
     checker: Checker | None = None
-    successor: Core | None = None
-    """The core that replaces this one after a fault."""
+    when_replaced: Callable[[Core], None] | None = None
+    """Is told of the core that replaces this one after a fault, and moves on to it."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ of MPI communication capability", Bland et al., 2013).
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -147,7 +148,7 @@ class Recovery(Generic[Plain]):
         deadline = deadline_after(limit_s)
         self.end("a rank called shrink()")
         peers, _ = self._regroup("shrink", b"", limit_s)
-        return self.found(peers, own_name or f"{comm.name}.shrink", deadline)
+        return self.found(peers, own_name or _name_after(comm.name, "shrink"), deadline)
 
     def found(self, peers: Bootstrap, name: str, deadline: float) -> Plain:
         """Return a communicator of these ranks, or of those of them that live.
@@ -204,6 +205,14 @@ class Recovery(Generic[Plain]):
         found = comm.world.bootstrap.regroup(comm.world_ranks, key, blob, limit_s)
         self._number += 1
         return found
+
+
+def _name_after(name: str, step: str) -> str:
+    """Return the name of a communicator that replaces another: world.shrink2."""
+    found = re.fullmatch(rf"(.*)\.{step}(\d*)", name)
+    if found is None:
+        return f"{name}.{step}"
+    return f"{found[1]}.{step}{int(found[2] or 1) + 1}"
 
 
 def _world_of(peers: Bootstrap, old: World) -> World:

@@ -85,7 +85,6 @@ def init(
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
-        _follow_recovery()
         core, comm = _RUNTIME.core, _RUNTIME.comm
         if core is not None and comm is not None and core.closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
@@ -118,17 +117,18 @@ def init(
             native_comm=world.mpi,
             deterministic=deterministic,
         )
+        _RUNTIME.core.when_replaced = _go_on_with
         _RUNTIME.comm = Communicator(_RUNTIME.core)
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
 
 
-def _follow_recovery() -> None:
-    """Take the communicator that has replaced the one of all ranks, if one has."""
-    while (core := _RUNTIME.core) is not None and core.successor is not None:
-        _RUNTIME.core, _RUNTIME.comm = core.successor, Communicator(core.successor)
-        _RUNTIME.world = core.successor.world
+def _go_on_with(core: Core) -> None:
+    """Take the communicator that has replaced the one of all ranks."""
+    with _RUNTIME.lock:
+        _RUNTIME.core, _RUNTIME.comm = core, Communicator(core)
+        _RUNTIME.world = core.world
 
 
 def _is_of_mpi(given: Any) -> bool:

@@ -103,10 +103,9 @@ class StoreBootstrap:
         number = 0
         while True:
             with self._keys.turn(members, key, timeout_s) as (name, _):
-                base = f"{self._prefix}/{name}/{number}"
                 decision = agree_on_survivors(
                     self._store,
-                    base,
+                    f"{self._prefix}/{name}/{number}",
                     members,
                     self.rank,
                     blob,
@@ -115,7 +114,7 @@ class StoreBootstrap:
                     self.idle,
                 )
             ranks = list(decision.said)
-            made = self.part(ranks, base)
+            made = self.part(ranks, f"commrt/{decision.token}")
             try:
                 # Whoever has died since is found here, by all of them alike.
                 made.exchange(

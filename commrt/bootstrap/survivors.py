@@ -12,6 +12,7 @@ finds that, and they agree again.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,17 +57,20 @@ class Decision:
     """Their blobs, in members' order."""
     gone: Mapping[int, str]
     """Why the other members come no more."""
+    token: str
+    """Names what these ranks have together; nobody else has the same."""
 
     def text(self) -> str:
         """Return it as the store keeps it."""
         said = [[rank, blob.hex()] for rank, blob in self.said.items()]
-        return json.dumps([said, [*self.gone.items()]])
+        return json.dumps([said, [*self.gone.items()], self.token])
 
     @classmethod
     def of(cls, text: bytes) -> Decision:
         """Return the one that a text holds."""
-        said, gone = json.loads(text)
-        return cls({rank: bytes.fromhex(blob) for rank, blob in said}, dict(gone))
+        said, gone, token = json.loads(text)
+        blobs = {rank: bytes.fromhex(blob) for rank, blob in said}
+        return cls(blobs, dict(gone), token)
 
 
 def agree_on_survivors(
@@ -172,7 +176,7 @@ class _Meeting:
                 for member in self._members
                 if member in self._came
             }
-            mine = Decision(said, self._gone)
+            mine = Decision(said, self._gone, secrets.token_hex(8))
             found = self._store.compare_set(self._decision, "", mine.text())
         decision = Decision.of(bytes(found))
         if self._rank not in decision.said:
@@ -184,6 +188,8 @@ class _Meeting:
         self._store.set(self._read[self._rank], "1")
         if self._store.check([self._read[member] for member in decision.said]):
             self._forget()
+            if not decision.gone:  # nobody looks for it any more
+                self._store.delete_key(self._decision)
         return decision
 
     def _forget(self) -> None:

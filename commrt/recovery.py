@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from commrt import env
 from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
 from commrt.calls.channel import Channel
@@ -217,6 +218,11 @@ def _name_after(name: str, step: str) -> str:
 
 def _world_of(peers: Bootstrap, old: World) -> World:
     """Return the world of some ranks of an old one; collective over them."""
+    parts = None
+    if env.read_nodes() is not None:  # of the ranks of the job, of which some are gone
+        mine, everybody = old.node_of(old.rank), range(peers.size)
+        said = peers.exchange(everybody, "parts", str(mine).encode(), old.timeout_s)
+        parts = [int(each) for each in said]
     return connect_world(
         peers,
         replace(old.launch, rank=peers.rank, size=peers.size),
@@ -224,4 +230,5 @@ def _world_of(peers: Bootstrap, old: World) -> World:
         in_process=old.in_process,
         engine=old.engine,
         timeout_s=old.timeout_s,
+        parts=parts,
     )

@@ -344,7 +344,7 @@ def connect_world(
         world.relay = _relay(world)
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
-        # A world that another one has replaced leaves no threads and connections behind.
+        # A world that another one has replaced leaves no threads or connections behind.
         weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
         world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)

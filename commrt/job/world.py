@@ -403,7 +403,8 @@ def _agree_cores_and_bells(world: World) -> None:
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
     if world.size > 1 and not world.in_process:
-        world.liveness = watch_processes(world.rank, here, [each[5] for each in said])
+        processes, limit_s = [each[5] for each in said], world.timeout_s
+        world.liveness = watch_processes(world.bootstrap, here, processes, limit_s)
         world.bootstrap.gone = world.liveness.gone
 
 

@@ -353,3 +353,37 @@ def test_groups_of_torch_name_it(tmp_path: Path) -> None:
         for kind, text in errors:
             assert kind == "PeerFailedError", errors
             assert re.search(ENDED.format(2), text), errors
+
+
+# -- the store in which the ranks meet ------------------------------------------------
+
+
+def loses_the_store() -> list[list[str]]:
+    comm = commrt.init()
+    sum_of(comm)
+    part = comm.split(int(comm.rank == 0))
+    comm.barrier()
+    if comm.rank == 0:
+        die()
+    said = [error_of(lambda: sum_of(comm)), error_of(lambda: comm.split(0))]
+    said.append(error_of(lambda: part.split(0)))
+    total = sum_of(part)
+    return [*said, error_of(comm.shrink), ["sum", str(total)]]
+
+
+@pytest.mark.parametrize("nodes", ["1,2", "3"])
+def test_without_the_store_the_survivors_do_not_wait(
+    tmp_path: Path, nodes: str
+) -> None:
+    found = StoreRanks(tmp_path, hosts=False).survivors(
+        3, loses_the_store, env=on_nodes(nodes)
+    )
+    assert sorted(found) == [1, 2]
+    for call, split, other, shrink, last in found.values():
+        assert last == ["sum", "3.0"]
+        for kind, text in (call, split, other, shrink):
+            assert kind == "PeerFailedError", found
+            assert re.search(ENDED.format(0), text), found
+        for _, text in (shrink, other):
+            assert "the store in which the ranks meet" in text
+            assert "rank 0 may have hosted it" in text

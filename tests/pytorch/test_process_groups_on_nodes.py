@@ -219,9 +219,8 @@ def test_a_rank_that_dies_is_named(torchrun: Any, tmp_path: Path) -> None:
     done = torchrun.program(3, [str(program)], **on_nodes("2,1"))
     lines = sorted(done.stdout.splitlines())
     assert len(lines) == 2, done.stdout
-    # The first of them to notice ends the other one's wait.
-    assert any("rank 2 of the job, on another node, has" in line for line in lines)
-    assert all("rank 2" in line or "gave up" in line for line in lines), lines
+    assert all("PeerFailedError" in line for line in lines), lines
+    assert all("rank 2 has died: process" in line for line in lines), lines
 
 
 def run_mismatch() -> list[str]:

@@ -21,6 +21,7 @@ from commrt.grids.mesh import Mesh
 from commrt.grids.neighbors import NeighborCalls
 from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.symmetric import SymmetricMemory
+from commrt.growing import Growth
 from commrt.messages.point_to_point import Messages
 from commrt.objects.service import Objects
 from commrt.plans import Plans
@@ -217,6 +218,13 @@ class Communicator(_native.Front, Operations):
     revoke = _served(Recovery.revoke, "recovery")
     agree = _served(Recovery.agree, "recovery")
 
+    num_waiting = _served(Growth.num_waiting, "growth")
+
+    @property
+    def joined(self) -> range:
+        """The ranks that came by the ``grow`` that made this one; empty for others."""
+        return self._core.joined
+
     def _replaced_by(self, core: Core) -> Communicator:
         tell, self._core.when_replaced = self._core.when_replaced, None
         if tell is not None:
@@ -229,6 +237,20 @@ class Communicator(_native.Front, Operations):
         self, *, name: str | None = None, timeout_s: float | None = None
     ) -> Communicator:
         made = self._core.recovery.shrink(name=name, timeout_s=timeout_s)
+        return self._replaced_by(made)
+
+    @wraps(Growth.grow)
+    def grow(
+        self,
+        count: int | None = None,
+        *,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Communicator:
+        made = self._core.growth.grow(count, name=name, timeout_s=timeout_s)
+        if made is self._core:
+            return self
+        made.joined = range(self.size, made.size)
         return self._replaced_by(made)
 
     # -- symmetric memory --------------------------------------------------------

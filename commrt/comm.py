@@ -42,6 +42,7 @@ __all__ = ["CartCommunicator", "Communicator", "GraphCommunicator", "core_of"]
 P = ParamSpec("P")
 R = TypeVar("R")
 Made = TypeVar("Made")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _served(
@@ -72,6 +73,16 @@ def _derived(
 
 def _held(core: Core | None) -> Communicator | None:
     return None if core is None else Communicator(core)
+
+
+def _described_by(other: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Give a method the text of what it calls."""
+
+    def describe(method: Method) -> Method:
+        method.__doc__ = other.__doc__
+        return method
+
+    return describe
 
 
 class Communicator(_native.Front, Operations):
@@ -232,14 +243,14 @@ class Communicator(_native.Front, Operations):
         core.when_replaced = tell
         return Communicator(core)
 
-    @wraps(Recovery.shrink)
+    @_described_by(Recovery.shrink)
     def shrink(
         self, *, name: str | None = None, timeout_s: float | None = None
     ) -> Communicator:
         made = self._core.recovery.shrink(name=name, timeout_s=timeout_s)
         return self._replaced_by(made)
 
-    @wraps(Growth.grow)
+    @_described_by(Growth.grow)
     def grow(
         self,
         count: int | None = None,

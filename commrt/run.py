@@ -30,8 +30,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.newcomers import Reception
 from commrt.commands.console import until_reader_leaves
 from commrt.launch.mpiexec import child_environment, last_words
+from commrt.launch.rank_process import Process
 from commrt.vocabulary.limits import capped
 
 __all__ = ["main"]
@@ -141,6 +144,10 @@ class _Rank:
     copiers: list[threading.Thread] = field(default_factory=list)
     tail: bytes = b""
     """The end of what it printed as errors."""
+    joins: bool = False
+    """True if it was started to join the others."""
+    is_ended: bool = False
+    """True once this launcher has ended it, since nobody was left to join."""
 
 
 class _Job:
@@ -180,7 +187,7 @@ class _Job:
                 rank = self._start(number, environ)
                 self._ranks[rank.process.pid] = rank
                 self._pass_on(rank)
-            return self._wait(keep_going, joins)
+            return self._wait(keep_going, joins, rendezvous)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._kill()
@@ -237,7 +244,7 @@ class _Job:
                     to.write(piece)
                     to.flush()
 
-    def _wait(self, keep_going: bool, joins: dict[str, str]) -> int:
+    def _wait(self, keep_going: bool, joins: dict[str, str], rendezvous: str) -> int:
         """Wait for all ranks; return the launcher's exit status.
 
         ``joins``: variables of those that are started again.
@@ -252,17 +259,20 @@ class _Job:
             rank = self._ranks[pid]
             code = os.waitstatus_to_exitcode(status)
             rank.process.returncode = code
-            if code == 0:
+            if code == 0 or rank.is_ended:
+                self._end_those_left(living, rendezvous)
                 continue
             if self._restarts and living and not self._signal:
                 self._restarts -= 1
                 self._report(rank, code, "; it is started again, to join the others")
                 again = self._start(rank.number, joins)
+                again.joins = True
                 self._ranks[again.process.pid] = again
                 self._pass_on(again)
                 living.add(again.process.pid)
                 continue
             failed.append((rank, code))
+            self._end_those_left(living, rendezvous)
             if keep_going:
                 self._report(rank, code, "; the others go on" if living else "")
             elif len(failed) == 1:
@@ -279,6 +289,27 @@ class _Job:
             own = [code for code in codes if code > 0]
             codes = own if own or len(failed) < self._size else codes
         return _exit_status(codes[0]) if codes else 0
+
+    def _end_those_left(self, living: set[int], rendezvous: str) -> None:
+        """End the processes that wait to join, once nobody is left who could ask them.
+
+        One that was asked is a rank.
+        """
+        left = [self._ranks[pid] for pid in living]
+        if not left or not all(rank.joins for rank in left):
+            return
+        asked = Reception(DirectoryStore(rendezvous, self._size)).invited()
+        if any(Process(rank.process.pid).name in asked for rank in left):
+            return
+        for rank in left:
+            rank.is_ended = True
+            numbers = f"rank {rank.number} of {self._size} (process {rank.process.pid})"
+            sys.stderr.write(
+                f"commrt.run: {numbers} waits to join, and no other rank is left: it "
+                f"is ended\n"
+            )
+        sys.stderr.flush()
+        self._end({rank.process.pid for rank in left})
 
     def _report(self, rank: _Rank, code: int, others: str) -> None:
         """Say that a rank failed, why, and what becomes of the others."""

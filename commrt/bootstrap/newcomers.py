@@ -74,6 +74,16 @@ class Reception:
                 found.append(Newcomer(ticket, json.loads(text)))
         return found
 
+    def invited(self) -> set[str]:
+        """Return the names of processes that were invited, or gave up; local."""
+        last = int(self._store.add(f"{_PLACE}/tickets", 0))
+        names = set()
+        for ticket in range(1, last + 1):
+            if self._store.check([_answer(ticket)]):
+                text = bytes(self._store.get(_name(ticket)))
+                names.add(str(json.loads(text)["process"]))
+        return names
+
     def invite(self, ticket: int, invitation: Invitation) -> None:
         """Answer a ticket, unless it has been answered."""
         text = json.dumps(asdict(invitation))

@@ -37,7 +37,7 @@ LAYERS = (
         "commrt",
     ),
     ("torch",),
-    ("layers",),
+    ("layers", "elastic"),
     ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

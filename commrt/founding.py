@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from commrt import env
 from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
 from commrt.calls.channel import Channel
@@ -39,6 +40,8 @@ class Founder(Generic[Plain]):
     settings: Settings
     timeout_s: float
     """Its limit; equal on all ranks, as the rest is."""
+    node: int
+    """This rank's node, where nodes are pretended."""
 
     def found(self, peers: Bootstrap, deadline: float) -> Plain:
         """Return a communicator of these ranks, or of those of them that live.
@@ -90,6 +93,11 @@ class Founder(Generic[Plain]):
         return made
 
     def _world_of(self, peers: Bootstrap, limit_s: float) -> World:
+        parts = None
+        if env.read_nodes() is not None:  # of the ranks of the job, some of them gone
+            everybody, node = range(peers.size), str(self.node).encode()
+            said = peers.exchange(everybody, "parts", node, limit_s)
+            parts = [int(each) for each in said]
         world = connect_world(
             peers,
             replace(self.launch, rank=peers.rank, size=peers.size),
@@ -97,6 +105,7 @@ class Founder(Generic[Plain]):
             in_process=self.in_process,
             engine=self.engine,
             timeout_s=limit_s,
+            parts=parts,
         )
         world.timeout_s = self.timeout_s
         return world

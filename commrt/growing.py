@@ -18,6 +18,7 @@ from commrt.calls.channel import Channel
 from commrt.calls.settings import Settings
 from commrt.errors import PeerFailedError, TimeoutError_, UsageError, shown
 from commrt.founding import Founder
+from commrt.job.arena import pretended_nodes
 from commrt.job.liveness import findable, why_ended
 from commrt.launch.detect import LaunchInfo
 from commrt.recovery import Recovery, name_after
@@ -183,6 +184,7 @@ def join(
         deterministic=words["deterministic"],
         settings=Settings(),
         timeout_s=words["timeout_s"],
+        node=pretended_nodes(launch.size)[launch.rank],
     )
     return founder.found(peers, deadline), words["first"]
 

@@ -161,6 +161,7 @@ class Recovery(Generic[Plain]):
             comm.deterministic,
             comm.settings,
             comm.timeout_s,
+            comm.world.node_of(comm.world.rank),
         )
 
     def regroup(

@@ -132,7 +132,7 @@ ENTRIES = (
         "state whole. Or they go on without this rank.",
         "Start the job again from a checkpoint; or, where only this rank is left out, "
         "end it, or let it join anew.",
-        "from commrt import elastic\n\n"
+        "from commrt import elastic\n\n\n"
         "def step(comm, number):\n    comm.barrier()\n\n\n"
         "x = np.zeros(3 + comm.rank)  # the ranks have different models\n"
         "elastic.run(step, elastic.State(x=x), until=1, comm=comm)",

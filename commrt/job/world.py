@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo.connecting import connect_group
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import (
@@ -25,7 +27,7 @@ from commrt.job.arena import (
     share,
 )
 from commrt.job.bells import NodeBells, hang_bells, own_bells
-from commrt.job.liveness import NodeLiveness, own_process, watch_processes
+from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
@@ -93,8 +95,8 @@ class World:
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     bells: NodeBells | None = None
     """Wake ranks of this node that sleep; None where this rank is alone there."""
-    liveness: NodeLiveness | None = None
-    """Watches the processes of this node's ranks; None where nothing can."""
+    liveness: JobLiveness | None = None
+    """Which ranks are gone; None where this rank is alone, or ranks are threads."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
@@ -298,6 +300,7 @@ def connect_world(
     in_process: bool = False,
     engine: Any = None,
     timeout_s: float | None = None,
+    parts: Sequence[int] | None = None,
 ) -> World:
     """Agree on nodes, variables and table with the other ranks; collective.
 
@@ -309,6 +312,7 @@ def connect_world(
         engine: the engine of this process's other worlds: a rank that waits in one of
             them makes progress in all.
         timeout_s: default limit of all that follows; None: COMMRT_TIMEOUT_S.
+        parts: the number of each rank's pretended node; None: as COMMRT_NODES says.
     """
     if timeout_s is None:
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
@@ -318,7 +322,7 @@ def connect_world(
     if in_process or (launch.kind == "torch" and bootstrap.size == 1):
         nodes = [everybody]
     else:
-        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
+        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes(), parts)
     mpi = getattr(bootstrap, "comm", None)
     world = World(
         bootstrap=bootstrap,
@@ -340,6 +344,8 @@ def connect_world(
         world.relay = _relay(world)
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
+        # A world that was replaced leaves no threads and connections behind.
+        weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
         world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)
         _load_mpi(world)
@@ -359,8 +365,11 @@ def _relay(world: World) -> GlooRelay:
     away = [rank for rank in range(world.size) if rank not in here]
     # A rank that comes late is named here; gloo would only say that time is up.
     world.meet(range(world.size), "gloo")
-    store = private_store("gloo")
-    return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
+    store, limit_s = private_store("gloo"), world.timeout_s
+    assert world.liveness is not None
+    liveness = world.liveness.native
+    group = connect_group(store, range(world.size), world.bootstrap, limit_s)
+    return GlooRelay(group, world.rank, world.size, away, liveness)
 
 
 def _agree_cores_and_bells(world: World) -> None:
@@ -393,11 +402,9 @@ def _agree_cores_and_bells(world: World) -> None:
     here = world.nodes[world.node_of(world.rank)]
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
-        if not world.in_process:
-            processes = {rank: said[rank][5] for rank in here}
-            world.liveness = watch_processes(world.rank, processes)
-            if world.liveness is not None:
-                world.bootstrap.gone = world.liveness.gone
+    if world.size > 1 and not world.in_process:
+        world.liveness = watch_processes(world.rank, here, [each[5] for each in said])
+        world.bootstrap.gone = world.liveness.gone
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:

@@ -18,7 +18,7 @@ from commrt.vocabulary.limits import as_timedelta
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["connect_group", "gloo_failed"]
+__all__ = ["connect_group"]
 
 _GRACE_S = 5.0
 """Seconds that gloo may need to notice that time is up."""
@@ -49,16 +49,13 @@ def connect_group(
     if connecting.error is not None:
         if heed is not None:
             heed()
-        raise gloo_failed(ranks, connecting.error) from connecting.error
+        raise BackendError(
+            f"gloo does not connect ranks {list(ranks)} of the job, which lie on "
+            f"several nodes: {connecting.error}; GLOO_SOCKET_IFNAME names the network "
+            f"interface to use"
+        ) from connecting.error
+    assert connecting.group is not None
     return connecting.group
-
-
-def gloo_failed(ranks: Sequence[int], error: BaseException) -> BackendError:
-    """Return what to raise where gloo does not connect ranks."""
-    return BackendError(
-        f"gloo does not connect ranks {list(ranks)} of the job, which lie on several "
-        f"nodes: {error}; GLOO_SOCKET_IFNAME names the network interface to use"
-    )
 
 
 class _Connecting:
@@ -76,14 +73,15 @@ class _Connecting:
                 "mpiexec and commrt[mpi], or take a torch with gloo"
             ) from error
         self.is_over = threading.Event()
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
         self.error: RuntimeError | None = None
         limit = as_timedelta(timeout_s)
 
         def connect() -> None:
             try:
-                mine = ranks.index(rank)
-                self.group = ProcessGroupGloo(store, mine, len(ranks), limit)
+                self.group = ProcessGroupGloo(
+                    store, ranks.index(rank), len(ranks), limit
+                )
             except RuntimeError as error:
                 self.error = error
             finally:

@@ -69,7 +69,7 @@ class GlooRelay:
     ) -> None:
         import torch
 
-        self._group: Any = group
+        self._group = group
         self.native = _native.Relay(rank, size)
         self.native.watch(liveness, list(peers))
         self._landing: dict[Any, dict[int, tuple[Any, Any]]] = {p: {} for p in peers}

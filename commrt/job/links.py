@@ -193,8 +193,9 @@ def _wait(work: Any, world: World) -> None:
             if heed is not None:
                 heed()
             if work.is_completed() or time.monotonic() >= deadline:
-                why = f"gloo failed a sum of all ranks: {error}"
-                raise BackendError(why) from error
+                raise BackendError(
+                    f"gloo failed a sum of all ranks: {error}"
+                ) from error
 
 
 def times_us(call: Callable[[], Any], times: int, together: int = 1) -> list[float]:

@@ -344,7 +344,7 @@ def connect_world(
         world.relay = _relay(world)
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
-        # A world that was replaced leaves no threads and connections behind.
+        # A world that another one has replaced leaves no threads or connections behind.
         weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
         world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)
@@ -403,7 +403,8 @@ def _agree_cores_and_bells(world: World) -> None:
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
     if world.size > 1 and not world.in_process:
-        world.liveness = watch_processes(world.rank, here, [each[5] for each in said])
+        processes, limit_s = [each[5] for each in said], world.timeout_s
+        world.liveness = watch_processes(world.bootstrap, here, processes, limit_s)
         world.bootstrap.gone = world.liveness.gone
 
 

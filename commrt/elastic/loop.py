@@ -143,7 +143,7 @@ class _Loop:
                 self._where.done = done + 1
             except (PeerFailedError, RevokedError):
                 self._state.undo()
-                self._replace(self._comm.shrink())
+                self._move_to(self._comm.shrink())
                 is_settled = False
 
     def _take_in(self) -> bool:
@@ -155,7 +155,7 @@ class _Loop:
             self._looked = time.monotonic()
         comm.bcast(waits, root=0)
         if waits[0]:
-            self._replace(comm.grow())
+            self._move_to(comm.grow())
         return bool(waits[0])
 
     def _settle(self) -> None:
@@ -177,7 +177,7 @@ class _Loop:
         part = plan.parts[self._comm.rank]
         mine = plan.members.index(self._comm.rank)
         if plan.members != list(range(self._comm.size)):
-            self._replace(self._comm.create_group(plan.members))
+            self._move_to(self._comm.create_group(plan.members))
         self._share(plan.sources[mine], part, plan.needs, plan.step)
         where.done, where.part = plan.step, part
         if state.has_local(plan.step):
@@ -200,7 +200,7 @@ class _Loop:
         if needs[comm.rank]:
             state.load(received)
 
-    def _replace(self, made: Communicator) -> None:
+    def _move_to(self, made: Communicator) -> None:
         old, self._comm = self._comm, made
         if old is not made:
             with suppress(UsageError):  # calls in flight: it goes when they have ended

@@ -17,6 +17,7 @@ from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo.connecting import connect_group
+from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import (
@@ -368,7 +369,12 @@ def _relay(world: World) -> GlooRelay:
     store, limit_s = private_store("gloo"), world.timeout_s
     assert world.liveness is not None
     liveness = world.liveness.native
-    group = connect_group(store, range(world.size), world.bootstrap, limit_s)
+    everybody = range(world.size)
+    made = ConnectionsMade()
+    group = connect_group(store, everybody, world.bootstrap, limit_s)
+    mine = json.dumps(made.own_ports()).encode()
+    said = world.bootstrap.exchange(everybody, "gloo/ports", mine, limit_s)
+    made.keep_from_children(port for ports in said for port in json.loads(ports))
     return GlooRelay(group, world.rank, world.size, away, liveness)
 
 

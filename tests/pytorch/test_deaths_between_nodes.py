@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -387,3 +388,34 @@ def test_without_the_store_the_survivors_do_not_wait(
         for _, text in (shrink, other):
             assert "the store in which the ranks meet" in text
             assert "rank 0 may have hosted it" in text
+
+
+# -- children of the rank ------------------------------------------------------------
+
+
+def leaves_a_child(how: str) -> list[str]:
+    """Rank 1 is killed, and a child of it lives on, which could hold connections."""
+    comm = commrt.init()
+    sum_of(comm)
+    if comm.rank == 1:
+        if how == "forked":
+            if os.fork() == 0:
+                signal.alarm(300)
+                signal.pause()
+        else:
+            subprocess.Popen(["sleep", "300"], close_fds=False)
+        die()
+    return error_of(lambda: sum_of(comm))
+
+
+@pytest.mark.parametrize("how", ["forked", "started"])
+@pytest.mark.parametrize("nodes", ["1,1,1", "1,2"])
+@pytest.mark.full(sample=2)
+def test_a_child_of_the_rank_keeps_no_connection_open(
+    ranks: RunRanks, how: str, nodes: str
+) -> None:
+    found = ranks.survivors(3, leaves_a_child, env=on_nodes(nodes), how=how)
+    assert sorted(found) == [0, 2]
+    for kind, text in found.values():
+        assert kind == "PeerFailedError"
+        assert re.search(ENDED.format(1), text)

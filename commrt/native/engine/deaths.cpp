@@ -155,15 +155,17 @@ void P2P::tell_death(uint64_t seq) {
 
 void P2P::hear_of_end(int source, const PacketHeader& header) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
-  if (header.recv_id == 0) {
-    comm_.break_down(who + " has ended it: look for the error of that rank");
-  } else {
-    const std::string known = comm_.who_died();
-    comm_.break_down(known.empty() ? "rank " + std::to_string(header.recv_id - 1) +
-                                         " has died or cannot be reached, as " + who + " says"
-                                   : known,
-                     true);
+  std::string why = who + " has ended it: look for the error of that rank";
+  const bool by_death = header.recv_id != 0;
+  if (by_death) why = comm_.who_died();
+  if (why.empty()) {
+    const size_t dead = static_cast<size_t>(header.recv_id - 1) % comm_.links_.size();
+    const int member = comm_.liveness_ == nullptr ? -1 : comm_.life_of_[dead];
+    why = "rank " + std::to_string(dead) + " has died: " +
+          (member < 0 ? "its process" : comm_.liveness_->name(member)) +
+          " has ended or cannot be reached, as " + who + " says";
   }
+  comm_.break_down(why, by_death);
   comm_.tell_failure(header.send_id);
 }
 

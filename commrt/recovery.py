@@ -16,8 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from commrt import env
 from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.calls.channel import Channel
 from commrt.errors import BackendError, CommError, UsageError, shown
 from commrt.job.world import World, connect_world
@@ -161,7 +163,7 @@ class Recovery(Generic[Plain]):
             failure: CommError | None = None
             left_s = max(0.0, deadline - time.monotonic())
             try:
-                made = self._founded(peers, name)
+                made = self._founded(peers, name, left_s)
             except CommError as error:
                 failure, said = error, f"{type(error).__name__}: {error}".encode()
             rest, all_said = peers.regroup(range(peers.size), "made", said, left_s)
@@ -179,9 +181,9 @@ class Recovery(Generic[Plain]):
                 made.free()
             peers = rest
 
-    def _founded(self, peers: Bootstrap, name: str) -> Plain:
+    def _founded(self, peers: Bootstrap, name: str, left_s: float) -> Plain:
         comm = self._comm
-        world = _world_of(peers, comm.world)
+        world = _world_of(peers, comm.world, left_s)
         everybody = range(world.size)
         wish = comm.deterministic
         identity = world.agree_id(everybody, "world", f"deterministic={wish}")
@@ -191,7 +193,7 @@ class Recovery(Generic[Plain]):
             name,
             identity,
             deterministic=wish,
-            native_comm=world.mpi,
+            native_comm=world.mpi_of_all,
             settings=comm.settings,
         )
         made.timeout_s = comm.timeout_s
@@ -215,8 +217,10 @@ def _name_after(name: str, step: str) -> str:
     return f"{found[1]}.{step}{int(found[2] or 1) + 1}"
 
 
-def _world_of(peers: Bootstrap, old: World) -> World:
+def _world_of(peers: Bootstrap, old: World, left_s: float) -> World:
     """Return the world of some ranks of an old one; collective over them."""
+    if isinstance(peers, MpiBootstrap):
+        peers = peers.renewed(left_s)
     return connect_world(
         peers,
         replace(old.launch, rank=peers.rank, size=peers.size),
@@ -224,4 +228,5 @@ def _world_of(peers: Bootstrap, old: World) -> World:
         in_process=old.in_process,
         engine=old.engine,
         timeout_s=old.timeout_s,
+        part=None if env.read_nodes() is None else old.node_of(old.rank),
     )

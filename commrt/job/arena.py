@@ -163,7 +163,10 @@ def share(
 
 
 def discover_nodes(
-    bootstrap: Bootstrap, timeout_s: float, pretended: Sequence[int] | None = None
+    bootstrap: Bootstrap,
+    timeout_s: float,
+    pretended: Sequence[int] | None = None,
+    part: int | None = None,
 ) -> list[list[int]]:
     """Return the ranks of each node, ordered by first rank; the same on every rank.
 
@@ -171,11 +174,14 @@ def discover_nodes(
     and network namespace) prove it by mapping a page; those that cannot are tried
     among themselves. ``pretended`` (COMMRT_NODES unless given) cuts the ranks into
     nodes of that many consecutive ranks, between which nothing is shared; one number
-    repeats.
+    repeats. ``part`` names this rank's one instead, where all ranks know theirs.
     """
     everybody = range(bootstrap.size)
-    looks = bootstrap.exchange(everybody, "nodes/look", _look().encode(), timeout_s)
-    parts = pretended_nodes(bootstrap.size, pretended)
+    mine_said = json.dumps([_look(), part]).encode()
+    said = bootstrap.exchange(everybody, "nodes/look", mine_said, timeout_s)
+    looks, parts = zip(*map(json.loads, said), strict=True)
+    if part is None:
+        parts = tuple(pretended_nodes(bootstrap.size, pretended))
     mine = looks[bootstrap.rank], parts[bootstrap.rank]
     candidates = [r for r in everybody if (looks[r], parts[r]) == mine]
     if env.read_str("COMMRT_SHM") == "off":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt import _native, env
-from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.base import Bootstrap, Identities
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
@@ -70,9 +70,11 @@ class World:
     timeout_s: float
     """Default deadline of an operation."""
     mpi: MPI.Intracomm | None = None
-    """commrt's own MPI communicator over all ranks, or None without MPI."""
+    """commrt's own MPI communicator, which has all ranks; None without MPI."""
+    mpi_ranks: Sequence[int] = ()
+    """For each rank, its rank in that."""
     mpi_comm: MPI.Intracomm | None = None
-    """The mpi4py communicator that commrt was started on."""
+    """The program's mpi4py communicator of exactly these ranks, if there is one."""
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""
     in_process: bool = False
@@ -95,8 +97,8 @@ class World:
     """Wake ranks of this node that sleep; None where this rank is alone there."""
     liveness: NodeLiveness | None = None
     """Watches the processes of this node's ranks; None where nothing can."""
-    next_id: int = 0
-    """Identity of the next communicator: names its shared memory and its MPI tags."""
+    identities: Identities = field(default_factory=Identities)
+    """Identities of communicators: they name their shared memory and MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
     deferred: list[Any] = field(default_factory=list)
@@ -113,6 +115,11 @@ class World:
     def size(self) -> int:
         """Ranks in the job."""
         return self.bootstrap.size
+
+    @property
+    def mpi_of_all(self) -> MPI.Intracomm | None:
+        """commrt's own MPI communicator, if it has exactly these ranks."""
+        return self.mpi if self.mpi_ranks == tuple(range(self.size)) else None
 
     def node_of(self, rank: int) -> int:
         """Return the index of the node that ``rank`` lies on."""
@@ -202,7 +209,8 @@ class World:
         if self.relay is not None:
             group.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
-            group.attach_mpi(library.handle(self.mpi), tag, ranks)
+            there = [self.mpi_ranks[rank] for rank in ranks]
+            group.attach_mpi(library.handle(self.mpi), tag, there)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
@@ -228,7 +236,7 @@ class World:
         MismatchError on all of them unless they say the ``same``.
         """
         key = f"{key}/id"
-        blob = f"{self.next_id} {same}".encode()
+        blob = f"{self.identities.next} {same}".encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
         said = self.bootstrap.exchange(members, key, blob, limit, heed)
         if once:
@@ -245,7 +253,7 @@ class World:
                 + "\n".join(lines)
             )
         chosen = max(int(number) for number, _, _ in parts)
-        self.next_id = chosen + 1
+        self.identities.next = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
             raise BackendError(
                 f"communicator {chosen} needs an MPI tag above this library's limit "
@@ -298,6 +306,7 @@ def connect_world(
     in_process: bool = False,
     engine: Any = None,
     timeout_s: float | None = None,
+    part: int | None = None,
 ) -> World:
     """Agree on nodes, variables and table with the other ranks; collective.
 
@@ -309,6 +318,8 @@ def connect_world(
         engine: the engine of this process's other worlds: a rank that waits in one of
             them makes progress in all.
         timeout_s: default limit of all that follows; None: COMMRT_TIMEOUT_S.
+        part: this rank's pretended node in the world before; None: COMMRT_NODES cuts
+            this one.
     """
     if timeout_s is None:
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
@@ -318,7 +329,7 @@ def connect_world(
     if in_process or (launch.kind == "torch" and bootstrap.size == 1):
         nodes = [everybody]
     else:
-        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
+        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes(), part)
     mpi = getattr(bootstrap, "comm", None)
     world = World(
         bootstrap=bootstrap,
@@ -330,7 +341,9 @@ def connect_world(
         located=located,
         wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
+        identities=getattr(bootstrap, "identities", None) or Identities(),
         mpi=mpi,
+        mpi_ranks=getattr(bootstrap, "places", ()),
         mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )
@@ -341,7 +354,14 @@ def connect_world(
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
     if mpi is not None:
-        world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)
+        world.native_comms = NativeComms(
+            mpi,
+            bootstrap,
+            library.load().Exception,
+            places=world.mpi_ranks,
+            why_none=getattr(bootstrap, "why_none", None),
+            by_thread=_threads_may_call_mpi(world),
+        )
         _load_mpi(world)
     return world
 

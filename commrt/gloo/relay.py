@@ -56,16 +56,24 @@ class GlooRelay:
         size: ranks of the job.
         peers: ranks of other nodes.
         timeout_s: within which the ranks must find each other.
+        liveness: is told which peers are lost, and which leave.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, peers: Sequence[int], timeout_s: float
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        peers: Sequence[int],
+        timeout_s: float,
+        liveness: _native.Liveness,
     ) -> None:
         """Collective over all ranks of the job."""
         import torch
 
         self._group = _gloo_group(store, rank, size, timeout_s)
         self.native = _native.Relay(rank, size)
+        self.native.watch(liveness, list(peers))
         self._landing: dict[Any, dict[int, tuple[Any, Any]]] = {p: {} for p in peers}
         self._carrier = _native.RelayCarrier(
             self.native,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness: the processes of a node's ranks, which the kernel says have ended or not.
+"""Liveness: which ranks of a job are gone, and how this process knows.
 
-Ranks tell each other which process they are. Each opens a descriptor of the others'
-processes, and asks it while it waits for them (``native/engine/liveness.hpp``).
+Ranks tell each other which process they are. A rank opens a descriptor of each process
+of its node, and asks the kernel while it waits. Of ranks of other nodes it hears by the
+connection that carries their messages (``native/engine/liveness.hpp``).
 """
 
 from __future__ import annotations
@@ -16,30 +17,21 @@ from dataclasses import dataclass
 from commrt import _native
 from commrt.launch.rank_process import Process
 
-__all__ = ["NodeLiveness", "own_process", "watch_processes"]
+__all__ = ["JobLiveness", "own_process", "watch_processes"]
 
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class NodeLiveness:
-    """The processes of a world's ranks on this node, and whether they still run."""
+class JobLiveness:
+    """What is known of the processes of a world's ranks."""
 
     native: _native.Liveness
-    """Asks the kernel."""
-    member_of: dict[int, int]
-    """For each of these ranks of the world, its number among the members."""
-
-    def of(self, world_ranks: Sequence[int]) -> list[int]:
-        """Return the number of each rank, -1 for ranks of other nodes."""
-        return [self.member_of.get(rank, -1) for rank in world_ranks]
+    """Asks the kernel, and is told by others. Its members are the world's ranks."""
 
     def gone(self, world_rank: int) -> str:
         """Return why a rank comes no more; empty where its process runs, or may."""
-        member = self.member_of.get(world_rank, -1)
-        if member < 0 or not self.native.look() or not self.native.has_ended(member):
-            return ""
-        return f"{self.native.name(member)} has ended"
+        return self.native.how(world_rank) if self.native.look() else ""
 
 
 def own_process() -> dict[str, str]:
@@ -52,26 +44,24 @@ def own_process() -> dict[str, str]:
 
 
 def watch_processes(
-    rank: int, known: Mapping[int, Mapping[str, str]]
-) -> NodeLiveness | None:
-    """Return what watches the processes of the ``known`` ranks; None where nothing can.
+    rank: int, here: Sequence[int], known: Sequence[Mapping[str, str]]
+) -> JobLiveness:
+    """Return what knows which ranks are gone.
 
-    ``known`` has the ``own_process`` of each rank of this node. A process of another
-    space of process numbers (a container of its own) is not watched.
+    Args:
+        rank: this process's.
+        here: the ranks of its node.
+        known: the ``own_process`` of each rank of the world.
     """
-    members = sorted(known)
     mine = known[rank]
     descriptors, names = [], []
-    for member in members:
-        its = known[member]
-        pid = int(its["process"].partition("-")[0] or 0)
-        watched = member != rank and its["space"] == mine["space"] and pid > 0
-        descriptors.append(_open(pid, its["process"]) if watched else _UNKNOWN)
-        names.append(f"process {pid} on {its['host']}")
-    if all(descriptor == _UNKNOWN for descriptor in descriptors):
-        return None
-    native = _native.Liveness(descriptors, names)
-    return NodeLiveness(native, {member: i for i, member in enumerate(members)})
+    for member, its in enumerate(known):
+        number = its["process"].partition("-")[0]
+        asked = member in here and member != rank and its["space"] == mine["space"]
+        is_known = asked and number.isdecimal()
+        descriptors.append(_open(int(number), its["process"]) if is_known else _UNKNOWN)
+        names.append(f"process {number or 'of unknown number'} on {its['host']}")
+    return JobLiveness(_native.Liveness(descriptors, names))
 
 
 def _open(pid: int, name: str) -> int:

@@ -25,7 +25,7 @@ from commrt.job.arena import (
     share,
 )
 from commrt.job.bells import NodeBells, hang_bells, own_bells
-from commrt.job.liveness import NodeLiveness, own_process, watch_processes
+from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
@@ -95,8 +95,8 @@ class World:
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     bells: NodeBells | None = None
     """Wake ranks of this node that sleep; None where this rank is alone there."""
-    liveness: NodeLiveness | None = None
-    """Watches the processes of this node's ranks; None where nothing can."""
+    liveness: JobLiveness | None = None
+    """Which ranks are gone; None where this rank is alone, or ranks are threads."""
     identities: Identities = field(default_factory=Identities)
     """Identities of communicators: they name their shared memory and MPI tags."""
     lingering: list[Any] = field(default_factory=list)
@@ -379,8 +379,10 @@ def _relay(world: World) -> GlooRelay:
     away = [rank for rank in range(world.size) if rank not in here]
     # A rank that comes late is named here; gloo would only say that time is up.
     world.meet(range(world.size), "gloo")
-    store = private_store("gloo")
-    return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
+    store, limit_s = private_store("gloo"), world.timeout_s
+    assert world.liveness is not None
+    liveness = world.liveness.native
+    return GlooRelay(store, world.rank, world.size, away, limit_s, liveness)
 
 
 def _agree_cores_and_bells(world: World) -> None:
@@ -413,11 +415,9 @@ def _agree_cores_and_bells(world: World) -> None:
     here = world.nodes[world.node_of(world.rank)]
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
-        if not world.in_process:
-            processes = {rank: said[rank][5] for rank in here}
-            world.liveness = watch_processes(world.rank, processes)
-            if world.liveness is not None:
-                world.bootstrap.gone = world.liveness.gone
+    if world.size > 1 and not world.in_process:
+        world.liveness = watch_processes(world.rank, here, [each[5] for each in said])
+        world.bootstrap.gone = world.liveness.gone
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:

@@ -32,13 +32,16 @@ void bind_waiting(nb::module_& m) {
   m.def("bells_of_threads", &Bells::of_threads, nb::arg("name"), nb::arg("members"),
         nb::arg("own"), "Return bells for ranks that are threads of this process.");
 
-  nb::class_<Liveness>(m, "Liveness", "Which processes of this node's ranks have ended.")
+  nb::class_<Liveness>(m, "Liveness", "Which ranks of a world are gone, and how that was noticed.")
       .def(nb::init<std::vector<int>, std::vector<std::string>>(), nb::arg("descriptors"),
            nb::arg("names"),
-           "Take over descriptors of processes (os.pidfd_open), -1 for those that are not watched.")
+           "For each rank, take over a descriptor of its process (os.pidfd_open); -1: it has none.")
       .def("look", &Liveness::look, nb::arg("anew") = false,
-           "Ask the kernel, unless that was done just now; True if any has ended.")
-      .def("has_ended", &Liveness::has_ended, nb::arg("member"), "Whether the last look has found it ended.")
+           "Ask the kernel, unless that was done just now; True if any rank is gone.")
+      .def("has_ended", &Liveness::has_ended, nb::arg("member"),
+           "Whether it has ended without a word, or cannot be reached, as far as is known.")
+      .def("how", &Liveness::how, nb::arg("member"),
+           "How it was noticed that a rank is gone; empty where it lives, as far as is known.")
       .def("name", &Liveness::name, nb::arg("member"), "What messages call the process.");
 
   nb::class_<Backoff>(m, "Backoff",

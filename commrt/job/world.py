@@ -29,6 +29,7 @@ from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
+from commrt.mpi.ulfm import failure_table, finalize_without_fence, survival
 from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
@@ -463,6 +464,10 @@ def _load_mpi(world: World) -> None:
         addresses, constants["BYTE"], constants["IN_PLACE"], constants["ERR_TRUNCATE"]
     )
     world.mpi_tag_ub = constants["TAG_UB"]
+    if survival().can and world.liveness is not None:
+        finalize_without_fence()
+        _native.load_mpi_failures(failure_table())
+        world.liveness.native.ask_mpi(library.handle(world.mpi), [*world.mpi_ranks])
 
 
 def progress_mode(world: World) -> bool:

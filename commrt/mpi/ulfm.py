@@ -8,7 +8,6 @@ With it a job survives the death of some of its ranks, and MPI says which have f
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +19,31 @@ from commrt.mpi import library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Beside", "FailedRanks", "Survival", "is_failure", "places_in", "survival"]
+__all__ = [
+    "Beside",
+    "FailedRanks",
+    "Survival",
+    "failure_table",
+    "finalize_without_fence",
+    "is_failure",
+    "places_in",
+    "survival",
+]
 
-_VARIABLE = "OMPI_MCA_mpi_ft_enable"
-"""The launcher of Open MPI sets it for the ranks."""
-_ON = ("1", "true", "t", "yes", "y", "on", "enabled")
+_IS_ON = "ompi_ftmpi_enabled"
+"""Open MPI's variable for whether it survives failures."""
+_NO_FENCE = "ompi_async_mpi_finalize"
+"""Open MPI's variable for whether MPI_Finalize leaves out its last meeting."""
 _BETWEEN_S = 0.01
+_GET_FAILED = "MPIX_Comm_get_failed"
+_FUNCTIONS = (
+    "MPI_Comm_group",
+    "MPI_Group_free",
+    "MPI_Group_size",
+    "MPI_Group_translate_ranks",
+)
+_ERRORS = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+_CONSTANTS = ("ANY_SOURCE", "ANY_TAG", *_ERRORS)
 _TAG = 1
 """Of no message: to look for one lets MPI hear of failures."""
 
@@ -50,7 +68,8 @@ def survival() -> Survival:
         )
     if not hasattr(mpi.Comm, "Get_failed"):
         return Survival(False, "mpi4py has no ULFM: install mpi4py 4 or newer")
-    if os.environ.get(_VARIABLE, "").lower() not in _ON:
+    is_on = library.flag_of(_IS_ON)
+    if is_on is None or not is_on.value:
         return Survival(
             False,
             "the launcher ends the job with the first rank that dies: start it by "
@@ -59,11 +78,34 @@ def survival() -> Survival:
     return Survival(True, f"{name} with ULFM")
 
 
+def finalize_without_fence() -> None:
+    """Let MPI_Finalize leave out the meeting by which it waits for ranks that died.
+
+    The launcher may wait there for a dead rank, for ever (Open MPI 5.0.11, in one of
+    six programs that had lost a rank). The ranks that live have met before, by an
+    agreement. All ranks of a job must do this, or none.
+    """
+    fence = library.flag_of(_NO_FENCE)
+    if fence is not None:
+        fence.value = True
+
+
 def is_failure(mpi: Any, error: Exception) -> bool:
     """Return whether MPI refused a call since a process has failed."""
-    names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-    codes = [getattr(mpi, name, None) for name in names]
+    codes = [getattr(mpi, name, None) for name in _ERRORS]
     return isinstance(error, mpi.Exception) and error.Get_error_class() in codes
+
+
+def failure_table() -> dict[str, int]:
+    """Return what the engine needs to ask MPI which ranks have failed."""
+    mpi, functions = library.load(), library.mpi_table()
+    constants = {name: int(getattr(mpi, name)) & 0xFFFF_FFFF for name in _CONSTANTS}
+    return {
+        **{name: functions[name] for name in _FUNCTIONS},
+        **constants,
+        _GET_FAILED: library.address_of(_GET_FAILED),
+        "COMM_SELF": library.handle(mpi.COMM_SELF),
+    }
 
 
 class FailedRanks:

@@ -43,8 +43,8 @@ std::string Comm::who_is_lost() const {
   return said;
 }
 
-std::string Comm::who_died(int peer) const {
-  if (liveness_ != nullptr) liveness_->look();
+std::string Comm::who_died(int peer, bool anew) const {
+  if (liveness_ != nullptr) liveness_->look(anew);
   for (int one = 0; one < size; ++one) {
     if (!is_gone(one)) continue;
     const std::string said = "rank " + std::to_string(one);
@@ -153,12 +153,20 @@ void P2P::tell_death(uint64_t seq) {
   for (int peer = 0; peer < comm_.size; ++peer) tell_ended(peer, seq, dead);
 }
 
+// A rank of another node says that one has died. By MPI there is no doubt of it.
+std::string Comm::who_died_as_told(int rank, int by) const {
+  if (liveness_ != nullptr && !off_node->is_relay && rank >= 0 && rank < size) {
+    liveness_->note_told(life_of_[static_cast<size_t>(rank)], life_of_[static_cast<size_t>(by)]);
+  }
+  return who_died(-1, true);
+}
+
 void P2P::hear_of_end(int source, const PacketHeader& header) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
   if (header.recv_id == 0) {
     comm_.break_down(who + " has ended it: look for the error of that rank");
   } else {
-    const std::string known = comm_.who_died();
+    const std::string known = comm_.who_died_as_told(static_cast<int>(header.recv_id) - 1, source);
     comm_.break_down(known.empty() ? "rank " + std::to_string(header.recv_id - 1) +
                                          " has died or cannot be reached, as " + who + " says"
                                    : known,

@@ -81,8 +81,8 @@ class MpiBootstrap:
         self.mpi_comm = None
         self.places = tuple(places)
         """Ranks in ``comm``, by rank."""
-        self.is_whole = self.places == tuple(range(self.comm.Get_size()))
-        """True if ``comm`` has exactly these ranks, in this order."""
+        self.comm_of_all = None if prefix else self.comm
+        """``comm``, where it has exactly these ranks and no other world has it."""
         self.rank: int = self.places.index(self.comm.Get_rank())
         self.size: int = len(self.places)
         self.identities = mail.identities
@@ -171,7 +171,7 @@ class MpiBootstrap:
         PeerFailedError, on all ranks, where one has died meanwhile.
         """
         everybody = len(self.places) + len(self._dead) == self.comm.Get_size()
-        if self.is_whole or not everybody or not self.mail.survives:
+        if not self._prefix or not everybody or not self.mail.survives:
             return self
         shrunk = self._shrunk(timeout_s)
         shrunk.Set_errhandler(self._mpi.ERRORS_RETURN)

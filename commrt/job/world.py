@@ -74,6 +74,8 @@ class World:
     """commrt's own MPI communicator, which has all ranks; None without MPI."""
     mpi_ranks: Sequence[int] = ()
     """For each rank, its rank in that."""
+    mpi_of_all: MPI.Intracomm | None = None
+    """That communicator, if no other world has it: collectives may run there."""
     mpi_comm: MPI.Intracomm | None = None
     """The program's mpi4py communicator of exactly these ranks, if there is one."""
     mpi_tag_ub: int = 32767
@@ -116,11 +118,6 @@ class World:
     def size(self) -> int:
         """Ranks in the job."""
         return self.bootstrap.size
-
-    @property
-    def mpi_of_all(self) -> MPI.Intracomm | None:
-        """commrt's own MPI communicator, if it has exactly these ranks."""
-        return self.mpi if self.mpi_ranks == tuple(range(self.size)) else None
 
     def node_of(self, rank: int) -> int:
         """Return the index of the node that ``rank`` lies on."""
@@ -345,6 +342,7 @@ def connect_world(
         identities=getattr(bootstrap, "identities", None) or Identities(),
         mpi=mpi,
         mpi_ranks=getattr(bootstrap, "places", ()),
+        mpi_of_all=getattr(bootstrap, "comm_of_all", None),
         mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )

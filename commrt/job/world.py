@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap, Identities
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo.connecting import connect_group
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import (
@@ -304,7 +306,7 @@ def connect_world(
     in_process: bool = False,
     engine: Any = None,
     timeout_s: float | None = None,
-    part: int | None = None,
+    parts: Sequence[int] | None = None,
 ) -> World:
     """Agree on nodes, variables and table with the other ranks; collective.
 
@@ -316,8 +318,7 @@ def connect_world(
         engine: the engine of this process's other worlds: a rank that waits in one of
             them makes progress in all.
         timeout_s: default limit of all that follows; None: COMMRT_TIMEOUT_S.
-        part: this rank's pretended node in the world before; None: COMMRT_NODES cuts
-            this one.
+        parts: the number of each rank's pretended node; None: as COMMRT_NODES says.
     """
     if timeout_s is None:
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
@@ -327,7 +328,7 @@ def connect_world(
     if in_process or (launch.kind == "torch" and bootstrap.size == 1):
         nodes = [everybody]
     else:
-        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes(), part)
+        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes(), parts)
     mpi = getattr(bootstrap, "comm", None)
     world = World(
         bootstrap=bootstrap,
@@ -352,6 +353,8 @@ def connect_world(
         world.relay = _relay(world)
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
+        # A world that another one has replaced leaves no threads or connections behind.
+        weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
         world.native_comms = NativeComms(
             mpi,
@@ -381,7 +384,8 @@ def _relay(world: World) -> GlooRelay:
     store, limit_s = private_store("gloo"), world.timeout_s
     assert world.liveness is not None
     liveness = world.liveness.native
-    return GlooRelay(store, world.rank, world.size, away, limit_s, liveness)
+    group = connect_group(store, range(world.size), world.bootstrap, limit_s)
+    return GlooRelay(group, world.rank, world.size, away, liveness)
 
 
 def _agree_cores_and_bells(world: World) -> None:
@@ -415,7 +419,8 @@ def _agree_cores_and_bells(world: World) -> None:
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
     if world.size > 1 and not world.in_process:
-        world.liveness = watch_processes(world.rank, here, [each[5] for each in said])
+        processes, limit_s = [each[5] for each in said], world.timeout_s
+        world.liveness = watch_processes(world.bootstrap, here, processes, limit_s)
         world.bootstrap.gone = world.liveness.gone
 
 

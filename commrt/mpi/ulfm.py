@@ -159,7 +159,7 @@ class Beside:
     def __init__(self, call: Callable[[], Any], *, by_thread: bool) -> None:
         self._call = call
         self._made: list[Any] = []
-        self._errors: list[BaseException] = []
+        self._errors: list[Exception] = []
         self._thread: threading.Thread | None = None
         if by_thread:
             self._thread = threading.Thread(
@@ -172,7 +172,7 @@ class Beside:
     def _run(self) -> None:
         try:
             self._made.append(self._call())
-        except BaseException as error:
+        except Exception as error:  # of the library, for the caller
             self._errors.append(error)
 
     def is_done(self) -> bool:

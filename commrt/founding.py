@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from commrt import env
 from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.calls.channel import Channel
 from commrt.calls.settings import Settings
 from commrt.errors import BackendError, CommError
@@ -85,7 +86,7 @@ class Founder(Generic[Plain]):
             self.name,
             identity,
             deterministic=wish,
-            native_comm=world.mpi,
+            native_comm=world.mpi_of_all,
             timeout_s=limit_s,
             settings=self.settings,
         )
@@ -93,6 +94,8 @@ class Founder(Generic[Plain]):
         return made
 
     def _world_of(self, peers: Bootstrap, limit_s: float) -> World:
+        if isinstance(peers, MpiBootstrap):
+            peers = peers.renewed(limit_s)
         parts = None
         if env.read_nodes() is not None:  # of the ranks of the job, some of them gone
             everybody, node = range(peers.size), str(self.node).encode()

@@ -121,7 +121,7 @@ def init(
             range(world.size),
             "world",
             identity,
-            native_comm=world.mpi,
+            native_comm=world.mpi_of_all,
             deterministic=deterministic,
         )
         _RUNTIME.core.when_replaced = _go_on_with

@@ -16,6 +16,7 @@ from commrt.vocabulary.limits import deadline_after
 __all__ = [
     "Bootstrap",
     "ByExchange",
+    "Identities",
     "Keys",
     "check_alive",
     "poll_until",
@@ -146,6 +147,14 @@ class Keys:
             with self._changed:
                 self._busy.discard(name)
                 self._changed.notify_all()
+
+
+class Identities:
+    """Numbers of communicators whose messages share a carrier."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        """The next one that no communicator of this rank has."""
 
 
 class ByExchange(Generic[T]):

@@ -27,6 +27,7 @@ from commrt.bootstrap.base import (
     with_heed,
 )
 from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.newcomers import Reception
 from commrt.bootstrap.survivors import agree_on_survivors
 from commrt.errors import BackendError, CommError, PeerFailedError
 from commrt.launch import slurm
@@ -65,7 +66,10 @@ class StoreBootstrap:
             # same store must not meet keys that the first one is still deleting.
             generation = store.add(f"commrt/generation/{rank}", 1)
             prefix = f"commrt/{generation}"
-        self._prefix = prefix
+        self.prefix = prefix
+        """Begins its keys."""
+        self.reception = Reception(store)
+        """Where processes ask to join the job."""
         self._why_no_host: Callable[[], str] = lambda: self.gone(0) if self.gone else ""
         """Why rank 0 of the job, which may host the store, is gone."""
 
@@ -108,7 +112,7 @@ class StoreBootstrap:
         with self._reaching(), self._keys.turn(members, key, timeout_s) as (name, _):
             while True:
                 attempts = self._attempts.of(name)
-                base = f"{self._prefix}/{name}#{attempts.ended}"
+                base = f"{self.prefix}/{name}#{attempts.ended}"
                 attempt = _Attempt(self._store, base, members, self.rank)
                 heeds = with_heed(
                     heed, check_alive(self.gone, key, members, attempt.has_come)
@@ -136,7 +140,7 @@ class StoreBootstrap:
             with self._reaching(), turn as (name, _):
                 decision = agree_on_survivors(
                     self._store,
-                    f"{self._prefix}/{name}/{number}",
+                    f"{self.prefix}/{name}/{number}",
                     members,
                     self.rank,
                     blob,
@@ -167,6 +171,12 @@ class StoreBootstrap:
             made.gone = lambda rank: gone(ranks[rank])
         return made
 
+    def enlarged(self, size: int) -> StoreBootstrap:
+        """Return a bootstrap of these ranks and of others that follow them; local."""
+        made = StoreBootstrap(self._store, self.rank, size, f"{self.prefix}/grown")
+        made.idle = self.idle
+        return made
+
     def forget(self, key: str) -> None:
         """Drop the count of attempts; the store keeps nothing that is over."""
         self._attempts.forget(key)
@@ -175,7 +185,7 @@ class StoreBootstrap:
         """Return a part of the store of torch for one use; the same on all ranks."""
         from torch.distributed import PrefixStore
 
-        name = f"{self._prefix}/{purpose}"
+        name = f"{self.prefix}/{purpose}"
         if isinstance(self._store, DirectoryStore):
             return self._store.for_torch(name)
         return PrefixStore(name, self._store)

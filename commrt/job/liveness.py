@@ -18,10 +18,17 @@ from dataclasses import dataclass
 
 from commrt import _native
 from commrt.bootstrap.base import Bootstrap
+from commrt.job.arena import machine_identity
 from commrt.job.passed_descriptors import DescriptorServer, receive_descriptor
-from commrt.launch.rank_process import Process
+from commrt.launch.rank_process import Process, is_running
 
-__all__ = ["JobLiveness", "own_process", "watch_processes"]
+__all__ = [
+    "JobLiveness",
+    "findable",
+    "own_process",
+    "watch_processes",
+    "why_ended",
+]
 
 _UNKNOWN = -1
 
@@ -45,6 +52,23 @@ def own_process() -> dict[str, str]:
         space = os.readlink("/proc/self/ns/pid")
     process = Process(os.getpid()).name if space else ""
     return {"process": process, "space": space, "host": socket.gethostname()}
+
+
+def findable() -> dict[str, str]:
+    """Return how any process of the job can find this one, if it is on this machine."""
+    return {**own_process(), "machine": machine_identity()}
+
+
+def why_ended(its: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    """Return why a process comes no more; empty where it runs, or may.
+
+    ``its`` and ``mine``: what ``findable`` says of it, and of this process.
+    """
+    same = all(its[key] == mine[key] for key in ("machine", "space"))
+    if not same or not its["process"] or is_running(its["process"]):
+        return ""
+    pid = its["process"].partition("-")[0]
+    return f"process {pid} on {its['host']} has ended"
 
 
 def watch_processes(

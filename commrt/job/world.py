@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt import _native, env
-from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.base import Bootstrap, Identities
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
@@ -32,6 +32,7 @@ from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
+from commrt.mpi.ulfm import failure_table, finalize_without_fence, survival
 from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
@@ -73,9 +74,13 @@ class World:
     timeout_s: float
     """Default deadline of an operation."""
     mpi: MPI.Intracomm | None = None
-    """commrt's own MPI communicator over all ranks, or None without MPI."""
+    """commrt's own MPI communicator, which has all ranks; None without MPI."""
+    mpi_ranks: Sequence[int] = ()
+    """For each rank, its rank in that."""
+    mpi_of_all: MPI.Intracomm | None = None
+    """That communicator, if no other world has it: collectives may run there."""
     mpi_comm: MPI.Intracomm | None = None
-    """The mpi4py communicator that commrt was started on."""
+    """The program's mpi4py communicator of exactly these ranks, if there is one."""
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""
     in_process: bool = False
@@ -98,8 +103,8 @@ class World:
     """Wake ranks of this node that sleep; None where this rank is alone there."""
     liveness: JobLiveness | None = None
     """Which ranks are gone; None where this rank is alone, or ranks are threads."""
-    next_id: int = 0
-    """Identity of the next communicator: names its shared memory and its MPI tags."""
+    identities: Identities = field(default_factory=Identities)
+    """Identities of communicators: they name their shared memory and MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
     deferred: list[Any] = field(default_factory=list)
@@ -205,7 +210,8 @@ class World:
         if self.relay is not None:
             group.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
-            group.attach_mpi(library.handle(self.mpi), tag, ranks)
+            there = [self.mpi_ranks[rank] for rank in ranks]
+            group.attach_mpi(library.handle(self.mpi), tag, there)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
@@ -231,7 +237,7 @@ class World:
         MismatchError on all of them unless they say the ``same``.
         """
         key = f"{key}/id"
-        blob = f"{self.next_id} {same}".encode()
+        blob = f"{self.identities.next} {same}".encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
         said = self.bootstrap.exchange(members, key, blob, limit, heed)
         if once:
@@ -248,7 +254,7 @@ class World:
                 + "\n".join(lines)
             )
         chosen = max(int(number) for number, _, _ in parts)
-        self.next_id = chosen + 1
+        self.identities.next = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
             raise BackendError(
                 f"communicator {chosen} needs an MPI tag above this library's limit "
@@ -335,7 +341,10 @@ def connect_world(
         located=located,
         wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
+        identities=getattr(bootstrap, "identities", None) or Identities(),
         mpi=mpi,
+        mpi_ranks=getattr(bootstrap, "places", ()),
+        mpi_of_all=getattr(bootstrap, "comm_of_all", None),
         mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )
@@ -348,7 +357,14 @@ def connect_world(
         # A world that another one has replaced leaves no threads or connections behind.
         weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
-        world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)
+        world.native_comms = NativeComms(
+            mpi,
+            bootstrap,
+            library.load().Exception,
+            places=world.mpi_ranks,
+            why_none=getattr(bootstrap, "why_none", None),
+            by_thread=_threads_may_call_mpi(world),
+        )
         _load_mpi(world)
     return world
 
@@ -457,6 +473,10 @@ def _load_mpi(world: World) -> None:
         addresses, constants["BYTE"], constants["IN_PLACE"], constants["ERR_TRUNCATE"]
     )
     world.mpi_tag_ub = constants["TAG_UB"]
+    if survival().can and world.liveness is not None:
+        finalize_without_fence()
+        _native.load_mpi_failures(failure_table())
+        world.liveness.native.ask_mpi(library.handle(world.mpi), [*world.mpi_ranks])
 
 
 def progress_mode(world: World) -> bool:

@@ -423,8 +423,10 @@ class Comm {
   // without its part in it. While the ranks still agree on the operation, a rank that gave it up
   // later does not count.
   GaveUp who_gave_up(uint64_t seq, bool still_agrees = false) const;
-  // Names a rank that has died, or `peer` if that has left. Asks the kernel.
-  std::string who_died(int peer = -1) const;
+  // Names a rank that has died, or `peer` if that has left. Asks the kernel, `anew` in any case.
+  std::string who_died(int peer = -1, bool anew = false) const;
+  // The same, where rank `by` of another node has just said that a rank has died.
+  std::string who_died_as_told(int rank, int by) const;
   // True if a peer takes part in nothing any more, as far as is known.
   bool is_gone(int peer) const;
   // This rank takes no part in later operations, and has done its part in earlier ones.

@@ -43,8 +43,8 @@ std::string Comm::who_is_lost() const {
   return said;
 }
 
-std::string Comm::who_died(int peer) const {
-  if (liveness_ != nullptr) liveness_->look();
+std::string Comm::who_died(int peer, bool anew) const {
+  if (liveness_ != nullptr) liveness_->look(anew);
   std::string left;  // counts where nobody has died: others may leave because of a death
   for (int one = 0; one < size; ++one) {
     if (!is_gone(one)) continue;
@@ -161,20 +161,28 @@ void P2P::tell_death(uint64_t seq) {
   for (int peer = 0; peer < comm_.size; ++peer) tell_ended(peer, seq, dead);
 }
 
+// A rank of another node says that one has died. By MPI there is no doubt of it.
+std::string Comm::who_died_as_told(int rank, int by) const {
+  if (liveness_ != nullptr && !off_node->is_relay && rank >= 0 && rank < size) {
+    liveness_->note_told(life_of_[static_cast<size_t>(rank)], life_of_[static_cast<size_t>(by)]);
+  }
+  return who_died(-1, true);
+}
+
 void P2P::hear_of_end(int source, const PacketHeader& header) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
   std::string why = who + " has ended it: look for the error of that rank";
   const bool by_death = header.recv_id != 0;
   if (by_death) {
-    why = comm_.who_died();
+    const int dead = static_cast<int>((header.recv_id - 1) % comm_.links_.size());
     comm_.said_dead_ = static_cast<uint32_t>(header.recv_id);
-  }
-  if (why.empty()) {
-    const size_t dead = static_cast<size_t>(header.recv_id - 1) % comm_.links_.size();
-    const int member = comm_.liveness_ == nullptr ? -1 : comm_.life_of_[dead];
-    why = "rank " + std::to_string(dead) + " has died: " +
-          (member < 0 ? "its process" : comm_.liveness_->name(member)) +
-          " has ended or cannot be reached, as " + who + " says";
+    why = comm_.who_died_as_told(dead, source);
+    if (why.empty()) {
+      const int member = comm_.liveness_ == nullptr ? -1 : comm_.life_of_[static_cast<size_t>(dead)];
+      why = "rank " + std::to_string(dead) + " has died: " +
+            (member < 0 ? "its process" : comm_.liveness_->name(member)) +
+            " has ended or cannot be reached, as " + who + " says";
+    }
   }
   comm_.break_down(why, by_death);
   comm_.tell_failure(header.send_id);

@@ -40,8 +40,13 @@ Liveness::~Liveness() {
   }
 }
 
+void Liveness::ask_mpi(Handle comm, const std::vector<int>& places) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  by_mpi_ = std::make_unique<MpiFailures>(comm, places);
+}
+
 bool Liveness::look(bool anew) {
-  if (!has_descriptors_) return any();
+  if (!has_descriptors_ && by_mpi_ == nullptr) return any();
   const double now = now_s();
   if (!anew && now < next_s_.load(std::memory_order_relaxed)) return any();
   std::vector<int> found;
@@ -57,6 +62,9 @@ bool Liveness::look(bool anew) {
         const int member = static_cast<int>(i);
         if (note(member, Fate::Ended, names_[i] + " has ended")) found.push_back(member);
       }
+    }
+    for (const int member : by_mpi_ == nullptr ? std::vector<int>() : by_mpi_->ask()) {
+      note(member, Fate::Ended, "MPI says that " + name(member) + " has failed");
     }
   }
   if (!found.empty()) {

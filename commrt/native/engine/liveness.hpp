@@ -6,6 +6,7 @@
 //   anyway asks, now and then.
 // - The relay says of a rank of another node that its connection was closed, or that it has left
 //   (relay.hpp).
+// - MPI says which ranks have failed, where it survives that (mpi_failures.hpp).
 // - Ranks of the node on which a process has ended say so to the other nodes.
 //
 // A process that is stopped, or does not get a core, has not ended: its connections stay open.
@@ -13,9 +14,12 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "engine/mpi_failures.hpp"
 
 namespace commrt {
 
@@ -37,6 +41,8 @@ class Liveness {
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
+  // Asks MPI, too, from now on: `places[m]` is the rank of member m in `comm`.
+  void ask_mpi(Handle comm, const std::vector<int>& places);
   // Asks the kernel, unless that was done just now; `anew`: in any case. True if any rank is gone.
   bool look(bool anew = false);
   bool any() const { return any_.load(std::memory_order_acquire); }
@@ -72,6 +78,7 @@ class Liveness {
   std::mutex mutex_;
   std::vector<int> descriptors_;  // -1 once it has ended
   bool has_descriptors_ = false;
+  std::unique_ptr<MpiFailures> by_mpi_;
   const std::vector<std::string> names_;
   std::vector<std::atomic<Fate>> fates_;
   std::atomic<bool> any_{false};

@@ -43,15 +43,17 @@ unsigned char* Op::start_of(const Instr& ins, const Ref& ref, int64_t fragment) 
 }
 
 void Op::fail_mpi(const char* function, int code, const std::string& what, int peer) {
-  const std::string died = comm->who_died(peer);
+  const std::string died = comm->who_died(peer, MpiFailures::is_failure(code));
   if (!died.empty()) {
     by_death = true;
     return fail(what + ": " + died);
   }
   const std::string why = what + ": " + comm->off_node->describe(function, code);
-  by_mpi = true;
-  comm->break_down(why);
-  fail(why + "; " + kAfterMpiFailure);
+  by_death = MpiFailures::is_failure(code);
+  given_up = MpiFailures::is_revocation(code);
+  by_mpi = !by_death && !given_up;
+  comm->break_down(why, by_death);
+  fail(by_mpi ? why + "; " + kAfterMpiFailure : why);
 }
 
 // Posts the receives that may be posted: ids of a pair in their order, whatever instructions they

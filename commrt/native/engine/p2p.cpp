@@ -191,11 +191,12 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
 // MPI has failed for this peer: what needs it ends with an error. True, as this is progress.
 bool P2P::lose(int peer, const char* function, int code) {
   Channel& c = channels_[peer];
-  const std::string died = comm_.who_died(peer);
+  const bool by_death = MpiFailures::is_failure(code);
+  const std::string died = comm_.who_died(peer, by_death);
   c.failure = "no messages to and from rank " + std::to_string(peer) + ": " +
               (died.empty() ? comm_.off_node->describe(function, code) : died);
   if (!comm_.has_left(peer)) {  // else messages of others go on
-    comm_.break_down(c.failure, !died.empty());
+    comm_.break_down(c.failure, by_death || !died.empty());
     comm_.tell_failure(comm_.next_seq);
   }
   std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());

@@ -79,7 +79,8 @@ def measured(what: str, nodes: str, deaths: int) -> list[float]:
             )
             for dies in range(1, RANKS):
                 files = list(Path(folder).glob(f"{dies}-*"))
-                late += [max(float(each.read_text()) for each in files)] * bool(files)
+                if files:
+                    late.append(max(float(each.read_text()) for each in files))
     return late[:deaths]
 
 
@@ -87,13 +88,14 @@ def main() -> None:
     """Measure each kind of wait."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=20, help="of each kind of wait")
+    parser.add_argument("--waits", nargs="*", default=list(WAITS), choices=list(WAITS))
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     said = parser.parse_args()
     if said.rank:
         return run_rank(said.rank[0], Path(said.rank[1]))
     print(f"seconds, of {said.deaths} deaths each")
     for where, nodes in NODES.items():
-        for what in WAITS:
+        for what in said.waits:
             if where == "one node" and what == "gloo/native":
                 continue
             late = measured(what, nodes, said.deaths)

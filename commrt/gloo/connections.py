@@ -76,9 +76,12 @@ def _open_sockets() -> list[_Socket]:
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 _, local, remote, state, *rest = line.split()
                 if (inode := rest[5]) in descriptors:
-                    ports = [int(end.rpartition(":")[2], 16) for end in (local, remote)]
-                    what = descriptors[inode], int(inode)
-                    found.append(_Socket(*what, *ports, listens=state == _LISTENS))
+                    at, to = (
+                        int(end.rpartition(":")[2], 16) for end in (local, remote)
+                    )
+                    listens = state == _LISTENS
+                    descriptor = descriptors[inode]
+                    found.append(_Socket(descriptor, int(inode), at, to, listens))
     return found
 
 

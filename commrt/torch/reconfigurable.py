@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _world as torchs
 
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.errors import ClosedError, CommError, UsageError, shown
@@ -258,7 +258,7 @@ class ReconfigurableGroup(Reconfigures, CommrtProcessGroup):
 
     def _met(self, generation: Generation, deadline: float) -> list[dict[str, int]]:
         """Return what each of the new ranks says of itself, once all have come."""
-        mine = {"rank": _default_rank(), "groups": c10d._world.group_count}
+        mine = {"rank": _default_rank(), "groups": torchs.group_count}
         if len(generation.members) == 1:
             return [mine]
         said = generation.meet(json.dumps(mine).encode(), _left_s(deadline))
@@ -317,7 +317,6 @@ class ReconfigurableGroup(Reconfigures, CommrtProcessGroup):
         Ranks that come late have made fewer groups. Torch numbers groups, and the next
         one is to have the same number on all ranks.
         """
-        torchs = c10d._world
         if self in torchs.pg_group_ranks:
             ranks = member.ranks or range(member.size)
             torchs.pg_group_ranks[self] = {rank: i for i, rank in enumerate(ranks)}

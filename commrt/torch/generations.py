@@ -33,6 +33,7 @@ from commrt.torch.handles import Handle
 __all__ = ["Generation", "agreed_job", "reaching"]
 
 _DONE = "done"
+_AGAIN = "let all ranks call again with a fresh uuid"
 _KINDS: dict[str, type[CommError]] = {
     kind.__name__: kind for kind in (TimeoutError_, PeerFailedError, MismatchError)
 }
@@ -100,12 +101,17 @@ class Generation:
     def claim(self) -> None:
         """Take the uuid; UsageError where it was used, MismatchError if others differ.
 
-        Of this attempt, other ranks may have been here before.
+        Of this attempt, other ranks may have been here before. Who comes to it only
+        once one of them has given up raises what they raise.
         """
         store, uuid = self._store, self.uuid
+        is_first = store.add(f"{self._base}/came/{self._own.member}", 1) == 1
         if store.check([self._over]):
-            raise self._used(_Ended.of(store.get(self._over)).why)
-        if store.add(f"{self._base}/came/{self._own.member}", 1) > 1:
+            ended = _Ended.of(store.get(self._over))
+            if is_first and ended.kind != _DONE:
+                raise ended.error(uuid)
+            raise self._used(ended.why)
+        if not is_first:
             raise self._used("this rank has called with it before")
         self._is_claimed = True
         order = "\n".join(member.text() for member in self.members)
@@ -124,8 +130,7 @@ class Generation:
 
     def _used(self, why: str) -> UsageError:
         return UsageError(
-            f"reconfigure: uuid {self.uuid} was already used ({why}): let all ranks "
-            f"call again with a fresh uuid"
+            f"reconfigure: uuid {self.uuid} was already used ({why}); {_AGAIN}"
         )
 
     def meet(self, facts: bytes, limit_s: float) -> list[bytes]:
@@ -198,10 +203,10 @@ class _Ended:
         if self.kind == RefusedError.__name__:
             return RefusedError(
                 f"reconfigure: a rank's call with uuid {uuid} was refused, so that "
-                f"none is connected: {self.why}"
+                f"none is connected: {self.why}; {_AGAIN}"
             )
         kind = _KINDS.get(self.kind, BackendError)
         return kind(
             f"reconfigure: a rank has given up, so that none is connected by uuid "
-            f"{uuid}: {self.why}"
+            f"{uuid}: {self.why}; {_AGAIN}"
         )

@@ -227,8 +227,8 @@ class ReconfigurableGroup(Reconfigures, CommrtProcessGroup):
                 Generation(store, uuid, own).refuse(error)
             raise
         generation = Generation(store, uuid, own, members)
-        generation.claim()
         try:
+            generation.claim()
             self._end_if_broken()
             facts = self._met(generation, deadline)
             joined = self._joined_anew(generation, facts, deadline)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that are reconfigured, as torch's own tests make them; for ranks of torchrun.
+"""Groups that are reconfigured, as torch's own tests make them.
 
 ``test_c10d_fault_tolerance.py`` of torch names the methods below.
 """
@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from process_groups import LIMIT
 
-__all__ = ["Changing", "changing"]
+from commrt.bootstrap.directory import DirectoryStore
+from commrt.launch.detect import detect
+
+__all__ = ["Changing", "changing", "own_store"]
 
 
 class Changing:
@@ -80,7 +83,8 @@ class Changing:
 @contextmanager
 def changing(name: str, **options: Any) -> Iterator[Changing]:
     """Give a default group that is not connected so far, and ends with the context."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launch = detect()
+    rank, size = launch.rank, launch.size
     store = dist.PrefixStore(name, own_store())
     limit = options.pop("timeout", LIMIT)
     options = {"enable_reconfigure": True, **options}
@@ -95,6 +99,9 @@ def changing(name: str, **options: Any) -> Iterator[Changing]:
 
 
 def own_store() -> Any:
-    """Return a store of all ranks of the job, hosted by torchrun's agent."""
+    """Return a store of all ranks of the job, which no rank hosts."""
+    folder = os.environ.get("COMMRT_MEETING")
+    if folder:  # of commrt.run
+        return DirectoryStore(folder, detect().size).for_torch("tests")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))

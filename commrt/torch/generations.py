@@ -133,11 +133,16 @@ class Generation:
             f"reconfigure: uuid {self.uuid} was already used ({why}); {_AGAIN}"
         )
 
-    def meet(self, facts: bytes, limit_s: float) -> list[bytes]:
-        """Wait until all members are here; return the facts of each."""
+    def meet(
+        self, facts: bytes, limit_s: float, idle: Callable[[], object] | None
+    ) -> list[bytes]:
+        """Wait until all members are here; return the facts of each.
+
+        ``idle`` is called meanwhile: ranks of other groups may wait for this one.
+        """
         size = len(self.members)
         meeting = _Meeting(self._store, self.rank, size, f"{self._base}/meet")
-        meeting.heed = self.check
+        meeting.heed, meeting.idle = self.check, idle
         here = {
             rank: member.known()
             for rank, member in enumerate(self.members)

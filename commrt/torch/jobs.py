@@ -9,7 +9,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,15 @@ from commrt.torch.launchers import take_mpi
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["Member", "join", "join_anew", "lead", "leave", "torchs_wrapper_compares"]
+__all__ = [
+    "Member",
+    "join",
+    "join_anew",
+    "lead",
+    "leave",
+    "progress",
+    "torchs_wrapper_compares",
+]
 
 _DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
@@ -110,6 +118,12 @@ def join_anew(member: Member, meeting: Bootstrap, limit_s: float) -> Core:
     comm.timeout_s = member.options.timeout_s or member.timeout_s
     _JOBS.in_use.append(comm.world)
     return comm
+
+
+def progress() -> Callable[[], object] | None:
+    """Return what makes progress in all groups of this process; None: it has none."""
+    worlds = _JOBS.in_use
+    return worlds[0].engine.step if worlds else None
 
 
 def lead(comm: Core) -> None:

@@ -33,6 +33,7 @@ from commrt.vocabulary.limits import timedelta_seconds
 
 __all__ = ["AsBackend", "JoinedGroup", "Joins"]
 
+_STEPS = 1000
 _LIVING: weakref.WeakSet[JoinedGroup] = weakref.WeakSet()
 """Groups that ``destroy_process_group`` has not ended, for the end of the process."""
 
@@ -107,8 +108,15 @@ class JoinedGroup:
 
     def revoke(self, why: str) -> None:
         """Fail all that is under way, and all calls from now on, on all ranks."""
-        if not self._is_over:
-            self.comm.recovery.end(why)
+        if self._is_over:
+            return
+        comm = self.comm
+        comm.recovery.end(why)
+        # Ranks of other nodes are told by messages, which are to leave before the
+        # communicator does.
+        for _ in range(_STEPS):
+            if len(comm.node_members) == comm.size or not comm.world.engine.step():
+                break
 
     def abort(self) -> None:
         """Fail all that is under way, on all ranks, and end the group here."""

@@ -261,7 +261,9 @@ class ReconfigurableGroup(Reconfigures, CommrtProcessGroup):
         mine = {"rank": _default_rank(), "groups": torchs.group_count}
         if len(generation.members) == 1:
             return [mine]
-        said = generation.meet(json.dumps(mine).encode(), _left_s(deadline))
+        said = generation.meet(
+            json.dumps(mine).encode(), _left_s(deadline), jobs.progress()
+        )
         return [json.loads(blob) for blob in said]
 
     def _joined_anew(

@@ -32,6 +32,8 @@ from commrt.torch import Options
 from commrt.torch.backend import can_be_made
 
 DEADLINE_S = 300.0
+ELSEWHERE = "rank 0 of another node has ended it"
+"""Between nodes ranks hear who has ended a group, and not why."""
 FAILED = (PeerFailedError, RevokedError)
 pytestmark = pytest.mark.skipif(
     not can_be_made(), reason="torch has reconfiguration from 2.14 on"
@@ -169,6 +171,7 @@ def the_host_dies(folder: str) -> str:
     dist.init_process_group("commrt", store=store, **where)
     it = Changing(store, launch.rank, 2)
     it.connect("host", 1)
+    dist.barrier()
     if is_host:
         die()
     last_error()
@@ -190,10 +193,10 @@ def others_wait_in_it(it: Changing) -> None:
     """A rank reconfigures while the others wait for it in the old group."""
     handles = it.connect("wait", 100)
     if it.rank == 0:
-        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work = dist.irecv(torch.ones(2), group_src=1)
         assert not work.is_completed()
     else:
-        with pytest.raises(RevokedError, match="rank 0 reconfigures the process group"):
+        with pytest.raises(RevokedError, match=f"rank 0 reconfigures|{ELSEWHERE}"):
             dist.barrier()
     it.reconfigure(101, handles)
     if it.rank == 0:
@@ -206,7 +209,7 @@ def left_out_waits(it: Changing) -> None:
     """A rank that stays out of the new group hears of it where it waits in the old."""
     handles = it.connect("out", 110)
     if it.rank == it.size - 1:
-        with pytest.raises(RevokedError, match="has been reconfigured to"):
+        with pytest.raises(RevokedError, match=f"has been reconfigured to|{ELSEWHERE}"):
             dist.all_reduce(torch.ones(3))
         assert it.backend.get_error().name == "COMM_ERROR"
     else:
@@ -331,7 +334,7 @@ def run_all() -> str:
     return "right"
 
 
-@pytest.mark.parametrize("nodes", ["", "2"])
+@pytest.mark.parametrize("nodes", ["", "1"])
 def test_old_groups_and_others(ranks: RunRanks, nodes: str) -> None:
     env = {"COMMRT_NODES": nodes} if nodes else {}
     found = ranks(3, run_all, env=env, deadline_s=DEADLINE_S)

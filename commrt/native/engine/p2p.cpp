@@ -149,6 +149,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     comm_.break_down("rank " + std::to_string(source) +
                      " of another node has ended it: look for the error of that rank");
     comm_.tell_failure(header.send_id);
+    take_all_back("this rank gave up: " + comm_.failure);
     return;
   }
   if (header.kind == PacketKind::Data) {

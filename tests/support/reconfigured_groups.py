@@ -88,6 +88,8 @@ def changing(name: str, **options: Any) -> Iterator[Changing]:
     store = dist.PrefixStore(name, own_store())
     limit = options.pop("timeout", LIMIT)
     options = {"enable_reconfigure": True, **options}
+    if not options["enable_reconfigure"]:  # torch 2.13 does not know it
+        del options["enable_reconfigure"]
     dist.init_process_group(
         "commrt", store=store, rank=rank, world_size=size, timeout=limit, **options
     )

@@ -177,6 +177,7 @@ void P2P::hear_of_end(int source, const PacketHeader& header) {
   }
   comm_.break_down(why, by_death);
   comm_.tell_failure(header.send_id);
+  take_all_back("this rank gave up: " + comm_.failure);
 }
 
 }  // namespace commrt

@@ -34,6 +34,7 @@ from commrt.grids.halos import Halos
 from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
 from commrt.group.compare import Refusing
 from commrt.group.symmetric import SymmetricMemory
+from commrt.growing import Growth
 from commrt.job.world import World
 from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
@@ -75,6 +76,8 @@ class Core(Channel):
     devices: DeviceCollectives
     fusion: Fusion
     checker: Checker | None = None
+    joined: range = range(0)
+    """The ranks that came by the ``grow`` that made this one."""
     when_replaced: Callable[[Core], None] | None = None
     """Is told of the core that replaces this one after a fault, and moves on to it."""
 
@@ -140,6 +143,7 @@ class Core(Channel):
         self.recovery: Recovery[Core] = Recovery(
             self, Core, lambda: [each.recovery for each in self.subgroups.made]
         )
+        self.growth: Growth[Core] = Growth(self, self.recovery)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans, self.families

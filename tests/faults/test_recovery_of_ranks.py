@@ -161,7 +161,7 @@ def is_stopped_and_comes_again() -> list[Any]:
         error = up.value
         world.meet([0, 1], "both gave up again")
         if comm.rank == 0:
-            name = world.liveness.native.name(world.liveness.member_of[2])
+            name = world.liveness.native.name(2)
             os.kill(int(name.split()[1]), signal.SIGCONT)
     made = comm.shrink()
     return [type(error).__name__, made.size, sum_of(made)]

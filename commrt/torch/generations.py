@@ -27,7 +27,7 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
-from commrt.job.liveness import watch_processes
+from commrt.job.liveness import why_ended
 from commrt.torch.handles import Handle
 
 __all__ = ["Generation", "agreed_job", "reaching"]
@@ -143,14 +143,9 @@ class Generation:
         size = len(self.members)
         meeting = _Meeting(self._store, self.rank, size, f"{self._base}/meet")
         meeting.heed, meeting.idle = self.check, idle
-        here = {
-            rank: member.known()
-            for rank, member in enumerate(self.members)
-            if member.machine == self._own.machine
-        }
-        liveness = watch_processes(self.rank, here)
-        if liveness is not None:
-            meeting.gone = liveness.gone
+        mine = self._own.known()
+        known = [member.known() for member in self.members]
+        meeting.gone = lambda rank: why_ended(known[rank], mine)
         self.meeting = meeting
         return meeting.exchange(range(size), "reconfigure", facts, limit_s)
 

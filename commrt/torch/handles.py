@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from commrt.errors import UsageError, shown
-from commrt.job.arena import machine_identity
-from commrt.job.liveness import own_process
+from commrt.job.liveness import findable
 
 __all__ = ["Handle", "in_order", "new_handle"]
 
@@ -76,7 +75,8 @@ class Handle:
 
     def known(self) -> dict[str, str]:
         """Return how ranks of its machine can find the process."""
-        return {"process": self.process, "space": self.space, "host": self.host}
+        said = asdict(self)
+        return {key: said[key] for key in ("machine", "process", "space", "host")}
 
 
 _KINDS = {key: int if key == "place" else str for key in Handle.__annotations__}
@@ -84,13 +84,7 @@ _KINDS = {key: int if key == "place" else str for key in Handle.__annotations__}
 
 def new_handle(job: str, place: int) -> Handle:
     """Return a handle of this process."""
-    return Handle(
-        job=job,
-        member=secrets.token_hex(8),
-        place=place,
-        machine=machine_identity(),
-        **own_process(),
-    )
+    return Handle(job=job, member=secrets.token_hex(8), place=place, **findable())
 
 
 def in_order(given: Any, own: Handle) -> list[Handle]:

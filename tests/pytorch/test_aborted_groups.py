@@ -139,7 +139,7 @@ def a_short_wait(it: Changing) -> None:
     if it.rank == 0:
         work = dist.all_reduce(x, async_op=True)
         with pytest.raises(TimeoutError_):
-            work.wait(timedelta(milliseconds=20))
+            work.wait(timedelta(seconds=0.02))
         it.store.set("waited", "1")
         work.wait()
     else:

@@ -46,7 +46,9 @@ void P2P::take_all_back(const std::string& why) {
     waiting.insert(waiting.end(), c.unannounced.begin(), c.unannounced.end());
   }
   for (const auto& op : waiting) {
-    if (!op->finished()) take_back(op, why);
+    if (op->finished()) continue;
+    op->by_death = comm_.failed_by_death;
+    take_back(op, why);
   }
 }
 

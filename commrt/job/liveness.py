@@ -61,16 +61,17 @@ def watch_processes(
     """
     members = sorted(known)
     mine = known[rank]
-    descriptors, names = [], []
+    descriptors, names, numbers = [], [], []
     for member in members:
         its = known[member]
         pid = int(its["process"].partition("-")[0] or 0)
         watched = member != rank and its["space"] == mine["space"] and pid > 0
         descriptors.append(_open(pid, its["process"]) if watched else _UNKNOWN)
         names.append(f"process {pid} on {its['host']}")
+        numbers.append(pid if descriptors[-1] != _UNKNOWN else 0)
     if all(descriptor == _UNKNOWN for descriptor in descriptors):
         return None
-    native = _native.Liveness(descriptors, names)
+    native = _native.Liveness(descriptors, names, numbers)
     return NodeLiveness(native, {member: i for i, member in enumerate(members)})
 
 

@@ -12,8 +12,30 @@
 #include "engine/backoff.hpp"
 #include "engine/bell.hpp"
 #include "engine/liveness.hpp"
+#include "engine/rank_states.hpp"
 
 namespace commrt {
+
+namespace {
+
+// The wait of a loop in Python: its rank tells others of the node that it waits.
+class LoopWait : public Backoff {
+ public:
+  LoopWait(Engine* engine, int spins) : Backoff(engine, spins), teller_(engine) {}
+  void pause_until(double until_s, bool rests) {
+    {
+      nb::gil_scoped_release release;
+      const bool looks_at_clock = rests ? rest(until_s) : pause(until_s);
+      if (looks_at_clock) teller_.tell(now_s());
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+
+ private:
+  WaitTeller teller_;
+};
+
+}  // namespace
 
 void bind_waiting(nb::module_& m) {
   nb::class_<Bells>(m, "Bells", "Words by which ranks of a node wake each other.")
@@ -33,41 +55,30 @@ void bind_waiting(nb::module_& m) {
         nb::arg("own"), "Return bells for ranks that are threads of this process.");
 
   nb::class_<Liveness>(m, "Liveness", "Which processes of this node's ranks have ended.")
-      .def(nb::init<std::vector<int>, std::vector<std::string>>(), nb::arg("descriptors"),
-           nb::arg("names"),
-           "Take over descriptors of processes (os.pidfd_open), -1 for those that are not watched.")
+      .def(nb::init<std::vector<int>, std::vector<std::string>, std::vector<int>>(),
+           nb::arg("descriptors"), nb::arg("names"), nb::arg("numbers"),
+           "Take over descriptors of processes (os.pidfd_open), -1 for those that are not watched; "
+           "with the processes' names in messages, and their numbers.")
       .def("look", &Liveness::look, nb::arg("anew") = false,
            "Ask the kernel, unless that was done just now; True if any has ended.")
       .def("has_ended", &Liveness::has_ended, nb::arg("member"), "Whether the last look has found it ended.")
+      .def("is_stopped", &Liveness::is_stopped, nb::arg("member"),
+           "Whether the kernel says now that it is stopped, by a signal or a debugger.")
       .def("name", &Liveness::name, nb::arg("member"), "What messages call the process.");
 
-  nb::class_<Backoff>(m, "Backoff",
-                      "How a thread waits that looks again and again. The engine's bell wakes it; "
-                      "None is the engine of this process, if it has one.")
+  nb::class_<LoopWait>(m, "Backoff",
+                       "How a thread waits that looks again and again. The engine's bell wakes it; "
+                       "None is the engine of this process, if it has one.")
       .def("__init__",
-           [](Backoff* self, Engine* engine, int spins) {
-             new (self) Backoff(engine != nullptr ? engine : Engine::only_one(), spins);
+           [](LoopWait* self, Engine* engine, int spins) {
+             new (self) LoopWait(engine != nullptr ? engine : Engine::only_one(), spins);
            }, nb::arg("engine").none() = nb::none(), nb::arg("spins") = 0, nb::keep_alive<1, 2>())
-      .def("pause",
-           [](Backoff& self, double limit_s) {
-             const double until_s = now_s() + limit_s;
-             {
-               nb::gil_scoped_release release;
-               self.pause(until_s);
-             }
-             if (PyErr_CheckSignals() != 0) throw nb::python_error();
-           }, nb::arg("limit_s"),
+      .def("pause", [](LoopWait& self, double limit_s) { self.pause_until(now_s() + limit_s, false); },
+           nb::arg("limit_s"),
            "To be called after a look that found nothing: return for the next look, after a "
            "yield or a sleep of at most so long.")
-      .def("rest",
-           [](Backoff& self, double limit_s) {
-             const double until_s = now_s() + limit_s;
-             {
-               nb::gil_scoped_release release;
-               self.rest(until_s);
-             }
-             if (PyErr_CheckSignals() != 0) throw nb::python_error();
-           }, nb::arg("limit_s"), "The same without yields before the sleep.");
+      .def("rest", [](LoopWait& self, double limit_s) { self.pause_until(now_s() + limit_s, true); },
+           nb::arg("limit_s"), "The same without yields before the sleep.");
 
   nb::class_<EndWatch>(m, "EndWatch",
                        "How a thread waits for the first of many operations that ends. With "

@@ -2,17 +2,21 @@
 // The kernel's word on processes.
 #include "engine/liveness.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <utility>
 
 #include "engine/engine.hpp"
 
 namespace commrt {
 
-Liveness::Liveness(std::vector<int> descriptors, std::vector<std::string> names)
-    : descriptors_(std::move(descriptors)), names_(std::move(names)), ended_(names_.size()) {}
+Liveness::Liveness(std::vector<int> descriptors, std::vector<std::string> names,
+                   std::vector<int> numbers)
+    : descriptors_(std::move(descriptors)), names_(std::move(names)), numbers_(std::move(numbers)),
+      ended_(names_.size()) {}
 
 Liveness::~Liveness() {
   for (const int descriptor : descriptors_) {
@@ -38,6 +42,27 @@ bool Liveness::look(bool anew) {
     }
   }
   return any_.load(std::memory_order_acquire);
+}
+
+bool Liveness::is_stopped(int member) const {
+  const int number = numbers_[static_cast<size_t>(member)];
+  if (number <= 0 || has_ended(member)) return false;
+  char path[32] = "/proc/", digits[12];
+  size_t at = std::strlen(path), count = 0;
+  for (int rest = number; rest != 0; rest /= 10) digits[count++] = static_cast<char>('0' + rest % 10);
+  while (count != 0) path[at++] = digits[--count];
+  std::strcpy(path + at, "/stat");
+  const int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  char text[128];
+  const ssize_t nbytes = read(file, text, sizeof text - 1);
+  close(file);
+  if (nbytes <= 0) return false;
+  text[nbytes] = 0;
+  // The state follows the name, which is in parentheses and may hold some itself.
+  const char* const name_end = std::strrchr(text, ')');
+  if (name_end == nullptr || name_end[1] != ' ') return false;
+  return name_end[2] == 'T' || name_end[2] == 't';
 }
 
 }  // namespace commrt

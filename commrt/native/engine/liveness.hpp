@@ -26,7 +26,8 @@ class Liveness {
  public:
   // For each rank of this node the descriptor of its process, which this closes at its end, and
   // what messages call the process; -1: it has none to be watched, such as this rank itself.
-  Liveness(std::vector<int> descriptors, std::vector<std::string> names);
+  // `numbers` are the processes' numbers, 0 for those that are not watched.
+  Liveness(std::vector<int> descriptors, std::vector<std::string> names, std::vector<int> numbers);
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
@@ -37,6 +38,9 @@ class Liveness {
   bool has_ended(int member) const {
     return ended_[static_cast<size_t>(member)].load(std::memory_order_acquire);
   }
+  // True if the kernel says now that the process is stopped, by a signal or a debugger. It may be
+  // called by a handler of a signal.
+  bool is_stopped(int member) const;
   const std::string& name(int member) const { return names_[static_cast<size_t>(member)]; }
 
  private:
@@ -45,6 +49,7 @@ class Liveness {
   std::mutex mutex_;
   std::vector<int> descriptors_;  // -1 once it has ended
   const std::vector<std::string> names_;
+  const std::vector<int> numbers_;
   std::vector<std::atomic<bool>> ended_;
   std::atomic<bool> any_{false};
   std::atomic<double> next_s_{0};

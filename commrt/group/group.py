@@ -491,6 +491,12 @@ class Group(_native.Group):
         faults.failed(self.world, "timeout", str(error))
         raise error
 
+    def with_ranks(self, error: TimeoutError_) -> TimeoutError_:
+        """Return the error of another wait than a request's, with what ranks do."""
+        error.ranks = self.rank_states()
+        faults.failed(self.world, "timeout", str(error))
+        return error
+
 
 def _missing_elsewhere(found: Elsewhere, seq: int) -> list[str]:
     """Return who of other nodes keeps operation ``seq`` waiting."""

@@ -200,3 +200,21 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         assert raised.value.filename == str(path)
     # Nothing half written is left; other worlds of this process may have files, too.
     assert [*tmp_path.glob(f"*{job}*")] == [path]
+
+
+def test_other_waits_than_a_requests_have_the_table_too() -> None:
+    def main(comm: Any) -> Any:
+        found = []
+        if comm.rank == 0:
+            for late in (
+                lambda: comm.recv(np.empty(1), timeout_s=0.1),
+                lambda: comm.probe(1, timeout_s=0.1),
+                lambda: comm.recv_object(source=1, timeout_s=0.1),
+            ):
+                with pytest.raises(TimeoutError_) as raised:
+                    late()
+                found.append([one.rank for one in raised.value.ranks])
+        core_of(comm).world.meet([0, 1], "tried")
+        return found
+
+    assert run(2, main, timeout_s=300)[0] == [[0, 1]] * 3

@@ -702,7 +702,7 @@ class Group:
         """
 
     def attach_liveness(self, liveness: Liveness, members: Sequence[int]) -> None:
-        """Watch the processes of peers: for each rank its number among the members, or
+        """Know what becomes of peers: for each rank its number among the members, or
         -1.
         """
 
@@ -960,23 +960,37 @@ class HostWork(DeviceWork):
         """The same once it is so, or after that time, 0.05 s at most."""
 
 class Liveness:
-    """Which processes of this node's ranks have ended."""
+    """Which ranks of a world are gone, and how that was noticed."""
 
     def __init__(
-        self, descriptors: Sequence[int], names: Sequence[str], numbers: Sequence[int]
+        self,
+        descriptors: Sequence[int],
+        names: Sequence[str],
+        numbers: Sequence[int] = [],
     ) -> None:
-        """Take over descriptors of processes (os.pidfd_open), -1 for those that are
-        not watched; with the processes' names in messages, and their numbers.
+        """For each rank, take over a descriptor of its process (os.pidfd_open); -1: it
+        has none. The numbers are those of the processes here; 0 or left out: not
+        known.
         """
 
+    def ask_mpi(self, comm: int, places: Sequence[int]) -> None:
+        """Ask MPI, too, which has each member at a rank of its communicator."""
+
     def has_ended(self, member: int) -> bool:
-        """Whether the last look has found it ended."""
+        """Whether it has ended without a word, or cannot be reached, as far as is
+        known.
+        """
+
+    def how(self, member: int) -> str:
+        """How it was noticed that a rank is gone; empty where it lives, as far as is
+        known.
+        """
 
     def is_stopped(self, member: int) -> bool:
         """Whether the kernel says now that it is stopped, by a signal or a debugger."""
 
     def look(self, anew: bool = False) -> bool:
-        """Ask the kernel, unless that was done just now; True if any has ended."""
+        """Ask the kernel, unless that was done just now; True if any rank is gone."""
 
     def name(self, member: int) -> str:
         """What messages call the process."""
@@ -1598,8 +1612,10 @@ class Relay:
     def leave(self) -> None:
         """Tell all peers that this was all."""
 
-    def lost(self, peer: int, why: str) -> None:
-        """Nothing comes from the peer any more, nor reaches it."""
+    def lost(self, peer: int, why: str, error: str = "") -> None:
+        """Nothing comes from the peer any more, nor reaches it. The error is its
+        carrier's.
+        """
 
     def next(self, peer: int, frame: int) -> Any:
         """Wait for something to send and write its frame. (bytes of the frame, payload
@@ -1610,6 +1626,11 @@ class Relay:
 
     def sent(self, peer: int) -> None:
         """The oldest payload that `next` gave has left."""
+
+    def watch(self, liveness: Liveness, away: Sequence[int]) -> None:
+        """Tell liveness who is lost and who leaves, and other nodes whose process has
+        ended here.
+        """
 
 class RelayCarrier:
     """Gives a relay's frames to gloo."""
@@ -2169,6 +2190,9 @@ def leave_arrays(leaves: bool) -> None:
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...
+def load_mpi_failures(found: Mapping[str, int]) -> None:
+    """Take addresses and constants by which MPI says which ranks have failed."""
+
 def lower_steps(
     steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes
 ) -> tuple[
@@ -2474,9 +2498,10 @@ def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
 
 def rank_states(group: Group) -> list[Any]:
-    """For each rank of this node: (rank, what it does, collectives that it has
-    started, the latest of them, its age in s, what it waits for). The last one
-    is None, or (operation, number, communicator, peer, s).
+    """For each rank: (rank, what it does, collectives that it has started, the
+    latest of them, its age in s, what it waits for). The last one is None, or
+    (operation, number, communicator, peer, s). Of ranks of other nodes only the
+    first two are known.
     """
 
 def record_method(

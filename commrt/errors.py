@@ -46,6 +46,7 @@ __all__ = [
     "ObjectError",
     "OrderingError",
     "PeerFailedError",
+    "RecoveryError",
     "ReductionError",
     "RefusedError",
     "RevokedError",
@@ -114,6 +115,10 @@ class PeerFailedError(CommError):
 
 class RevokedError(CommError):
     """The communicator failed in an earlier operation and must be replaced."""
+
+
+class RecoveryError(CommError):
+    """The ranks that live cannot go on, or not with this rank."""
 
 
 class ReductionError(CommError):

@@ -206,8 +206,8 @@ class Group(_native.Group):
             )
             if world.bells is not None:
                 self.attach_bells(world.bells.native, world.bells.of(ranks))
-            if world.liveness is not None:
-                self.attach_liveness(world.liveness.native, world.liveness.of(ranks))
+        if world.liveness is not None:
+            self.attach_liveness(world.liveness.native, list(ranks))
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
             world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
@@ -313,7 +313,7 @@ class Group(_native.Group):
     def rank_states(self, elsewhere: Elsewhere | None = None) -> tuple[RankState, ...]:
         """Return what each rank does now, as far as this one can tell."""
         found = self.asked_elsewhere() if elsewhere is None else elsewhere
-        return rank_states(self, self.size, found)
+        return rank_states(self, self.node_members, found)
 
     def limit(self, what: str, timeout_s: Any) -> float:
         """Return the limit of a call's wait in seconds, by its argument or here."""

@@ -9,7 +9,7 @@ nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -62,13 +62,13 @@ class RankState:
 
 
 def rank_states(
-    group: _native.Group, size: int, elsewhere: Elsewhere
+    group: _native.Group, here: Collection[int], elsewhere: Elsewhere
 ) -> tuple[RankState, ...]:
-    """Return what each rank of a group does now."""
-    here = {row[0]: _of_node(row) for row in _native.rank_states(group)}
+    """Return what each rank of a group does now; ``here``: the ranks of this node."""
+    found = _native.rank_states(group)
     return tuple(
-        here.get(rank) or _of_other_node(rank, elsewhere.get(rank))
-        for rank in range(size)
+        _of_node(row) if row[0] in here else _of_other_node(row, elsewhere.get(row[0]))
+        for row in found
     )
 
 
@@ -90,11 +90,11 @@ def _of_node(row: Any) -> RankState:
 
 
 def _of_other_node(
-    rank: int, said: int | Literal["ended", "silent"] | None
+    row: Any, said: int | Literal["ended", "silent"] | None
 ) -> RankState:
-    if said == "ended":
-        return RankState(rank, "dead")
-    return RankState(rank, started=said if isinstance(said, int) else None)
+    rank, state = row[:2]
+    started = said if isinstance(said, int) else None
+    return RankState(rank, "dead" if said == "ended" else state, started)
 
 
 def own_wait(

@@ -33,12 +33,14 @@ void bind_flight(nb::module_& m) {
         [](const Group& group) {
           nb::list found;
           const std::lock_guard<std::mutex> lock(group.engine->mutex);
-          for (const int rank : group.comm->members) found.append(describe(group.comm->state_of(rank)));
+          for (int rank = 0; rank < group.comm->size; ++rank) {
+            found.append(describe(group.comm->state_of(rank)));
+          }
           return found;
         }, nb::arg("group"),
-        "For each rank of this node: (rank, what it does, collectives that it has started, the "
-        "latest of them, its age in s, what it waits for). The last one is None, or (operation, "
-        "number, communicator, peer, s).");
+        "For each rank: (rank, what it does, collectives that it has started, the latest of them, its "
+        "age in s, what it waits for). The last one is None, or (operation, number, communicator, "
+        "peer, s). Of ranks of other nodes only the first two are known.");
   m.def("describe_flight",
         [](Group& group, uint64_t world, uint64_t id, const std::string& key,
            const std::string& members) { group.comm->flight.describe(world, id, key, members); },

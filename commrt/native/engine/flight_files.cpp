@@ -219,8 +219,9 @@ uint64_t entries(Json& json, const FlightEntry::Facts& facts, const std::vector<
 }
 
 void states(Json& json, const FlightEntry::Facts& facts, bool& first) {
-  for (const int rank : facts.comm->members) {
+  for (int rank = 0; rank < facts.comm->size; ++rank) {
     const RankState state = facts.comm->state_of(rank);
+    if (state.does == RankDoes::Unknown) continue;
     json.text(first ? "\n  {" : ",\n  {");
     first = false;
     json.field("pg_id", facts.id);

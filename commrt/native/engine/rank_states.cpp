@@ -64,7 +64,22 @@ void Comm::show_wait(const ToldWait* wait) {
 RankState Comm::state_of(int peer) const {
   RankState found;
   found.rank = peer;
-  if (arena == nullptr || member_of(peer) < 0) return found;
+  if (arena == nullptr && peer == rank) {  // alone on its node
+    found.does = RankDoes::Computes;
+    found.started = next_seq;
+    if (next_seq == 0) return found;
+    const Record& latest = records[(next_seq - 1) % kRecords];
+    found.code = latest.coll;
+    found.age_s = Moment().seconds_since(latest.start_ticks);
+    return found;
+  }
+  if (arena == nullptr || member_of(peer) < 0) {
+    // Of ranks of other nodes it is known at most that they are gone.
+    if (links_[static_cast<size_t>(peer)].kind != LinkKind::Mpi) return found;
+    if (has_left(peer)) found.does = RankDoes::Left;
+    if (has_ended(peer)) found.does = RankDoes::Ended;
+    return found;
+  }
   const RankHeader& its = *header(member_of(peer));
   found.started = its.started.load(std::memory_order_acquire);
   if (found.started != 0) {

@@ -105,7 +105,7 @@ def watch_seen(
     As ``watch_processes``; ``passed`` has descriptors of others, by their ranks.
     """
     mine = known[rank]
-    descriptors, names = [], []
+    descriptors, names, numbers = [], [], []
     for other, its in enumerate(known):
         number = its["process"].partition("-")[0]
         is_seen = its["space"] == mine["space"] and number.isdecimal()
@@ -113,7 +113,8 @@ def watch_seen(
         found = _open(int(number), its["process"]) if asked and is_seen else _UNKNOWN
         descriptors.append((passed or {}).get(other, found))
         names.append(f"process {number or 'of unknown number'} on {its['host']}")
-    return JobLiveness(_native.Liveness(descriptors, names))
+        numbers.append(int(number) if found != _UNKNOWN else 0)
+    return JobLiveness(_native.Liveness(descriptors, names, numbers))
 
 
 def _pass_own_processes(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from commrt.errors import UsageError, suggest
+from commrt.vocabulary.chaos import parse_chaos
 from commrt.vocabulary.limits import parse_seconds
 
 __all__ = [
@@ -79,6 +80,11 @@ def _count(raw: str) -> float:
     return float(raw)
 
 
+def _chaos(raw: str) -> str:
+    parse_chaos(raw)
+    return raw
+
+
 def _nodes(raw: str) -> tuple[int, ...]:
     """Parse ``2,3``: ranks per pretended node."""
     try:
@@ -115,6 +121,15 @@ VARIABLES: tuple[Variable, ...] = (
         "Accept a COMMRT_TABLE that was measured on another machine.",
         True,
         _flag,
+    ),
+    Variable(
+        "COMMRT_CHAOS",
+        "SEED or SEED:FAULT;FAULT, as in 7:fail@rank=1,op=allreduce,number=100",
+        None,
+        "Inject faults into operations, to try a program against them; a seed alone "
+        "draws them.",
+        True,
+        _chaos,
     ),
     Variable(
         "COMMRT_CUDA_AWARE_MPI",

@@ -208,7 +208,7 @@ class Recovery(Generic[Plain]):
 
 def _world_of(peers: Bootstrap, old: World) -> World:
     """Return the world of some ranks of an old one; collective over them."""
-    return connect_world(
+    world = connect_world(
         peers,
         replace(old.launch, rank=peers.rank, size=peers.size),
         catalog(),
@@ -216,3 +216,5 @@ def _world_of(peers: Bootstrap, old: World) -> World:
         engine=old.engine,
         timeout_s=old.timeout_s,
     )
+    world.chaos = old.chaos  # which goes on counting
+    return world

@@ -95,6 +95,8 @@ class World:
     """Wake ranks of this node that sleep; None where this rank is alone there."""
     liveness: NodeLiveness | None = None
     """Watches the processes of this node's ranks; None where nothing can."""
+    chaos: _native.Chaos | None = None
+    """Injects faults into operations; None unless COMMRT_CHAOS asks for it."""
     next_id: int = 0
     """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)

@@ -75,6 +75,15 @@ bool call_has_root(int coll) {
   return call != nullptr && call->has_root;
 }
 
+const char* name_of_call(int coll) {
+  constexpr int kSend = 64, kReceive = 65, kMessages = 87;  // (p2p.hpp)
+  if (coll == kSend) return "send";
+  if (coll == kReceive) return "recv";
+  if (coll == kMessages) return "multi_sendrecv";
+  const CallName* const call = name_of(coll);
+  return call != nullptr ? call->name : "an operation";
+}
+
 const char* name_of_type(DType dtype) {
   constexpr std::array<const char*, kNumDTypes> names = {
       "bool",    "int8",    "int16",    "int32",   "int64",     "uint8",

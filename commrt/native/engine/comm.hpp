@@ -13,18 +13,22 @@
 
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
+#include "engine/gate.hpp"
 #include "engine/layout.hpp"
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
 #include "engine/parts.hpp"
 #include "engine/plan.hpp"
+#include "engine/record.hpp"
 #include "engine/refusals.hpp"
 
 namespace commrt {
 
+class Chaos;
 class Comm;
 class Engine;
 class Relay;
+struct Fault;
 struct GlooCall;
 
 enum class LinkKind : uint8_t { Self, Shared, Mpi };
@@ -116,17 +120,6 @@ struct MpiSend {  // a message on its way; nothing but the end of the operation 
   std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
 };
 
-// An operation begins only once its gate is open. Somebody else raises the count `opened`, which
-// is compared with `value` cyclically.
-struct Gate {
-  const std::atomic<uint32_t>* opened = nullptr;  // null: open
-  uint32_t value = 0;
-  bool is_open() const {
-    return opened == nullptr ||
-           static_cast<int32_t>(opened->load(std::memory_order_acquire) - value) >= 0;
-  }
-};
-
 // One operation in flight. Owned by shared_ptr: the communicator's list and the request.
 class Op {
  public:
@@ -164,6 +157,7 @@ class Op {
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
   std::shared_ptr<GlooCall> gloo;  // once gloo has been asked for it
+  std::shared_ptr<Fault> fault;  // that is injected into what it sends (chaos.hpp), or null
 
   // How far it has come, in steps; of a library's collective always 0 of 0.
   uint64_t steps_done() const { return head_; }
@@ -316,6 +310,9 @@ class Op {
   void fail(std::string message);
   void end_record(OpState how);
   void fail_by_length(int peer, size_t expected);
+  void damage(unsigned char* value, size_t nbytes);
+  void damage_input();
+  void repeat_message(int peer, uint64_t id);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
     return in_base_[ref.peer] +
@@ -352,19 +349,6 @@ struct Lane {
   size_t at = 0;    // where the slots of the operation that has it begin
   size_t next = 0;  // and those of the next one
   std::vector<uint64_t> last;  // per rank: one past the last message published from here
-};
-
-// A finished operation, kept for messages and dumps.
-struct Record {
-  uint64_t seq = 0;
-  int64_t count = 0;
-  uint64_t start_ticks = 0;
-  uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
-  int16_t coll = 0, root = 0;  // for a message kSendCode or kRecvCode
-  uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
-  uint64_t stream = 0;  // of an operation on a device
-  int32_t device = kHost;
-  int32_t peer = -1, tag = -1;  // of a message
 };
 
 class Comm {
@@ -439,7 +423,7 @@ class Comm {
   Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
   void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
   bool quiet() const {
-    return active_.empty() && messages_in_flight == 0 && !refusals.disturb();
+    return active_.empty() && messages_in_flight == 0 && !refusals.disturb() && chaos == nullptr;
   }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   // One pass, with at most `limit` bytes of every operation.
@@ -474,6 +458,8 @@ class Comm {
   bool can_take_back(const Op& op) const;
   // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
   uint64_t take_number();
+  // What a try of faults does to an operation that has its number (chaos.cpp).
+  void inject(Op& op);
   // An operation in flight whose value wants Python, marked as Running, or null.
   std::shared_ptr<Op> take_wanted();
 
@@ -515,6 +501,7 @@ class Comm {
   size_t region_nbytes = 0;
   RegionLayout layout;
   std::vector<int> members;
+  std::shared_ptr<Chaos> chaos;  // injects faults; null outside of tries
   const MpiApi* off_node = &mpi();  // what carries messages to other nodes
   Handle mpi_comm = 0;
   int mpi_tag = 0;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/chaos.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 
@@ -448,6 +449,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     return;
   }
 
+  if (fault != nullptr) {
+    if (slot != nullptr) damage(slot, total);
+    for (unsigned char* const target : targets) damage(target, total);
+  }
   // Peers read the slot, and after the end another thread of this rank may read the result.
   if (store != Store::Plain) store_fence();
   for (size_t s = 0; s < ins.sends.size(); ++s) {
@@ -470,6 +475,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     publish(line, id + mark(), inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
+    if (fault != nullptr) repeat_message(p.peers[ref.peer].rank, id);
   }
   if (exposes && !source_.constant) expose(ins, fragment, total);
   // At once: this pass may have much more to do.
@@ -543,6 +549,7 @@ void Op::finish() {
   comm->release_lane(*this);
   stop_showing();
   end_record(OpState::Done);
+  if (fault != nullptr) comm->chaos->settle(*fault);
 }
 
 }  // namespace commrt

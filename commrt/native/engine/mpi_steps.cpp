@@ -319,7 +319,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
   const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
   const bool stays = one_piece && !ins.boxed && !ends_with_stamp(nbytes) &&
                      ins.local_outs.empty() && ins.scaled() == nullptr && !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
-                     static_cast<const void*>(in) != static_cast<void*>(out);
+                     static_cast<const void*>(in) != static_cast<void*>(out) && fault == nullptr;
   for (const Ref& ref : ins.sends) {
     if (!over_mpi(ref)) continue;
     const uint64_t id = out_id(ref, fragment);
@@ -340,10 +340,13 @@ bool Op::run_mpi(int64_t fragment, int index) {
       std::unique_ptr<unsigned char[]> staging(new unsigned char[length]);
       unsigned char* const at = staging.get();
       pack(ins, fragment, at);
+      if (fault != nullptr) damage(at, nbytes);
       if (length != nbytes) std::memcpy(at + nbytes, &stamp, sizeof stamp);
       if (!post_send(ref, fragment, at, length, std::move(staging))) return true;
     }
     ++comm->link(rank_of(ref)).mpi_out;
+    if (fault != nullptr) repeat_message(rank_of(ref), id);
+    if (is_over()) return true;
   }
   mpi_steps_.erase(it);
   return true;

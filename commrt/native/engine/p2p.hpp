@@ -262,6 +262,8 @@ class P2P {
   void launch(const std::shared_ptr<Op>& op);  // a send, which its peer is then told of
   void post(const std::shared_ptr<Op>& op);    // a receive; then what its peer says is read
   void queue_send(const std::shared_ptr<Op>& op);
+  void queue(const std::shared_ptr<Op>& op);     // a send, as it is
+  bool strike(const std::shared_ptr<Op>& op);    // by a fault that is injected (chaos.cpp)
   void queue_recv(const std::shared_ptr<Op>& op);
   bool serve(int peer);
   bool drain(int peer);

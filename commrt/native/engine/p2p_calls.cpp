@@ -106,6 +106,10 @@ void P2P::post(const std::shared_ptr<Op>& op) {
 }
 
 void P2P::queue_send(const std::shared_ptr<Op>& op) {
+  if (comm_.chaos == nullptr || !strike(op)) queue(op);
+}
+
+void P2P::queue(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   if (task.peer == comm_.rank) {
     channels_[task.peer].unannounced.push_back(op);
@@ -117,6 +121,7 @@ void P2P::queue_send(const std::shared_ptr<Op>& op) {
 }
 
 void P2P::queue_recv(const std::shared_ptr<Op>& op) {
+  if (comm_.chaos != nullptr && strike(op)) return;
   P2PTask& task = *op->p2p;
   if (refused(op, task.peer)) return;
   const auto it = unexpected_.find(key(task.peer, task.tag));

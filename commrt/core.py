@@ -162,6 +162,7 @@ class Core(Channel):
             )
             self.parts.append(self.checker)
             self.call_check = self.checker.numbers
+            self.guards_arrays = True
         inject_faults(self)
         self.ranges = wanted_ranges()
         """Shows calls to a profiler; None where nobody asks for it."""

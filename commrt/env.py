@@ -132,6 +132,14 @@ VARIABLES: tuple[Variable, ...] = (
         _chaos,
     ),
     Variable(
+        "COMMRT_CHECKSUM",
+        "0|1",
+        "0",
+        "Checksums of messages, so that one that is damaged on its way is found.",
+        True,
+        _flag,
+    ),
+    Variable(
         "COMMRT_CUDA_AWARE_MPI",
         "events|flags|off",
         "events",
@@ -156,6 +164,15 @@ VARIABLES: tuple[Variable, ...] = (
         "Bitwise the same results whatever algorithm runs, at a given number of ranks; "
         "init and the makers of communicators take deterministic=, too.",
         True,
+        _flag,
+    ),
+    Variable(
+        "COMMRT_NAN_CHECK",
+        "0|1",
+        "0",
+        "Refuse calls whose arrays have NaN or infinity, before anything is sent; "
+        "comm.nan_check is the same for one communicator.",
+        False,
         _flag,
     ),
     Variable(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commrt.errors import suggest
-from commrt.vocabulary.limits import parse_seconds
+from commrt.vocabulary.limits import NO_LIMIT_S, parse_seconds
 from commrt.vocabulary.operations import ROWS
 
 __all__ = ["CODES", "KINDS", "Chaos", "Fault", "parse_chaos"]
@@ -106,7 +106,7 @@ def _fault(text: str) -> Fault:
         if not equals:
             raise ValueError("delay needs seconds, as in delay=0.5")
         seconds = parse_seconds(amount)
-        if seconds == float("inf"):
+        if seconds >= NO_LIMIT_S:
             raise ValueError("delay=inf would never end; write drop")
     elif equals:
         raise ValueError(f"{kind} takes no value: write {kind}@... ")

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <unistd.h>
@@ -31,6 +32,12 @@ uint64_t mixed(uint64_t value) {
 
 bool is_of_message(FaultKind kind) {
   return kind == FaultKind::Drop || kind == FaultKind::Duplicate || kind == FaultKind::Corrupt;
+}
+
+std::string said_late(double seconds) {
+  char text[64];
+  std::snprintf(text, sizeof text, "it starts %g s late", seconds);
+  return text;
 }
 
 void flip_bit(unsigned char* value, size_t nbytes, uint64_t drawn) {
@@ -119,7 +126,7 @@ void Comm::inject(Op& op) {
       return;
     }
     case FaultKind::Delay:
-      chaos->log(*fault, "it starts " + shortened(std::to_string(fault->seconds), 5) + " s late");
+      chaos->log(*fault, said_late(fault->seconds));
       op.gate.until_s = now_s() + fault->seconds;
       return;
     case FaultKind::Drop:
@@ -207,10 +214,13 @@ bool P2P::strike(const std::shared_ptr<Op>& op) {
       op->by_mpi = true;
       complete(op, why);
       comm_.end_everywhere(comm_.next_seq, why);
+      for (int peer = 0; peer < comm_.size; ++peer) {  // this rank may make no call for long
+        if (comm_.link(peer).kind == LinkKind::Mpi) flush(peer);
+      }
       return true;
     }
     case FaultKind::Delay:
-      comm_.chaos->log(*fault, "it starts " + shortened(std::to_string(fault->seconds), 5) + " s late");
+      comm_.chaos->log(*fault, said_late(fault->seconds));
       task.gate.until_s = now_s() + fault->seconds;
       return false;
     case FaultKind::Drop:  // as one that is lost on its way: its sender does not know

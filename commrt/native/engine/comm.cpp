@@ -7,6 +7,7 @@
 
 #include "engine/chaos.hpp"
 #include "engine/engine.hpp"
+#include "engine/in_flight.hpp"
 #include "engine/mpi_turn.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
@@ -27,6 +28,7 @@ uint64_t ticks() {
 
 const char* Op::failure_kind() const {
   return by_user    ? "reduction"
+         : by_damage ? "integrity"
          : by_death ? "peer"
          : by_mpi   ? "backend"
          : given_up ? "revoked"
@@ -184,8 +186,10 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->agreement.reset();
   op->gate = {};
   op->fault.reset();
+  op->in_flight.reset();
+  op->was_changed = false;
   op->stream = 0;
-  op->was_refused = op->by_death = op->has_told = false;
+  op->was_refused = op->by_death = op->has_told = op->by_damage = false;
   return op;
 }
 
@@ -228,7 +232,8 @@ std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const v
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
   op->seq = next_seq++;
-  if (plan->shows_result && has_heap()) op->find_in_heap();
+  if (guards && keep != nullptr && keep[0] != nullptr) guard(*op);
+  if (plan->shows_result && has_heap() && !checksums) op->find_in_heap();
   op->store = store_for_run(*plan, timed, op->uses_heap());
   op->timed_from = timed && plan->learns() ? ticks() : 0;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
@@ -244,7 +249,7 @@ std::shared_ptr<Op> Comm::start_gated(const std::shared_ptr<const Plan>& plan, c
   op->seq = next_seq++;
   op->gate = gate;
   op->stream = stream;
-  if (plan->shows_result && has_heap()) op->find_in_heap();
+  if (plan->shows_result && has_heap() && !checksums) op->find_in_heap();
   op->store = store_for_run(*plan, false, op->uses_heap());
   op->timed_from = 0;
   op->keep[0] = op->keep[1] = nullptr;
@@ -458,6 +463,7 @@ void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   const uint64_t told = failed.load(std::memory_order_relaxed);
   const uint64_t word = Failure::word(seq, had_agreed);
   if (told == 0) publish_why();
+  if (is_damaged) header(member_index_[rank])->damaged.store(1, std::memory_order_relaxed);
   if (told == 0 || told > word) failed.store(word, std::memory_order_release);
   // Before the caller writes to buffers that peers still read (gave_up()).
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -476,12 +482,14 @@ bool Comm::fail_after_own(Op& op) {
   if (const Op* const first = op.agreement.get(); first != nullptr && first->has_failed()) {
     op.given_up = first->given_up;
     op.by_death = first->by_death;
+    op.by_damage = first->by_damage;
     op.by_mpi = first->by_mpi;
     op.fail(first->error);
     return true;
   }
   op.given_up = true;
   op.by_death = failed_by_death;
+  op.by_damage = is_damaged;
   op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
   return true;
 }
@@ -500,6 +508,7 @@ bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   }
   op.given_up = true;
   op.by_death = found.has_died;
+  op.by_damage = is_damaged = is_damaged || found.is_damage;
   op.fail(found.why);
   return true;
 }
@@ -533,7 +542,12 @@ GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
     if (has_left(one) && its.started.load(std::memory_order_acquire) > seq) continue;
     return {who_died(one), true};
   }
-  return {who, false};
+  const auto tells_damage = [&](int one) {
+    const RankHeader& its = *header(member_of(one));
+    return one != rank && Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees) &&
+           its.damaged.load(std::memory_order_relaxed) != 0;
+  };
+  return {who, false, std::any_of(members.begin(), members.end(), tells_damage)};
 }
 
 bool Comm::has_left(int peer) const {

@@ -27,6 +27,7 @@ namespace commrt {
 class Chaos;
 class Comm;
 class Engine;
+class InFlight;
 class Relay;
 struct Fault;
 struct GlooCall;
@@ -140,6 +141,7 @@ class Op {
   bool by_death = false;  // failed because a peer's process has ended
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
+  bool by_damage = false;  // failed because a message did not fit its checksum
   // Another rank's call was refused. It has failed, or fails once nothing touches its arrays.
   bool was_refused = false;
   bool has_told = false;  // peers of other nodes know that it has left (afar.hpp)
@@ -157,6 +159,8 @@ class Op {
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
   std::shared_ptr<GlooCall> gloo;  // once gloo has been asked for it
+  std::shared_ptr<InFlight> in_flight;  // of a nonblocking call in check mode, or null
+  bool was_changed = false;             // the program wrote to its array meanwhile
   std::shared_ptr<Fault> fault;  // that is injected into what it sends (chaos.hpp), or null
 
   // How far it has come, in steps; of a library's collective always 0 of 0.
@@ -310,6 +314,8 @@ class Op {
   void fail(std::string message);
   void end_record(OpState how);
   void fail_by_length(int peer, size_t expected);
+  bool fits(const unsigned char* value, size_t nbytes, uint64_t sum, int peer);
+  size_t tail_nbytes(size_t nbytes) const;  // behind the value of a message to another node
   void damage(unsigned char* value, size_t nbytes);
   void damage_input();
   void repeat_message(int peer, uint64_t id);
@@ -423,7 +429,7 @@ class Comm {
   Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
   void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
   bool quiet() const {
-    return active_.empty() && messages_in_flight == 0 && !refusals.disturb() && chaos == nullptr;
+    return active_.empty() && messages_in_flight == 0 && !refusals.disturb() && !is_watched;
   }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   // One pass, with at most `limit` bytes of every operation.
@@ -460,6 +466,8 @@ class Comm {
   uint64_t take_number();
   // What a try of faults does to an operation that has its number (chaos.cpp).
   void inject(Op& op);
+  // Remembers what an operation's array holds, in check mode (in_flight.cpp).
+  void guard(Op& op);
   // An operation in flight whose value wants Python, marked as Running, or null.
   std::shared_ptr<Op> take_wanted();
 
@@ -501,6 +509,11 @@ class Comm {
   size_t region_nbytes = 0;
   RegionLayout layout;
   std::vector<int> members;
+  // Faults are injected, or messages have checksums. Then no operation runs from the caller's stack.
+  bool is_watched = false;
+  bool checksums = false;        // of messages, equal on all ranks
+  bool is_damaged = false;       // a message did not fit its checksum, here or elsewhere
+  bool guards = false;           // arrays of nonblocking calls against writes of the program
   std::shared_ptr<Chaos> chaos;  // injects faults; null outside of tries
   const MpiApi* off_node = &mpi();  // what carries messages to other nodes
   Handle mpi_comm = 0;

@@ -11,6 +11,8 @@
 #include "engine/chaos.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
+#include "engine/in_flight.hpp"
+#include "kernels/checksum.hpp"
 
 namespace commrt {
 
@@ -196,6 +198,7 @@ bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
       const GaveUp found = comm->who_gave_up(seq);
       given_up = found.is_any();
       by_death = found.has_died;
+      by_damage = comm->is_damaged = comm->is_damaged || found.is_damage;
       fail(given_up ? found.why : describe_marks(rank_of(ref), word - id, mark(), seq));
     }
     return false;
@@ -336,6 +339,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       gather(whole_of, line, link.in_more[in_id(ref, fragment) & (kLines - 1)], total);
       messages[i] = whole_of;
     }
+    if (comm->checksums && !fits(messages[i], total, link.in_more[in_id(ref, fragment) & (kLines - 1)].sum,
+                                 p.peers[ref.peer].rank)) {
+      return;
+    }
     if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
     Shown shown;
     std::memcpy(&shown, line.payload, sizeof shown);
@@ -449,6 +456,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     return;
   }
 
+  const uint64_t sum = comm->checksums && slot != nullptr ? checksum(slot, total) : 0;
   if (fault != nullptr) {
     if (slot != nullptr) damage(slot, total);
     for (unsigned char* const target : targets) damage(target, total);
@@ -467,6 +475,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       }
       continue;
     }
+    if (comm->checksums) link.out_more[id & (kLines - 1)].sum = sum;
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
     if (inline_send && total > kInlineBytes) {
       spread(line, link.out_more[id & (kLines - 1)], small, total);
@@ -548,6 +557,7 @@ void Op::finish() {
   if (timed_from != 0) comm->report_run(p, ticks() - timed_from, uses_heap());
   comm->release_lane(*this);
   stop_showing();
+  if (in_flight != nullptr) was_changed = in_flight->has_changed();
   end_record(OpState::Done);
   if (fault != nullptr) comm->chaos->settle(*fault);
 }

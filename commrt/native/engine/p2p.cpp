@@ -146,6 +146,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     return;
   }
   if (header.kind == PacketKind::Ended) {
+    comm_.is_damaged = comm_.is_damaged || header.tag != 0;
     comm_.break_down("rank " + std::to_string(source) +
                      " of another node has ended it: look for the error of that rank");
     comm_.tell_failure(header.send_id);
@@ -530,7 +531,8 @@ void P2P::tell_left(int rank, uint64_t seq) {
 void P2P::tell_ended(int rank, uint64_t seq) {
   if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
   if (!attached_) attach();
-  answer(rank, {PacketKind::Ended, kAnyType, 0, 0, seq, 0, 0});
+  answer(rank, {PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, 0, 0});
+  urgent_ = true;
 }
 
 bool P2P::on_the_way() const {

@@ -48,7 +48,7 @@ inline bool types_meet(TypeCode sent, TypeCode received) {
 struct PacketHeader {
   PacketKind kind;
   TypeCode type;  // of a message (Eager, Rts)
-  int32_t tag;
+  int32_t tag;  // Ended: 1 by a message that did not fit its checksum, else 0
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
   // the first one that fails, for Ended.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/engine.hpp"
+#include "engine/in_flight.hpp"
 #include "engine/p2p.hpp"
 
 namespace commrt {
@@ -156,6 +157,7 @@ void P2P::complete(const std::shared_ptr<Op>& op, std::string error) {
 
 void P2P::end(const std::shared_ptr<Op>& op, std::string error) {
   op->error = std::move(error);
+  if (op->in_flight != nullptr) op->was_changed = op->in_flight->has_changed();
   const OpState state = op->error.empty() ? OpState::Done : OpState::Failed;
   op->state.store(static_cast<int>(state), std::memory_order_release);
   comm_.engine.ring();

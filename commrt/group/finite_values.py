@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from commrt import _native
 from commrt.arrays.host import HostView
@@ -12,13 +12,16 @@ from commrt.errors import NotFiniteError
 __all__ = ["check_finite", "not_finite"]
 
 
-class _Checked(Protocol):
-    @property
-    def nan_check(self) -> bool: ...
+class _Named(Protocol):
     @property
     def name(self) -> str: ...
     @property
     def rank(self) -> int: ...
+
+
+class _Checked(_Named, Protocol):
+    @property
+    def nan_check(self) -> bool: ...
 
 
 def check_finite(
@@ -37,7 +40,7 @@ def check_finite(
 
 
 def not_finite(
-    group: Any, what: str, argument: str, where: tuple[int, int], *, is_nan: bool
+    group: _Named, what: str, argument: str, where: tuple[int, int], *, is_nan: bool
 ) -> NotFiniteError:
     """Return the error of an array; ``where`` is an index, and how many there are."""
     index, count = where

@@ -18,11 +18,14 @@ KINDS = ("fail", "delay", "drop", "duplicate", "corrupt", "kill", "stop")
 
 CODES: dict[str, int] = {
     **{row.name: row.code for row in ROWS if row.code >= 0},
-    **{"send": 64, "recv": 65},
+    "send": 64,
+    "recv": 65,
 }
 """The engine's code of each operation that a fault may be for."""
 
-DRAWN = "delay=0.05@chance=0.01;fail@chance=0.0005;drop@chance=0.0002;kill@chance=0.0001"
+DRAWN = (
+    "delay=0.05@chance=0.01;fail@chance=0.0005;drop@chance=0.0002;kill@chance=0.0001"
+)
 """The faults of a seed alone: late ranks, failing calls, lost messages, dead ranks."""
 
 
@@ -91,7 +94,9 @@ def parse_chaos(text: str) -> Chaos:
         faults = DRAWN
     said = [part.strip() for part in faults.split(";") if part.strip()]
     if not said:
-        raise ValueError("has no fault behind the ':'; leave the ':' out to draw faults")
+        raise ValueError(
+            "has no fault behind the ':'; leave the ':' out to draw faults"
+        )
     return Chaos(int(seed), tuple(_fault(part) for part in said))
 
 

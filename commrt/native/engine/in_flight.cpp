@@ -20,8 +20,9 @@ InFlight::InFlight(const unsigned char* in, std::size_t in_nbytes, unsigned char
   std::memcpy(copy_.get(), in, in_nbytes);
 }
 
-// Of all that lies outside of the output.
+// Of all that the result does not change: what lies outside of it, or this rank's block in it.
 uint64_t InFlight::sum() const {
+  if (in_nbytes_ < out_nbytes_) return checksum(in_, in_nbytes_);
   const unsigned char* const in_end = in_ + in_nbytes_;
   const unsigned char* const from = std::clamp<const unsigned char*>(out_, in_, in_end);
   const unsigned char* const to = std::clamp<const unsigned char*>(out_ + out_nbytes_, from, in_end);

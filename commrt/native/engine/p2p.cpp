@@ -147,8 +147,11 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
   }
   if (header.kind == PacketKind::Ended) {
     comm_.is_damaged = comm_.is_damaged || header.tag != 0;
-    comm_.break_down("rank " + std::to_string(source) +
-                     " of another node has ended it: look for the error of that rank");
+    const char* const why = header.tag != 0 ? ", as a message to it was damaged on its way: its "
+                                              "checksum does not fit"
+                                            : "";
+    comm_.break_down("rank " + std::to_string(source) + " of another node has ended it" + why +
+                     ": look for the error of that rank");
     comm_.tell_failure(header.send_id);
     return;
   }

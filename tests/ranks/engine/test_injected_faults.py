@@ -29,6 +29,7 @@ from commrt.errors import (
 from commrt.local import LocalRanks
 from commrt.vocabulary.operations import FUSED
 
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failure_is_a_backend_error_there_and_ends_the_others(
     layout: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -40,8 +41,10 @@ def test_a_failure_is_a_backend_error_there_and_ends_the_others(
         *before, error = own
         assert len(before) == 2 or rank != 1
         assert isinstance(error, BackendError if rank == 1 else RevokedError), error
-        assert "COMMRT_CHAOS has injected" in str(error) or "MPI" in layout or (
-            "relay" in layout
+        assert (
+            "COMMRT_CHAOS has injected" in str(error)
+            or "MPI" in layout
+            or ("relay" in layout)
         )
     said = capfd.readouterr().err
     assert said.count("COMMRT_CHAOS is set") == 1
@@ -185,7 +188,8 @@ def test_rules_count_what_they_are_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(
-        "COMMRT_CHAOS", "1:delay=0.001@op=bcast,every=2,most=2,rank=1;delay=0.002@rank=1"
+        "COMMRT_CHAOS",
+        "1:delay=0.001@op=bcast,every=2,most=2,rank=1;delay=0.002@rank=1",
     )
 
     def program(comm: Communicator) -> None:

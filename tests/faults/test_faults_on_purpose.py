@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COMMRT_CHAOS in processes: ranks that it kills and stops, and an MPI library's calls."""
+"""COMMRT_CHAOS in processes: ranks that it kills or stops, and calls of a library."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def wait_for_stopped(launcher: int) -> int:
     children = Path(f"/proc/{launcher}/task/{launcher}/children")
     while True:
         for child in children.read_text().split():
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            if state[0] == "T":
+            said = Path(f"/proc/{child}/stat").read_text()
+            if said.rpartition(")")[2].split()[0] == "T":
                 return int(child)
         os.sched_yield()
 
@@ -103,7 +103,7 @@ def test_a_wrong_value_ends_init_on_all_ranks(tmp_path: Path, chaos: str) -> Non
 
 
 def calls_of_the_library(number: int) -> list[str]:
-    """Return the result of each of five collectives of the MPI library, or its error."""
+    """Return what five collectives of the MPI library gave, or the error."""
     comm = commrt.init()
     comm.timeout_s = 5
     found = []

@@ -47,7 +47,7 @@ def start(
     launcher = [sys.executable, "-m", "commrt.run", "--keep-going", "-n", str(size)]
     return subprocess.Popen(
         [*launcher, str(program), *arguments],
-        env={**child_environment(), "COMMRT_CHAOS": chaos},
+        env={**child_environment(sys.executable), "COMMRT_CHAOS": chaos},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

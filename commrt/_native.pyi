@@ -729,7 +729,7 @@ class Group:
         """
 
     def attach_liveness(self, liveness: Liveness, members: Sequence[int]) -> None:
-        """Watch the processes of peers: for each rank its number among the members, or
+        """Know what becomes of peers: for each rank its number among the members, or
         -1.
         """
 
@@ -999,18 +999,25 @@ class HostWork(DeviceWork):
         """The same once it is so, or after that time, 0.05 s at most."""
 
 class Liveness:
-    """Which processes of this node's ranks have ended."""
+    """Which ranks of a world are gone, and how that was noticed."""
 
     def __init__(self, descriptors: Sequence[int], names: Sequence[str]) -> None:
-        """Take over descriptors of processes (os.pidfd_open), -1 for those that are
-        not watched.
+        """For each rank, take over a descriptor of its process (os.pidfd_open); -1: it
+        has none.
         """
 
     def has_ended(self, member: int) -> bool:
-        """Whether the last look has found it ended."""
+        """Whether it has ended without a word, or cannot be reached, as far as is
+        known.
+        """
+
+    def how(self, member: int) -> str:
+        """How it was noticed that a rank is gone; empty where it lives, as far as is
+        known.
+        """
 
     def look(self, anew: bool = False) -> bool:
-        """Ask the kernel, unless that was done just now; True if any has ended."""
+        """Ask the kernel, unless that was done just now; True if any rank is gone."""
 
     def name(self, member: int) -> str:
         """What messages call the process."""
@@ -1632,8 +1639,10 @@ class Relay:
     def leave(self) -> None:
         """Tell all peers that this was all."""
 
-    def lost(self, peer: int, why: str) -> None:
-        """Nothing comes from the peer any more, nor reaches it."""
+    def lost(self, peer: int, why: str, error: str = "") -> None:
+        """Nothing comes from the peer any more, nor reaches it. The error is its
+        carrier's.
+        """
 
     def next(self, peer: int, frame: int) -> Any:
         """Wait for something to send and write its frame. (bytes of the frame, payload
@@ -1644,6 +1653,11 @@ class Relay:
 
     def sent(self, peer: int) -> None:
         """The oldest payload that `next` gave has left."""
+
+    def watch(self, liveness: Liveness, away: Sequence[int]) -> None:
+        """Tell liveness who is lost and who leaves, and other nodes whose process has
+        ended here.
+        """
 
 class RelayCarrier:
     """Gives a relay's frames to gloo."""

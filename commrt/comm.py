@@ -21,6 +21,7 @@ from commrt.grids.mesh import Mesh
 from commrt.grids.neighbors import NeighborCalls
 from commrt.grids.plans import CartPlans, NeighborPlans
 from commrt.group.symmetric import SymmetricMemory
+from commrt.growing import Growth
 from commrt.messages.point_to_point import Messages
 from commrt.objects.service import Objects
 from commrt.plans import Plans
@@ -41,6 +42,7 @@ __all__ = ["CartCommunicator", "Communicator", "GraphCommunicator", "core_of"]
 P = ParamSpec("P")
 R = TypeVar("R")
 Made = TypeVar("Made")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _served(
@@ -71,6 +73,16 @@ def _derived(
 
 def _held(core: Core | None) -> Communicator | None:
     return None if core is None else Communicator(core)
+
+
+def _described_by(other: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Give a method the text of what it calls."""
+
+    def describe(method: Method) -> Method:
+        method.__doc__ = other.__doc__
+        return method
+
+    return describe
 
 
 class Communicator(_native.Front, Operations):
@@ -226,15 +238,39 @@ class Communicator(_native.Front, Operations):
     revoke = _served(Recovery.revoke, "recovery")
     agree = _served(Recovery.agree, "recovery")
 
+    num_waiting = _served(Growth.num_waiting, "growth")
+
+    @property
+    def joined(self) -> range:
+        """The ranks that came by the ``grow`` that made this one; empty for others."""
+        return self._core.joined
+
     def _replaced_by(self, core: Core) -> Communicator:
-        self._core.successor = core
+        tell, self._core.when_replaced = self._core.when_replaced, None
+        if tell is not None:
+            tell(core)
+        core.when_replaced = tell
         return Communicator(core)
 
-    @wraps(Recovery.shrink)
+    @_described_by(Recovery.shrink)
     def shrink(
         self, *, name: str | None = None, timeout_s: float | None = None
     ) -> Communicator:
         made = self._core.recovery.shrink(name=name, timeout_s=timeout_s)
+        return self._replaced_by(made)
+
+    @_described_by(Growth.grow)
+    def grow(
+        self,
+        count: int | None = None,
+        *,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Communicator:
+        made = self._core.growth.grow(count, name=name, timeout_s=timeout_s)
+        if made is self._core:
+            return self
+        made.joined = range(self.size, made.size)
         return self._replaced_by(made)
 
     # -- symmetric memory --------------------------------------------------------

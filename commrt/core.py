@@ -8,7 +8,7 @@ of its parts. Parts of commrt that need more than a program does work on the cor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,6 +34,7 @@ from commrt.grids.halos import Halos
 from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
 from commrt.group.compare import Refusing
 from commrt.group.symmetric import SymmetricMemory
+from commrt.growing import Growth
 from commrt.job.chaos import inject_faults
 from commrt.job.world import World
 from commrt.messages.bound import message_binders
@@ -76,8 +77,10 @@ class Core(Channel):
     devices: DeviceCollectives
     fusion: Fusion
     checker: Checker | None = None
-    successor: Core | None = None
-    """The core that replaces this one after a fault."""
+    joined: range = range(0)
+    """The ranks that came by the ``grow`` that made this one."""
+    when_replaced: Callable[[Core], None] | None = None
+    """Is told of the core that replaces this one after a fault, and moves on to it."""
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class Core(Channel):
         self.recovery: Recovery[Core] = Recovery(
             self, Core, lambda: [each.recovery for each in self.subgroups.made]
         )
+        self.growth: Growth[Core] = Growth(self, self.recovery)
         self.box_plans = ComparedBoxes(self)
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans, self.families

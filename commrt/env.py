@@ -193,6 +193,15 @@ VARIABLES: tuple[Variable, ...] = (
         _text,
     ),
     Variable(
+        "COMMRT_JOIN",
+        "0|1",
+        "0",
+        "init joins a running job: it waits until its ranks call grow(); python -m "
+        "commrt.run --restarts sets it.",
+        False,
+        _flag,
+    ),
+    Variable(
         "COMMRT_RANK_PROCESS",
         "process and names of a rank",
         None,

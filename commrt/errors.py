@@ -52,6 +52,7 @@ __all__ = [
     "ObjectError",
     "OrderingError",
     "PeerFailedError",
+    "RecoveryError",
     "ReductionError",
     "RefusedError",
     "RevokedError",
@@ -131,6 +132,10 @@ class ChangedInFlightError(CommError):
 
 class RevokedError(CommError):
     """The communicator failed in an earlier operation and must be replaced."""
+
+
+class RecoveryError(CommError):
+    """The ranks that live cannot go on, or not with this rank."""
 
 
 class ReductionError(CommError):

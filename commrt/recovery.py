@@ -7,27 +7,25 @@ of MPI communication capability", Bland et al., 2013).
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
 from commrt.calls.channel import Channel
-from commrt.errors import BackendError, CommError, UsageError, shown
-from commrt.job.world import World, connect_world
+from commrt.errors import MismatchError, RevokedError, UsageError, shown
+from commrt.founding import Founder
 from commrt.vocabulary.checks import as_integer, check_name
 from commrt.vocabulary.limits import deadline_after
 
-__all__ = ["Recovery"]
+__all__ = ["Recovery", "name_after"]
 
 
 Plain = TypeVar("Plain", bound=Channel)
-_MADE = b"made"
 _LARGEST = 2**63 - 1
 
 
@@ -50,7 +48,7 @@ class Recovery(Generic[Plain]):
         self._ref = weakref.ref(comm)
         self._make, self._descendants = make, descendants
         self._number = 0
-        """Agreements so far; equal on ranks that made the same calls."""
+        """How often the ranks have met here; equal on all of them."""
 
     @property
     def _comm(self) -> Plain:
@@ -98,6 +96,7 @@ class Recovery(Generic[Plain]):
 
         Raises:
             TimeoutError_: a rank neither came nor ended in time; all may call again.
+            RevokedError: a rank has called ``shrink()`` instead; call it here, too.
             UsageError: ``flag`` is no integer of 64 bits.
         """
         comm = self._comm
@@ -106,7 +105,7 @@ class Recovery(Generic[Plain]):
         if number is None or not -_LARGEST - 1 <= number <= _LARGEST:
             raise UsageError(f"agree: flag={shown(flag)} must be an integer of 64 bits")
         limit_s = comm.limit("agree", timeout_s)
-        made, said = self._regroup("agree", str(number).encode(), limit_s)
+        made, said = self.regroup("agree", str(number).encode(), limit_s)
         made.close()
         result = -1
         for blob in said.values():
@@ -146,75 +145,64 @@ class Recovery(Generic[Plain]):
             )
         deadline = deadline_after(limit_s)
         self.end("a rank called shrink()")
-        peers, _ = self._regroup("shrink", b"", limit_s)
-        return self.found(peers, own_name or f"{comm.name}.shrink", deadline)
+        peers, _ = self.regroup("shrink", b"", limit_s)
+        new_name = own_name or name_after(comm.name)
+        return self.founder(new_name).found(peers, deadline)
 
-    def found(self, peers: Bootstrap, name: str, deadline: float) -> Plain:
-        """Return a communicator of these ranks, or of those of them that live.
-
-        All that return have the same one: no rank uses it before all have made it.
-        """
-        while True:
-            made: Plain | None = None
-            said = _MADE
-            failure: CommError | None = None
-            left_s = max(0.0, deadline - time.monotonic())
-            try:
-                made = self._founded(peers, name)
-            except CommError as error:
-                failure, said = error, f"{type(error).__name__}: {error}".encode()
-            rest, all_said = peers.regroup(range(peers.size), "made", said, left_s)
-            if len(all_said) == peers.size:
-                wrong = [rank for rank, blob in all_said.items() if blob != _MADE]
-                if made is not None and not wrong:
-                    rest.close()
-                    return made
-                if failure is None:
-                    why = all_said[wrong[0]].decode()
-                    failure = BackendError(f"rank {wrong[0]} of {name}: {why}")
-                raise failure
-            if made is not None:  # somebody has died meanwhile
-                made.give_up("a rank died before all had made it")
-                made.free()
-            peers = rest
-
-    def _founded(self, peers: Bootstrap, name: str) -> Plain:
+    def founder(self, name: str) -> Founder[Plain]:
+        """Return what makes a communicator that is like this one."""
         comm = self._comm
-        world = _world_of(peers, comm.world)
-        everybody = range(world.size)
-        wish = comm.deterministic
-        identity = world.agree_id(everybody, "world", f"deterministic={wish}")
-        made = self._make(
-            world,
-            everybody,
+        return Founder(
+            self._make,
             name,
-            identity,
-            deterministic=wish,
-            native_comm=world.mpi,
-            settings=comm.settings,
+            comm.world.launch,
+            comm.world.engine,
+            comm.world.in_process,
+            comm.deterministic,
+            comm.settings,
+            comm.timeout_s,
+            comm.world.node_of(comm.world.rank),
+            comm.world.chaos,
         )
-        made.timeout_s = comm.timeout_s
-        return made
 
-    def _regroup(
+    def regroup(
         self, what: str, blob: bytes, limit_s: float
     ) -> tuple[Bootstrap, dict[int, bytes]]:
+        """Return the bootstrap of the ranks that live, and what each of them said.
+
+        All of them call ``what``. Where one calls shrink() instead, for it found the
+        communicator failed, the others raise RevokedError, and meet it in theirs.
+        """
         comm = self._comm
-        key = f"comm{comm.identity}/{what}/{self._number}"
-        found = comm.world.bootstrap.regroup(comm.world_ranks, key, blob, limit_s)
-        self._number += 1
-        return found
+        deadline = deadline_after(limit_s)
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            key = f"comm{comm.identity}/regroup/{self._number}"
+            mine = what.encode() + b" " + blob
+            peers, texts = comm.world.bootstrap.regroup(
+                comm.world_ranks, key, mine, left_s
+            )
+            self._number += 1
+            parts = {rank: text.partition(b" ") for rank, text in texts.items()}
+            calls = {rank: part[0].decode() for rank, part in parts.items()}
+            if {*calls.values()} == {what}:
+                return peers, {rank: part[2] for rank, part in parts.items()}
+            peers.close()
+            if what != "shrink":
+                self._raise_for(what, calls)
+
+    def _raise_for(self, what: str, calls: Mapping[int, str]) -> NoReturn:
+        """Raise the error of a rank that others do not meet in its call."""
+        comm = self._comm
+        said = ", ".join(f"rank {rank} {call}()" for rank, call in calls.items())
+        text = f"{what} on {comm.name}, rank {comm.rank}: the ranks call {said}"
+        if "shrink" in calls.values():
+            self.end(f"a rank called shrink() while this one called {what}()")
+            raise RevokedError(f"{text}: call shrink() here, too")
+        raise MismatchError(f"{text}: make the same call on all ranks")
 
 
-def _world_of(peers: Bootstrap, old: World) -> World:
-    """Return the world of some ranks of an old one; collective over them."""
-    world = connect_world(
-        peers,
-        replace(old.launch, rank=peers.rank, size=peers.size),
-        catalog(),
-        in_process=old.in_process,
-        engine=old.engine,
-        timeout_s=old.timeout_s,
-    )
-    world.chaos = old.chaos  # which goes on counting
-    return world
+def name_after(name: str) -> str:
+    """Return the name of a communicator that replaces another: world.2, world.3."""
+    found = re.fullmatch(r"(.*)\.(\d{1,9})", name)
+    return f"{name}.2" if found is None else f"{found[1]}.{int(found[2]) + 1}"

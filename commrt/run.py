@@ -4,14 +4,14 @@
 The ranks get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) and
 a folder in which they meet. They need neither MPI nor torch. When one fails, the others
 are ended, and the launcher ends with that one's exit status. No rank outlives it. With
-``--keep-going`` the others go on without a rank that was killed.
+``--keep-going`` the others go on without a rank that was killed, and with
+``--restarts`` another process is started for it, which may join them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import os
 import random
@@ -30,13 +30,27 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.newcomers import Reception
 from commrt.commands.console import until_reader_leaves
 from commrt.launch.mpiexec import child_environment, last_words
+from commrt.launch.rank_process import Process
 from commrt.vocabulary.limits import capped
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
+_PREPARE = """
+import ctypes, os, signal, sys
+launcher, cores, *command = sys.argv[1:]
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(launcher):  # it has ended before it would have sent the signal
+    os._exit(1)
+if cores:
+    os.sched_setaffinity(0, map(int, cores.split(",")))
+os.execv(command[0], command)
+"""
+"""Runs in the process of a rank, which no launcher outlives, before its program."""
 _FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -65,8 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--grace {said.grace}: a number of seconds from 0 on is needed")
     program = [said.program, *said.arguments]
     command = [sys.executable, *(["-m"] if said.module else []), *program]
+    if said.restarts < 0:
+        parser.error(f"--restarts {said.restarts}: a number from 0 on is needed")
     job = _Job(command, said.ranks, said.prefix, said.bind, capped(said.grace))
-    return job.run(keep_going=said.keep_going)
+    return job.run(keep_going=said.keep_going or said.restarts, restarts=said.restarts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,6 +122,14 @@ def _parser() -> argparse.ArgumentParser:
         "that were not killed by a signal end with 0",
     )
     parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="as --keep-going; and start a rank that fails anew, N times in all: its "
+        "commrt.init() waits until the others call grow() (default 0)",
+    )
+    parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
     )
     return parser
@@ -120,6 +144,10 @@ class _Rank:
     copiers: list[threading.Thread] = field(default_factory=list)
     tail: bytes = b""
     """The end of what it printed as errors."""
+    joins: bool = False
+    """True if it was started to join the others."""
+    is_ended: bool = False
+    """True once this launcher has ended it, since nobody was left to join."""
 
 
 class _Job:
@@ -134,15 +162,19 @@ class _Job:
         self._cores = _shares(size) if bind else None
         self._grace_s = grace_s
         self._ranks: dict[int, _Rank] = {}
+        self._restarts = 0
+        """How many ranks may still be started again."""
         self._signal = 0
         """The first one that told this job to end."""
         self._printing = threading.Lock()
 
-    def run(self, *, keep_going: bool = False) -> int:
+    def run(self, *, keep_going: bool = False, restarts: int = 0) -> int:
         """Start the ranks, and wait for their end; return the exit status.
 
-        ``keep_going``: one that fails does not end the others.
+        ``keep_going``: one that fails does not end the others. ``restarts``: so many
+        that fail are started again.
         """
+        self._restarts = restarts
         _remove_leftovers(Path(tempfile.gettempdir()))
         rendezvous = tempfile.mkdtemp(prefix=_FOLDER)
         lock = _lock_of(Path(rendezvous))
@@ -150,13 +182,12 @@ class _Job:
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
         try:
             environ = _environment(self._size, rendezvous)
+            joins = dict(environ, COMMRT_JOIN="1")
             for number in range(self._size):
                 rank = self._start(number, environ)
                 self._ranks[rank.process.pid] = rank
-            # Not before: processes are forked by a program of one thread.
-            for rank in self._ranks.values():
                 self._pass_on(rank)
-            return self._wait(keep_going)
+            return self._wait(keep_going, joins, rendezvous)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._kill()
@@ -166,28 +197,19 @@ class _Job:
             os.close(lock)
 
     def _start(self, number: int, environ: dict[str, str]) -> _Rank:
-        launcher = os.getpid()
-        cores = None if self._cores is None else self._cores[number]
-        libc = ctypes.CDLL(None, use_errno=True)
-
-        def prepare() -> None:
-            # Before the check: a launcher that ends after it sends the signal.
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != launcher:
-                os._exit(1)
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
-
+        cores = () if self._cores is None else sorted(self._cores[number])
+        # A program of its own does it: this one may have threads when it starts a rank
+        # again, and what runs in a copy of them may wait for locks that nobody gives.
+        prepared = [sys.executable, "-I", "-S", "-c", _PREPARE, str(os.getpid())]
         own = {"RANK": str(number), "LOCAL_RANK": str(number)}
         process = subprocess.Popen(
-            self._command,
+            [*prepared, ",".join(map(str, cores)), *self._command],
             env={**environ, **own},
             # One of them may read what is typed.
             stdin=None if number == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._prefix else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=prepare,
         )
         return _Rank(number, process)
 
@@ -222,8 +244,11 @@ class _Job:
                     to.write(piece)
                     to.flush()
 
-    def _wait(self, keep_going: bool) -> int:
-        """Wait for all ranks; return the launcher's exit status."""
+    def _wait(self, keep_going: bool, joins: dict[str, str], rendezvous: str) -> int:
+        """Wait for all ranks; return the launcher's exit status.
+
+        ``joins``: variables of those that are started again.
+        """
         failed: list[tuple[_Rank, int]] = []
         living = set(self._ranks)
         while living:
@@ -234,9 +259,20 @@ class _Job:
             rank = self._ranks[pid]
             code = os.waitstatus_to_exitcode(status)
             rank.process.returncode = code
-            if code == 0:
+            if code == 0 or rank.is_ended:
+                self._end_those_left(living, rendezvous)
+                continue
+            if self._restarts and living and not self._signal:
+                self._restarts -= 1
+                self._report(rank, code, "; it is started again, to join the others")
+                again = self._start(rank.number, joins)
+                again.joins = True
+                self._ranks[again.process.pid] = again
+                self._pass_on(again)
+                living.add(again.process.pid)
                 continue
             failed.append((rank, code))
+            self._end_those_left(living, rendezvous)
             if keep_going:
                 self._report(rank, code, "; the others go on" if living else "")
             elif len(failed) == 1:
@@ -253,6 +289,27 @@ class _Job:
             own = [code for code in codes if code > 0]
             codes = own if own or len(failed) < self._size else codes
         return _exit_status(codes[0]) if codes else 0
+
+    def _end_those_left(self, living: set[int], rendezvous: str) -> None:
+        """End the processes that wait to join, once nobody is left who could ask them.
+
+        One that was asked is a rank.
+        """
+        left = [self._ranks[pid] for pid in living]
+        if not left or not all(rank.joins for rank in left):
+            return
+        asked = Reception(DirectoryStore(rendezvous, self._size)).invited()
+        if any(Process(rank.process.pid).name in asked for rank in left):
+            return
+        for rank in left:
+            rank.is_ended = True
+            numbers = f"rank {rank.number} of {self._size} (process {rank.process.pid})"
+            sys.stderr.write(
+                f"commrt.run: {numbers} waits to join, and no other rank is left: it "
+                f"is ended\n"
+            )
+        sys.stderr.flush()
+        self._end({rank.process.pid for rank in left})
 
     def _report(self, rank: _Rank, code: int, others: str) -> None:
         """Say that a rank failed, why, and what becomes of the others."""

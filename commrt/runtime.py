@@ -18,6 +18,7 @@ from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import close_relays
+from commrt.growing import join
 from commrt.job.abort import install_excepthook
 from commrt.job.chaos import wanted_chaos
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
@@ -47,6 +48,8 @@ class _Runtime:
         """The core of that."""
         self.mpi_comm: MPI.Intracomm | None = None
         self.world: World | None = None
+        self.leaves = False
+        """True once the end of this process is taken care of."""
 
 
 _RUNTIME = _Runtime()
@@ -86,7 +89,6 @@ def init(
     if deterministic is not None:
         deterministic = check_flag("commrt.init", "deterministic", deterministic)
     with _RUNTIME.lock:
-        _follow_recovery()
         core, comm = _RUNTIME.core, _RUNTIME.comm
         if core is not None and comm is not None and core.closed is None:
             if mpi_comm is not None and mpi_comm is not _RUNTIME.mpi_comm:
@@ -102,6 +104,10 @@ def init(
                 )
             return comm
         env.check_names()
+        if _RUNTIME.world is None and env.read_bool("COMMRT_JOIN"):
+            launch = detect()
+            if not launch.is_child:
+                return _joined(launch, deterministic)
         if _RUNTIME.world is None:
             _RUNTIME.world = _start(mpi_comm)
             _RUNTIME.mpi_comm = mpi_comm
@@ -116,20 +122,36 @@ def init(
             range(world.size),
             "world",
             identity,
-            native_comm=world.mpi,
+            native_comm=world.mpi_of_all,
             deterministic=deterministic,
         )
+        _RUNTIME.core.when_replaced = _go_on_with
         _RUNTIME.comm = Communicator(_RUNTIME.core)
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
 
 
-def _follow_recovery() -> None:
-    """Take the communicator that has replaced the one of all ranks, if one has."""
-    while (core := _RUNTIME.core) is not None and core.successor is not None:
-        _RUNTIME.core, _RUNTIME.comm = core.successor, Communicator(core.successor)
-        _RUNTIME.world = core.successor.world
+def _joined(launch: LaunchInfo, deterministic: bool | None) -> Communicator:
+    """Return the communicator of a running job that takes this process in."""
+    engine = _engine_of(launch)
+    core, first = join(launch, engine, Core, deterministic)
+    _leave_at_end(launch)
+    core.joined = range(first, core.size)
+    core.when_replaced = _go_on_with
+    install_excepthook(core.world)
+    _RUNTIME.world, _RUNTIME.core = core.world, core
+    _RUNTIME.comm = Communicator(core)
+    if progress_mode(core.world):
+        engine.start_thread()
+    return _RUNTIME.comm
+
+
+def _go_on_with(core: Core) -> None:
+    """Take the communicator that has replaced the one of all ranks."""
+    with _RUNTIME.lock:
+        _RUNTIME.core, _RUNTIME.comm = core, Communicator(core)
+        _RUNTIME.world = core.world
 
 
 def _is_of_mpi(given: Any) -> bool:
@@ -173,8 +195,15 @@ def join_world(bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float) -> Wo
 def _join(
     bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float | None = None
 ) -> World:
-    first = _RUNTIME.engine is None
-    if first:
+    engine = _engine_of(launch)
+    world = open_world(bootstrap, launch, engine=engine, timeout_s=timeout_s)
+    _leave_at_end(launch)
+    return world
+
+
+def _engine_of(launch: LaunchInfo) -> Any:
+    """Return the engine of this process, which serves all of its worlds."""
+    if _RUNTIME.engine is None:
         _RUNTIME.engine, _RUNTIME.pid = _native.Engine(), os.getpid()
         if not launch.is_child:
             mark_rank()
@@ -183,10 +212,14 @@ def _join(
             f"commrt was started in process {_RUNTIME.pid}, from which this one was "
             f"forked: start processes that communicate by 'spawn'"
         )
-    world = open_world(bootstrap, launch, engine=_RUNTIME.engine, timeout_s=timeout_s)
-    if first:
+    return _RUNTIME.engine
+
+
+def _leave_at_end(launch: LaunchInfo) -> None:
+    """See that this process finishes its part of operations before it ends."""
+    if not _RUNTIME.leaves:
+        _RUNTIME.leaves = True
         atexit.register(_leave, _RUNTIME.engine, launch.rank, os.getpid())
-    return world
 
 
 def open_world(

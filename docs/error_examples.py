@@ -151,12 +151,24 @@ ENTRIES = (
     Entry(
         "RevokedError",
         "The communicator failed in an earlier operation, on this rank or on a peer.",
-        "Look for the first error of any rank. Make a new communicator from one that "
-        "works, or end the job.",
+        "Look for the first error of any rank. Call `shrink()` on all of them to go on "
+        "with a new communicator, or end the job.",
         "@commrt.reduction\n"
         "def wrong(a, b):\n    return 1 / 0 if comm.rank == 0 else a + b\n\n\n"
         "try:\n    comm.allreduce(np.ones(4), op=wrong)\n"
         "except commrt.errors.ReductionError:\n    comm.barrier()",
+        ranks=2,
+    ),
+    Entry(
+        "RecoveryError",
+        "The ranks that live cannot go on: nobody has a part of the model, or a step's "
+        "state whole. Or they go on without this rank.",
+        "Start the job again from a checkpoint; or, where only this rank is left out, "
+        "end it, or let it join anew.",
+        "from commrt import elastic\n\n\n"
+        "def step(comm, number):\n    comm.barrier()\n\n\n"
+        "x = np.zeros(3 + comm.rank)  # the ranks have different models\n"
+        "elastic.run(step, elastic.State(x=x), until=1, comm=comm)",
         ranks=2,
     ),
     Entry(

@@ -16,6 +16,7 @@ from commrt.vocabulary.limits import deadline_after
 __all__ = [
     "Bootstrap",
     "ByExchange",
+    "Identities",
     "Keys",
     "check_alive",
     "poll_until",
@@ -30,6 +31,8 @@ _YIELDS = 50
 _SOON_S = 0.002
 """Longest sleep at first; then it is as long as a certain part of the time waited."""
 _PART = 1 / 50
+_LONGEST_S = 0.5
+"""Longest sleep at all: so soon it is seen that a rank has ended."""
 
 
 class Bootstrap(Protocol):
@@ -146,6 +149,14 @@ class Keys:
                 self._changed.notify_all()
 
 
+class Identities:
+    """Numbers of communicators whose messages share a carrier."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        """The next one that no communicator of this rank has."""
+
+
 class ByExchange(Generic[T]):
     """What a rank keeps of its exchanges, by their names, until they are forgotten."""
 
@@ -203,7 +214,8 @@ def poll_until(
             time.sleep(0)
         else:
             backoff.rest(min(sleep_s, deadline - now))
-            sleep_s = min(2 * sleep_s, max(_SOON_S, (now - begun) * _PART))
+            longest_s = min(max(_SOON_S, (now - begun) * _PART), _LONGEST_S)
+            sleep_s = min(2 * sleep_s, longest_s)
     return True
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from commrt import env
 from commrt.bootstrap.base import Bootstrap
@@ -11,14 +12,19 @@ from commrt.bootstrap.claim import claim_rank
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.mpi_of_launch import started_mpi
+from commrt.bootstrap.newcomers import ask_to_join
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap, slurm_store, torchrun_store
+from commrt.errors import UsageError
 from commrt.launch.detect import LaunchInfo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["connect"]
+__all__ = ["ask_for_place", "connect"]
+
+_NEVER_HOSTS = -1
+"""A rank that leaves the store of torch to others."""
 
 
 def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootstrap:
@@ -36,13 +42,8 @@ def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootst
         return MpiBootstrap(mpi_comm, timeout_s)
     if launch.kind == "single":
         return SingleBootstrap()
-    if launch.kind == "run":
-        folder = env.value("COMMRT_MEETING")
-        rendezvous = DirectoryStore(folder or "", launch.size)
-        claim_rank(rendezvous, launch)
-        return StoreBootstrap(rendezvous, launch.rank, launch.size)
-    if launch.kind == "torchrun":
-        store = torchrun_store(launch.rank, launch.size, timeout_s)
+    if launch.kind in ("run", "torchrun"):
+        store = _store_of(launch, launch.rank, timeout_s)
         claim_rank(store, launch)
         return StoreBootstrap(store, launch.rank, launch.size)
     mpi = started_mpi(launch)
@@ -50,3 +51,28 @@ def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootst
         return MpiBootstrap(mpi.COMM_WORLD, timeout_s)
     store = slurm_store(launch.rank, launch.size, timeout_s)
     return StoreBootstrap(store, launch.rank, launch.size)
+
+
+def ask_for_place(
+    launch: LaunchInfo, process: Mapping[str, str], timeout_s: float
+) -> tuple[StoreBootstrap, str]:
+    """Wait until ranks of a running job take this process in; return how it meets them.
+
+    And the words of their invitation. ``process`` says where it can be found.
+    """
+    if launch.kind not in ("run", "torchrun"):
+        raise UsageError(
+            f"COMMRT_JOIN=1 means that this process joins a running job, and "
+            f"{launch.source} names none that takes in others: start it with the "
+            f"variables of a job of python -m commrt.run or torchrun, or unset it"
+        )
+    store = _store_of(launch, _NEVER_HOSTS, timeout_s)
+    said = ask_to_join(store, process, timeout_s)
+    return StoreBootstrap(store, said.rank, said.size, said.prefix), said.words
+
+
+def _store_of(launch: LaunchInfo, rank: int, timeout_s: float) -> Any:
+    if launch.kind == "run":
+        folder = env.value("COMMRT_MEETING")
+        return DirectoryStore(folder or "", launch.size)
+    return torchrun_store(rank, launch.size, timeout_s)

@@ -11,101 +11,89 @@ or come only then, go on to the next attempt; who has waited says its blob again
 somebody is there, so that many that give up together do not all talk to all. A
 withdrawal may arrive long after the blob that it takes back. So a blob alone does not
 mean that its sender still waits: only what it says after it has heard everybody does.
+
+Ranks that regroup send messages on the same communicator: none has to be made, and so
+nothing can block. Where all ranks that live take part, and MPI survives failures, the
+new world then gets a communicator without the failed ones (``renewed``).
 """
 
 from __future__ import annotations
 
-import struct
-import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from commrt.bootstrap.ballots import Vote, Voter
 from commrt.bootstrap.base import (
-    ByExchange,
     Keys,
     check_alive,
     poll_until,
     timed_out,
     with_heed,
 )
-from commrt.errors import TimeoutError_
+from commrt.bootstrap.mpi_mail import Mailbox, Says
+from commrt.bootstrap.survivors import check_in, not_all_came
+from commrt.errors import BackendError, PeerFailedError, TimeoutError_
+from commrt.mpi.ulfm import Beside, places_in
 from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["TAG", "MpiBootstrap"]
-
-TAG = 7
-"""The one tag used on the private communicator."""
-
-_HEADER = struct.Struct("<BQI")
-"""Fields of a message: kind, number of the attempt, length of the exchange's name."""
-
-
-class Says(IntEnum):
-    """The state of a sender's attempt, as its message says it."""
-
-    BLOB = 0
-    HEARD = 1
-    """The sender has everybody's blob, and waits for everybody to say so."""
-    WITHDRAWN = 2
-
-
-@dataclass
-class _Topic:
-    """This rank's state of the exchanges of one name."""
-
-    attempt: int = 0
-    """Number of this rank's attempt, or of the next one if it has left the last."""
-    said: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Blobs that came, by attempt and rank."""
-    heard: set[tuple[int, int]] = field(default_factory=set)
-    """Attempts and ranks: each of these ranks has everybody's blob in that attempt."""
-    withdrawn: set[int] = field(default_factory=set)
-
-    def skip_withdrawn(self) -> bool:
-        """Go on to an attempt that nobody has withdrawn; say if it is another."""
-        before = self.attempt
-        while self.attempt in self.withdrawn:
-            self.attempt += 1
-        self.withdrawn = {one for one in self.withdrawn if one >= self.attempt}
-        self.said = {
-            at: blob for at, blob in self.said.items() if at[0] >= self.attempt
-        }
-        self.heard = {at for at in self.heard if at[0] >= self.attempt}
-        return self.attempt != before
-
-    def came(self) -> set[int]:
-        """Return the ranks in this attempt or a later one."""
-        return {rank for _, rank in self.said}
+__all__ = ["MpiBootstrap"]
 
 
 class MpiBootstrap:
     """Exchanges blobs over a private duplicate of an mpi4py communicator.
 
     ``comm`` is that duplicate: code below the public interface may send on it with
-    other tags than ``TAG``.
+    other tags than the mailbox. After ``regroup`` it may have more ranks than this
+    world: ``places`` says which are its own.
     """
+
+    mpi_comm: MPI.Intracomm | None
+    """The program's communicator of exactly these ranks; None where it has none."""
 
     def __init__(self, mpi_comm: MPI.Intracomm, timeout_s: float) -> None:
         """Collective over ``mpi_comm``."""
         from mpi4py import MPI
 
         self._mpi = MPI
+        self._abandoned: list[tuple[Any, Any]] = []
+        comm = self._duplicate(mpi_comm, timeout_s)
+        self._set_up(Mailbox(MPI, comm), range(comm.Get_size()), "")
+        self._is_owner = True
         self.mpi_comm = mpi_comm
-        self.rank: int = mpi_comm.Get_rank()
-        self.size: int = mpi_comm.Get_size()
-        self.comm = self._duplicate(mpi_comm, timeout_s)
+
+    @classmethod
+    def _of(
+        cls, mpi: Any, mail: Mailbox, places: Sequence[int], prefix: str = ""
+    ) -> MpiBootstrap:
+        """Return the bootstrap of some ranks of a communicator; local."""
+        made = cls.__new__(cls)
+        made._mpi = mpi
+        made._set_up(mail, places, prefix)
+        return made
+
+    def _set_up(self, mail: Mailbox, places: Sequence[int], prefix: str) -> None:
+        self.mail = mail
+        self.comm = mail.comm
+        self.mpi_comm = None
+        self.places = tuple(places)
+        """Ranks in ``comm``, by rank."""
+        self.comm_of_all = None if prefix else self.comm
+        """``comm``, where it has exactly these ranks and no other world has it."""
+        self.rank: int = self.places.index(self.comm.Get_rank())
+        self.size: int = len(self.places)
+        self.identities = mail.identities
+        """Of the communicators of all worlds that share ``comm``."""
         self.idle: Callable[[], object] | None = None
-        self.gone: Callable[[int], str] | None = None
+        self.gone: Callable[[int], str] | None = self._failed if mail.survives else None
+        self._is_owner = False
+        self._prefix = prefix
         self._keys = Keys(self.rank, self.size)
-        self.lock = threading.Lock()
-        self._topics: ByExchange[_Topic] = ByExchange(_Topic)
-        self._receiving: list[tuple[Any, int, bytearray]] = []
+        self._dead: frozenset[int] = frozenset()
+        """Ranks of ``comm`` that had ended before this world was made, as agreed."""
 
     def exchange(
         self,
@@ -116,54 +104,147 @@ class MpiBootstrap:
         heed: Callable[[], object] | None = None,
     ) -> list[bytes]:
         """Give ``blob`` to all members; return everybody's, in members' order."""
-        with self._keys.turn(members, key, timeout_s) as (name, left_s):
+        with self._keys.turn(members, self._prefix + key, timeout_s) as (name, left_s):
             others = [member for member in members if member != self.rank]
-            rendezvous = _Rendezvous(self, name, others, bytes(blob))
-            heeds = with_heed(
-                heed, check_alive(self.gone, key, others, rendezvous.has_come)
+            at = self.places
+            there = {at[member]: member for member in others}
+            rendezvous = _Rendezvous(self.mail, name, [*there], bytes(blob))
+            alive = check_alive(
+                self.gone, key, others, lambda rank: rendezvous.has_come(at[rank])
             )
             try:
-                met = poll_until(rendezvous.step, left_s, with_heed(self.idle, heeds))
+                idle = with_heed(self.idle, with_heed(heed, alive))
+                met = poll_until(rendezvous.step, left_s, idle)
                 blobs = rendezvous.result() if met else {}
             finally:
                 rendezvous.end()
         if not met:
-            missing = rendezvous.missing()
+            missing = [there[place] for place in rendezvous.missing()]
             raise timed_out(self.rank, members, key, missing, timeout_s)
-        return [blobs.get(member, bytes(blob)) for member in members]
+        return [blobs.get(at[member], bytes(blob)) for member in members]
 
     def regroup(
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> tuple[MpiBootstrap, dict[int, bytes]]:
-        """Return the bootstrap of all members, and what they said.
+        """Return the bootstrap of the members that live, and what they said."""
+        mail = self.mail
+        with self._keys.turn(members, self._prefix + key, timeout_s) as (name, left_s):
+            sends: list[tuple[Any, bytes]] = []
 
-        MPI's launcher ends the job when a rank dies, so that none is missing.
+            def post(vote: Vote, body: bytes, member: int) -> None:
+                sends.append(mail.send(vote, 0, name, body, self.places[member]))
+
+            def step() -> bool:
+                with mail.lock:
+                    mail.progress()
+                    return voter.step()
+
+            with mail.lock:
+                ballot = mail.ballots.of(name)
+                voter = Voter(ballot, members, self.rank, post, self.gone)
+                voter.come(bytes(blob))
+            try:
+                agreed = poll_until(step, left_s, self.idle)
+            finally:
+                with mail.lock:
+                    mail.abandon(sends)
+        if not agreed or voter.decision is None:
+            raise not_all_came(self.rank, members, voter.missing(), timeout_s)
+        decision = voter.decision
+        check_in(decision, self.rank)
+        ranks = [*decision.said]
+        places = [self.places[rank] for rank in ranks]
+        made = MpiBootstrap._of(self._mpi, mail, places, f"{decision.token}.")
+        made._dead = self._dead | {self.places[rank] for rank in decision.gone}
+        made.idle, gone = self.idle, self.gone
+        if gone is not None:
+            made.gone = lambda rank: gone(ranks[rank])
+        return made, {**decision.said}
+
+    def renewed(self, timeout_s: float) -> MpiBootstrap:
+        """Return the bootstrap of these ranks over a communicator of theirs alone.
+
+        Collective. Returns this one where MPI cannot make such a communicator: it
+        makes one only of all ranks that live, and only where it survives failures.
+
+        Raises TimeoutError_ where a rank does not come; all may call again. Raises
+        PeerFailedError, on all ranks, where one has died meanwhile.
         """
-        deadline = deadline_after(timeout_s)
-        blobs = self.exchange(members, key, blob, timeout_s)
-        group = self.comm.Get_group().Incl(list(members))
-        part = self.comm.Create_group(group, TAG)  # all have just met: nobody is late
-        made = MpiBootstrap(part, max(0.0, deadline - time.monotonic()))
-        made.idle = self.idle
-        return made, dict(zip(members, blobs, strict=True))
+        everybody = len(self.places) + len(self._dead) == self.comm.Get_size()
+        if not self._prefix or not everybody or not self.mail.survives:
+            return self
+        shrunk = self._shrunk(timeout_s)
+        shrunk.Set_errhandler(self._mpi.ERRORS_RETURN)
+        shrunk.Set_name("commrt bootstrap")
+        places = places_in(self._mpi, self.comm, self.places, shrunk)
+        kept = [place for place in places if place is not None]
+        if len(kept) != self.size or shrunk.Get_size() != self.size:
+            raise PeerFailedError(
+                f"rank {self.rank}: one of the {self.size} ranks that remained has "
+                f"died while MPI made a communicator of them"
+            )
+        made = MpiBootstrap._of(self._mpi, Mailbox(self._mpi, shrunk), kept)
+        made.idle, made.gone = self.idle, self.gone
+        return made
+
+    def _shrunk(self, timeout_s: float) -> Any:
+        """Return a communicator of the ranks that live; collective over all of them."""
+        mail, deadline = self.mail, deadline_after(timeout_s)
+
+        def until(done: Callable[[], bool]) -> None:
+            if not poll_until(done, deadline - time.monotonic(), self.idle):
+                raise TimeoutError_(
+                    f"rank {self.rank}: MPI has made no communicator of the "
+                    f"{self.size} ranks that remain within {timeout_s:g} s: one of "
+                    f"them does not come, or is stopped; call again"
+                )
+
+        # A process may have been found dead before MPI has heard of it.
+        until(lambda: self._dead <= mail.failed.ranks())
+        if mail.shrinking is not None:  # of a call that was given up, here
+            until(mail.shrinking.is_done)
+        by_thread = self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
+        mail.shrinking = Beside(self.comm.Shrink, by_thread=by_thread)
+        until(mail.shrinking.is_done)
+        call, mail.shrinking = mail.shrinking, None
+        try:
+            return call.result()
+        except self._mpi.Exception as error:
+            raise BackendError(
+                f"MPI makes no communicator of the ranks that remain: {error}"
+            ) from error
+
+    def why_none(self) -> str:
+        """Return why MPI makes no communicator of some ranks; empty: it does.
+
+        Open MPI makes none from a communicator in which a rank has failed, and ranks
+        that do not know of it wait for ever.
+        """
+        failed = self.mail.failed.ranks(anew=True)
+        if not failed:
+            return ""
+        return (
+            f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, sorted(failed)))} of "
+            f"the job's MPI communicator failed: shrink() of the communicator of all "
+            f"ranks makes another one"
+        )
 
     def forget(self, key: str) -> None:
-        """Drop the numbers of attempts."""
-        self._topics.forget(key)
+        """Drop what is kept of exchanges that are over."""
+        self.mail.forget(self._prefix + key)
 
     def close(self) -> None:
-        """Free the private communicator, if MPI still runs."""
-        if self.comm and not self._mpi.Is_finalized():
+        """Free the private communicator, unless other worlds have it or MPI ended."""
+        if self._is_owner and self.comm and not self._mpi.Is_finalized():
             self.comm.Free()
 
     def _duplicate(self, mpi_comm: MPI.Intracomm, timeout_s: float) -> Any:
-        self._abandoned: list[tuple[Any, Any]] = []
         comm, request = mpi_comm.Idup()
         if not poll_until(request.Test, timeout_s):
             self._abandoned.append((request, comm))
             raise TimeoutError_(
-                f"rank {self.rank} of {self.size}: not every rank of "
-                f"{mpi_comm.Get_name() or 'the communicator'} called commrt.init() "
+                f"rank {mpi_comm.Get_rank()} of {mpi_comm.Get_size()}: not every rank "
+                f"of {mpi_comm.Get_name() or 'the communicator'} called commrt.init() "
                 f"within {timeout_s:g} s; it is collective. Look for an error or an "
                 f"early exit on the other ranks."
             )
@@ -171,60 +252,20 @@ class MpiBootstrap:
         comm.Set_name("commrt bootstrap")
         return comm
 
-    def topic(self, name: str) -> _Topic:
-        """Return this rank's state of a name's exchanges; hold ``lock``."""
-        return self._topics.of(name)
-
-    def send(self, message: bytes, peer: int) -> Any:
-        """Start to send; hold ``lock``."""
-        return self.comm.Isend([message, self._mpi.BYTE], dest=peer, tag=TAG)
-
-    def abandon(self, sends: Sequence[tuple[Any, Any]]) -> None:
-        """Keep buffers that nobody waits for until they have left; hold ``lock``."""
-        kept = [*self._abandoned, *sends]
-        self._abandoned = [each for each in kept if not each[0].Test()]
-
-    def progress(self) -> None:
-        """Start every receive that is there, and take what is done; hold ``lock``."""
-        status = self._mpi.Status()
-        while True:
-            message = self.comm.Improbe(tag=TAG, status=status)
-            if message is None:
-                break
-            buffer = bytearray(status.Get_count(self._mpi.BYTE))
-            request = message.Irecv([buffer, self._mpi.BYTE])
-            self._receiving.append((request, status.Get_source(), buffer))
-        waiting = []
-        late: set[int] = set()
-        for request, source, buffer in self._receiving:
-            # In the order sent: a withdrawal must not overtake what it withdraws.
-            if source not in late and request.Test():
-                self._take(source, buffer)
-            else:
-                late.add(source)
-                waiting.append((request, source, buffer))
-        self._receiving = waiting
-
-    def _take(self, source: int, buffer: bytearray) -> None:
-        says, attempt, name, blob = _unpack(buffer)
-        topic = self.topic(name)
-        if attempt < topic.attempt:
-            return  # of an attempt that is over here
-        if says == Says.WITHDRAWN:
-            topic.withdrawn.add(attempt)
-        elif says == Says.HEARD:
-            topic.heard.add((attempt, source))
-        else:
-            topic.said[attempt, source] = blob
+    def _failed(self, rank: int) -> str:
+        """Return why a rank comes no more, as far as MPI knows."""
+        if self.places[rank] not in self.mail.failed.ranks():
+            return ""
+        return "MPI says that its process has failed"
 
 
 class _Rendezvous:
-    """One exchange of one rank."""
+    """One exchange of one rank; ranks are those of the communicator."""
 
     def __init__(
-        self, bootstrap: MpiBootstrap, name: str, others: Sequence[int], blob: bytes
+        self, mail: Mailbox, name: str, others: Sequence[int], blob: bytes
     ) -> None:
-        self._bootstrap = bootstrap
+        self._mail = mail
         self._name = name
         self._others = others
         self._blob = blob
@@ -239,14 +280,14 @@ class _Rendezvous:
         self._silent: list[int] = []
         """Ranks that came to this attempt and have not said that they have everybody's
         blob."""
-        with bootstrap.lock:
-            self._topic = bootstrap.topic(name)
+        with mail.lock:
+            self._topic = mail.topics.of(name)
 
     def step(self) -> bool:
         """Make some progress; return whether everybody is there."""
-        bootstrap, topic = self._bootstrap, self._topic
-        with bootstrap.lock:
-            bootstrap.progress()
+        mail, topic = self._mail, self._topic
+        with mail.lock:
+            mail.progress()
             self._came |= topic.came()
             if topic.skip_withdrawn():
                 self._abandon_sends()
@@ -258,21 +299,21 @@ class _Rendezvous:
             if not self._has_heard and not self._without(topic.said):
                 self._has_heard = True
                 self._tell(Says.HEARD)
-            self._sends = [sent for sent in self._sends if not sent[0].Test()]
+            self._sends = [each for each in self._sends if not mail.has_ended(each[0])]
             self._silent = self._without(topic.heard) if self._has_heard else []
             self._done = self._has_heard and not self._silent and not self._sends
             return self._done
 
     def result(self) -> dict[int, bytes]:
         """Return the blobs of the others."""
-        with self._bootstrap.lock:
+        with self._mail.lock:
             attempt = self._topic.attempt
             return {peer: self._topic.said[attempt, peer] for peer in self._others}
 
     def end(self) -> None:
         """Leave the attempt; withdraw it if it was not complete."""
-        bootstrap, topic = self._bootstrap, self._topic
-        with bootstrap.lock:
+        mail, topic = self._mail, self._topic
+        with mail.lock:
             self._abandon_sends()
             if self._attempt != topic.attempt:
                 return  # somebody else has withdrawn it
@@ -300,22 +341,11 @@ class _Rendezvous:
 
     def _tell(self, says: Says, blob: bytes = b"") -> None:
         assert self._attempt is not None
-        message = _pack(says, self._attempt, self._name, blob)
         for peer in self._others:
-            self._sends.append((self._bootstrap.send(message, peer), message))
+            self._sends.append(
+                self._mail.send(says, self._attempt, self._name, blob, peer)
+            )
 
     def _abandon_sends(self) -> None:
-        self._bootstrap.abandon(self._sends)
+        self._mail.abandon(self._sends)
         self._sends = []
-
-
-def _pack(says: Says, attempt: int, exchange: str, blob: bytes) -> bytes:
-    name = exchange.encode()
-    return _HEADER.pack(says, attempt, len(name)) + name + blob
-
-
-def _unpack(message: bytearray) -> tuple[int, int, str, bytes]:
-    says, attempt, length = _HEADER.unpack_from(message)
-    start = _HEADER.size
-    name = bytes(message[start : start + length]).decode()
-    return says, attempt, name, bytes(message[start + length :])

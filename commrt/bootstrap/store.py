@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,16 @@ from commrt.bootstrap.base import (
     with_heed,
 )
 from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.newcomers import Reception
 from commrt.bootstrap.survivors import agree_on_survivors
-from commrt.errors import BackendError, PeerFailedError
+from commrt.errors import BackendError, CommError, PeerFailedError
 from commrt.launch import slurm
 from commrt.vocabulary.limits import as_timedelta, deadline_after
 
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
+_HOST_S = 0.5
+"""Seconds in which it is heard that the rank has ended that hosts the store."""
 _VERDICT_S = 10.0
 """Seconds in which the rank that counted first writes its verdict, unless it died."""
 
@@ -62,7 +66,37 @@ class StoreBootstrap:
             # same store must not meet keys that the first one is still deleting.
             generation = store.add(f"commrt/generation/{rank}", 1)
             prefix = f"commrt/{generation}"
-        self._prefix = prefix
+        self.prefix = prefix
+        """Begins its keys."""
+        self.reception = Reception(store)
+        """Where processes ask to join the job."""
+        self._why_no_host: Callable[[], str] = lambda: self.gone(0) if self.gone else ""
+        """Why rank 0 of the job, which may host the store, is gone."""
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise PeerFailedError or BackendError where the store cannot be reached."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, CommError):
+                raise
+            poll_until(lambda: bool(self._why_no_host()), _HOST_S)
+            why = self._why_no_host()
+            text = (
+                f"rank {self.rank} does not reach the store in which the ranks meet "
+                f"({str(error).partition(chr(10))[0]})"
+            )
+            if why:
+                raise PeerFailedError(
+                    f"{text}: rank 0 may have hosted it, and {why}. No rank can make a "
+                    f"communicator any more; a launcher that hosts the store, such as "
+                    f"torchrun, keeps it when a rank dies"
+                ) from error
+            raise BackendError(
+                f"{text}: look whether the process that hosts it runs, the launcher "
+                f"or rank 0, and restart the job if it does not"
+            ) from error
 
     def exchange(
         self,
@@ -75,10 +109,10 @@ class StoreBootstrap:
         """Give ``blob`` to all members; return everybody's, in members' order."""
         deadline = deadline_after(timeout_s)
         came: set[int] = set()
-        with self._keys.turn(members, key, timeout_s) as (name, _):
+        with self._reaching(), self._keys.turn(members, key, timeout_s) as (name, _):
             while True:
                 attempts = self._attempts.of(name)
-                base = f"{self._prefix}/{name}#{attempts.ended}"
+                base = f"{self.prefix}/{name}#{attempts.ended}"
                 attempt = _Attempt(self._store, base, members, self.rank)
                 heeds = with_heed(
                     heed, check_alive(self.gone, key, members, attempt.has_come)
@@ -102,11 +136,11 @@ class StoreBootstrap:
         deadline = deadline_after(timeout_s)
         number = 0
         while True:
-            with self._keys.turn(members, key, timeout_s) as (name, _):
-                base = f"{self._prefix}/{name}/{number}"
+            turn = self._keys.turn(members, key, timeout_s)
+            with self._reaching(), turn as (name, _):
                 decision = agree_on_survivors(
                     self._store,
-                    base,
+                    f"{self.prefix}/{name}/{number}",
                     members,
                     self.rank,
                     blob,
@@ -115,7 +149,7 @@ class StoreBootstrap:
                     self.idle,
                 )
             ranks = list(decision.said)
-            made = self.part(ranks, base)
+            made = self.part(ranks, f"commrt/{decision.token}")
             try:
                 # Whoever has died since is found here, by all of them alike.
                 made.exchange(
@@ -131,9 +165,16 @@ class StoreBootstrap:
         mine = ranks.index(self.rank)
         made = StoreBootstrap(self._store, mine, len(ranks), prefix)
         made.idle = self.idle
+        made._why_no_host = self._why_no_host
         gone = self.gone
         if gone is not None:
             made.gone = lambda rank: gone(ranks[rank])
+        return made
+
+    def enlarged(self, size: int) -> StoreBootstrap:
+        """Return a bootstrap of these ranks and of others that follow them; local."""
+        made = StoreBootstrap(self._store, self.rank, size, f"{self.prefix}/grown")
+        made.idle = self.idle
         return made
 
     def forget(self, key: str) -> None:
@@ -144,7 +185,7 @@ class StoreBootstrap:
         """Return a part of the store of torch for one use; the same on all ranks."""
         from torch.distributed import PrefixStore
 
-        name = f"{self._prefix}/{purpose}"
+        name = f"{self.prefix}/{purpose}"
         if isinstance(self._store, DirectoryStore):
             return self._store.for_torch(name)
         return PrefixStore(name, self._store)

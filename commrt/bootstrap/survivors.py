@@ -12,6 +12,7 @@ finds that, and they agree again.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,13 @@ from commrt.bootstrap.base import poll_until
 from commrt.errors import RevokedError, TimeoutError_
 from commrt.vocabulary.limits import deadline_after
 
-__all__ = ["Decision", "SharedStore", "agree_on_survivors"]
+__all__ = [
+    "Decision",
+    "SharedStore",
+    "agree_on_survivors",
+    "check_in",
+    "not_all_came",
+]
 
 
 class SharedStore(Protocol):
@@ -56,17 +63,20 @@ class Decision:
     """Their blobs, in members' order."""
     gone: Mapping[int, str]
     """Why the other members come no more."""
+    token: str
+    """Names what these ranks have together; nobody else has the same."""
 
     def text(self) -> str:
         """Return it as the store keeps it."""
         said = [[rank, blob.hex()] for rank, blob in self.said.items()]
-        return json.dumps([said, [*self.gone.items()]])
+        return json.dumps([said, [*self.gone.items()], self.token])
 
     @classmethod
     def of(cls, text: bytes) -> Decision:
         """Return the one that a text holds."""
-        said, gone = json.loads(text)
-        return cls({rank: bytes.fromhex(blob) for rank, blob in said}, dict(gone))
+        said, gone, token = json.loads(text)
+        blobs = {rank: bytes.fromhex(blob) for rank, blob in said}
+        return cls(blobs, dict(gone), token)
 
 
 def agree_on_survivors(
@@ -98,15 +108,31 @@ def agree_on_survivors(
     deadline = deadline_after(timeout_s)
     meeting.come(blob)
     if not poll_until(meeting.is_complete, deadline - time.monotonic(), idle):
-        missing = meeting.missing()
-        plural = "s" if len(missing) != 1 else ""
-        raise TimeoutError_(
-            f"rank {rank}: rank{plural} {', '.join(map(str, missing))} neither came "
-            f"nor ended within {timeout_s:g} s, so the others of {list(members)} "
-            f"cannot go on without: call again, with a larger timeout_s if "
-            f"{'they are' if plural else 'it is'} only late"
-        )
+        raise not_all_came(rank, members, meeting.missing(), timeout_s)
     return meeting.decide()
+
+
+def not_all_came(
+    rank: int, members: Sequence[int], missing: Sequence[int], timeout_s: float
+) -> TimeoutError_:
+    """Return the error where ``missing`` keep the others from an agreement."""
+    plural = "s" if len(missing) != 1 else ""
+    return TimeoutError_(
+        f"rank {rank}: rank{plural} {', '.join(map(str, missing))} neither came "
+        f"nor ended within {timeout_s:g} s, so the others of {list(members)} "
+        f"cannot go on without: call again, with a larger timeout_s if "
+        f"{'they are' if plural else 'it is'} only late"
+    )
+
+
+def check_in(decision: Decision, rank: int) -> None:
+    """Raise RevokedError where the others go on without ``rank``."""
+    if rank in decision.said:
+        return
+    why = decision.gone.get(rank, "it did not come")
+    raise RevokedError(
+        f"the other ranks go on without rank {rank}: they found that {why}"
+    )
 
 
 class _Meeting:
@@ -172,18 +198,15 @@ class _Meeting:
                 for member in self._members
                 if member in self._came
             }
-            mine = Decision(said, self._gone)
+            mine = Decision(said, self._gone, secrets.token_hex(8))
             found = self._store.compare_set(self._decision, "", mine.text())
         decision = Decision.of(bytes(found))
-        if self._rank not in decision.said:
-            why = decision.gone.get(self._rank, "it did not come")
-            raise RevokedError(
-                f"the other ranks go on without rank {self._rank}: they found that "
-                f"{why}"
-            )
+        check_in(decision, self._rank)
         self._store.set(self._read[self._rank], "1")
         if self._store.check([self._read[member] for member in decision.said]):
             self._forget()
+            if not decision.gone:  # nobody looks for it any more
+                self._store.delete_key(self._decision)
         return decision
 
     def _forget(self) -> None:

@@ -215,10 +215,9 @@ class _ThreadBootstrap:
         number = 0
         while True:
             with self._keys.turn(members, key, timeout_s) as (name, _):
-                base = f"{name}/{number}"
                 decision = agree_on_survivors(
                     self._world.store,
-                    base,
+                    f"{name}/{number}",
                     members,
                     self.rank,
                     blob,
@@ -227,7 +226,7 @@ class _ThreadBootstrap:
                     self.idle,
                 )
             ranks = list(decision.said)
-            part, gone = self._world.part(base, ranks), self.gone
+            part, gone = self._world.part(decision.token, ranks), self.gone
             made = part.bootstrap(ranks.index(self.rank))
             made.idle = self.idle
             if gone is not None:

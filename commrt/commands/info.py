@@ -96,6 +96,13 @@ def _ranks() -> Iterator[str]:
 
             yield f"MPI        {library.library_name(library.load())}"
             yield f"           {library.library_path()}"
+            from commrt.mpi.ulfm import survival
+
+            survives = survival()
+            answer = "survived" if survives.can else "not survived"
+            yield from _row(
+                "          ", f"the death of a rank: {answer} ({survives.why})"
+            )
             from commrt.mpi.cuda_aware import mpi_takes_cuda
 
             found = mpi_takes_cuda()

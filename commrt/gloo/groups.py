@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.lending import Lender
-from commrt.errors import BackendError
-from commrt.vocabulary.limits import as_timedelta
+from commrt.gloo.connecting import connect_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,18 +65,8 @@ class GlooGroups(Lender):
     def _create(
         self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
     ) -> GlooCollectives:
-        from torch.distributed import ProcessGroupGloo
-
         store = self._bootstrap.private_store(_key(ranks, number))  # type: ignore[attr-defined]
-        at = ranks.index(self._bootstrap.rank)
-        limit = as_timedelta(timeout_s)
-        try:
-            group = ProcessGroupGloo(store, at, len(ranks), limit)
-        except RuntimeError as error:
-            raise BackendError(
-                f"gloo does not connect ranks {list(ranks)} of the job: {error}; "
-                f"GLOO_SOCKET_IFNAME names the network interface to use"
-            ) from error
+        group = connect_group(store, ranks, self._bootstrap, timeout_s)
         made = GlooCollectives(group, _native.GlooGroup())
         self._groups.append(made)
         return made

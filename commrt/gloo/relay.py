@@ -18,12 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt import _native
 from commrt.bootstrap.base import poll_until
-from commrt.errors import BackendError
-from commrt.vocabulary.limits import as_timedelta
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["GlooRelay", "close_relays"]
 
@@ -51,21 +52,26 @@ class GlooRelay:
     """One rank's messages to other nodes.
 
     Args:
-        store: a torch Store in which nobody else writes; the same on all ranks.
+        group: torch's ProcessGroupGloo of all ranks of the job.
         rank: this process's rank in the job.
         size: ranks of the job.
         peers: ranks of other nodes.
-        timeout_s: within which the ranks must find each other.
+        liveness: is told which peers are lost, and which leave.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, peers: Sequence[int], timeout_s: float
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        peers: Sequence[int],
+        liveness: _native.Liveness,
     ) -> None:
-        """Collective over all ranks of the job."""
         import torch
 
-        self._group = _gloo_group(store, rank, size, timeout_s)
+        self._group = group
         self.native = _native.Relay(rank, size)
+        self.native.watch(liveness, list(peers))
         self._landing: dict[Any, dict[int, tuple[Any, Any]]] = {p: {} for p in peers}
         self._carrier = _native.RelayCarrier(
             self.native,
@@ -78,17 +84,23 @@ class GlooRelay:
         self.at_end: list[Callable[[], None]] = []
         """Functions to call once nothing comes from any peer any more."""
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        # The garbage collector may call part() wherever a thread has it.
+        self._lock = threading.RLock()
         self._threads = [
             threading.Thread(
-                target=work, args=(peer,), name=f"commrt-{what}-{peer}", daemon=True
+                target=self._run,
+                args=(work, peer),
+                name=f"commrt-{what}-{peer}",
+                daemon=True,
             )
             for peer in peers
             for what, work in (("to", self._attend), ("from", self._receive))
         ]
+        self._num_running = len(self._threads)
+        self._is_parting = False
+        _MADE.append(self)
         for thread in self._threads:
             thread.start()
-        _MADE.append(self)
 
     def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
         """Return the number of operations of a communicator that each peer has started.
@@ -137,6 +149,37 @@ class GlooRelay:
         for end in self.at_end:
             end()
 
+    def part(self) -> None:
+        """Tell the peers that it was all, and wait for nobody. Idempotent.
+
+        Once they have answered, the threads end, and with them the connections.
+        """
+        with self._lock:
+            if not self._threads or os.getpid() != self._owner:
+                return
+            self._is_parting = True
+        self.native.leave()
+        self._carrier.give_all()
+        self._end_if_parted()
+
+    def _run(self, work: Callable[[int], None], peer: int) -> None:
+        try:
+            work(peer)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+            self._end_if_parted()
+
+    def _end_if_parted(self) -> None:
+        with self._lock:
+            if self._num_running or not self._is_parting or not self._threads:
+                return
+            self._threads = []
+        self._carrier.forget()
+        for end in self.at_end:
+            end()
+        _MADE.remove(self)
+
     def _attend(self, peer: int) -> None:
         """Wait for what gloo has been given, and give it what nobody else does."""
         carrier = self._carrier
@@ -178,22 +221,3 @@ class GlooRelay:
                 free.append(frame)
         except RuntimeError as error:
             self._carrier.lose(peer, str(error))
-
-
-def _gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    try:
-        from torch.distributed import ProcessGroupGloo
-    except ImportError as error:
-        raise BackendError(
-            "the ranks lie on several nodes without MPI, and this build of torch has "
-            "no gloo, which would carry their messages: start the ranks with mpiexec "
-            "and commrt[mpi], or take a torch with gloo"
-        ) from error
-    try:
-        return ProcessGroupGloo(store, rank, size, as_timedelta(timeout_s))
-    except RuntimeError as error:
-        raise BackendError(
-            f"rank {rank} of {size}: gloo does not connect the ranks, which lie on "
-            f"several nodes: {error}; GLOO_SOCKET_IFNAME names the network interface "
-            f"to use"
-        ) from error

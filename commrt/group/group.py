@@ -200,8 +200,8 @@ class Group(_native.Group):
             )
             if world.bells is not None:
                 self.attach_bells(world.bells.native, world.bells.of(ranks))
-            if world.liveness is not None:
-                self.attach_liveness(world.liveness.native, world.liveness.of(ranks))
+        if world.liveness is not None:
+            self.attach_liveness(world.liveness.native, list(ranks))
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
             world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)

@@ -48,9 +48,10 @@ class NativeMpi:
         if not self.ensure(group.timeout_s):
             raise BackendError(
                 f"{group.name}: no MPI communicator can be had for the library's "
-                f"own collectives: it has no more of them, or commrt has made as many "
-                f"as it takes; free() communicators that are not needed, or use a "
-                f"schedule"
+                f"own collectives: it has no more of them, commrt has made as many as "
+                f"it takes, or a rank of the job has died; free() communicators that "
+                f"are not needed, shrink() the one of all ranks after a death, or use "
+                f"a schedule"
             )
         return library.handle(self._comm)
 
@@ -83,11 +84,14 @@ class NativeMpi:
         group, world = self._group, self._group.world
         if world.native_comms is None:
             return None
-        if group.world_ranks == tuple(range(world.size)):
+        everybody = tuple(range(world.size))
+        if group.world_ranks == everybody and world.mpi_comm is not None:
             return world.mpi_comm
         if self._for_caller is None:
             key = f"comm{group.identity}/mpi"
             world.meet(group.world_ranks, key, group.timeout_s)
             tag = FIRST_TAG + 2 * group.identity
-            self._for_caller = world.native_comms.create(group.world_ranks, tag)
+            self._for_caller = world.native_comms.create(
+                group.world_ranks, tag, group.timeout_s
+            )
         return self._for_caller

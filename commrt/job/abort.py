@@ -17,6 +17,8 @@ from commrt import _native, env
 from commrt.mpi import library
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from commrt.job.world import World
 
 __all__ = ["end_job", "install_excepthook"]
@@ -28,10 +30,14 @@ def end_job(world: World, code: int) -> NoReturn:
     Under MPI by MPI_Abort; elsewhere this process ends at once, which launchers such
     as torchrun take as the failure of the job.
     """
+    _end(world.mpi, code)
+
+
+def _end(mpi: MPI.Intracomm | None, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    if world.mpi is not None:
-        _native.mpi_abort(library.handle(world.mpi), code)
+    if mpi is not None:
+        _native.mpi_abort(library.handle(mpi), code)
     os._exit(code)
 
 
@@ -45,6 +51,7 @@ def install_excepthook(world: World) -> None:
         return
     previous = sys.excepthook
     owner = os.getpid()
+    rank, mpi = world.rank, world.mpi  # not the world, which another one may replace
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -57,8 +64,8 @@ def install_excepthook(world: World) -> None:
             return
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         sys.stderr.write(
-            f"commrt: rank {world.rank} ended with {kind.__name__}; aborting the job\n"
+            f"commrt: rank {rank} ended with {kind.__name__}; aborting the job\n"
         )
-        end_job(world, code)
+        _end(mpi, code)
 
     sys.excepthook = hook

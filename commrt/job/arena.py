@@ -3,9 +3,7 @@
 
 The first member of a group creates the memory, as a memfd: it has no name, no size
 limit of a container's /dev/shm, and is gone with the last process that maps it. The
-others get its file descriptor over an abstract Unix socket with a random name. Both
-sides check the other's user by SO_PEERCRED, and the receiver shows a random token that
-came through the bootstrap.
+others get its file descriptor (``passed_descriptors.py``).
 
 Two ranks share a node when the mapping succeeds, not when host names agree.
 """
@@ -15,15 +13,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import hmac
 import json
 import mmap
 import os
 import secrets
 import socket
-import struct
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +25,7 @@ from commrt import env
 from commrt.bootstrap.base import Bootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.job.memory_limit import check_fits
-from commrt.vocabulary.limits import deadline_after, socket_seconds
+from commrt.job.passed_descriptors import DescriptorServer, receive_descriptor
 
 __all__ = [
     "Arena",
@@ -43,8 +37,6 @@ __all__ = [
 ]
 
 _PAGE = mmap.PAGESIZE
-_TOKEN_NBYTES = 16
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAP_NORESERVE = 0x4000  # equal on x86-64 and arm64; not in the mmap module
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -163,7 +155,10 @@ def share(
 
 
 def discover_nodes(
-    bootstrap: Bootstrap, timeout_s: float, pretended: Sequence[int] | None = None
+    bootstrap: Bootstrap,
+    timeout_s: float,
+    pretended: Sequence[int] | None = None,
+    parts: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return the ranks of each node, ordered by first rank; the same on every rank.
 
@@ -171,11 +166,12 @@ def discover_nodes(
     and network namespace) prove it by mapping a page; those that cannot are tried
     among themselves. ``pretended`` (COMMRT_NODES unless given) cuts the ranks into
     nodes of that many consecutive ranks, between which nothing is shared; one number
-    repeats.
+    repeats. ``parts`` says instead of which such node each rank is.
     """
     everybody = range(bootstrap.size)
     looks = bootstrap.exchange(everybody, "nodes/look", _look().encode(), timeout_s)
-    parts = pretended_nodes(bootstrap.size, pretended)
+    if parts is None:
+        parts = pretended_nodes(bootstrap.size, pretended)
     mine = looks[bootstrap.rank], parts[bootstrap.rank]
     candidates = [r for r in everybody if (looks[r], parts[r]) == mine]
     if env.read_str("COMMRT_SHM") == "off":
@@ -329,7 +325,7 @@ class _Offer:
     def __init__(self, nbytes: int) -> None:
         self.fd = -1
         self._path = ""
-        self._server: _FdServer | None = None
+        self._server: DescriptorServer | None = None
         self.described: dict[str, Any] = {"error": ""}
         try:
             check_fits(nbytes)
@@ -358,9 +354,9 @@ class _Offer:
         os.ftruncate(self.fd, nbytes)
         # A peer that shrank the file would turn every later access into a SIGBUS.
         _seal_size(self.fd)
-        self._server = _FdServer(self.fd)
+        self._server = DescriptorServer(self.fd)
         self.described["socket"] = self._server.name
-        self.described["token"] = self._server.token.hex()
+        self.described["token"] = self._server.token
 
     def _create_file(self, nbytes: int) -> None:
         path = f"/dev/shm/commrt-{secrets.token_hex(16)}"
@@ -373,79 +369,11 @@ class _Offer:
         self.described["inode"] = os.fstat(self.fd).st_ino
 
 
-class _FdServer:
-    """Hands a file descriptor to processes of this user that know the token.
-
-    A thread accepts, because the first member meanwhile waits in the bootstrap for
-    everybody's report, also for those that cannot reach the socket at all.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.name = f"commrt-{secrets.token_hex(16)}"
-        self.token = secrets.token_bytes(_TOKEN_NBYTES)
-        self._fd = fd
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + self.name)
-        self._socket.listen(socket.SOMAXCONN)
-        self._thread = threading.Thread(
-            target=self._serve, name="commrt-fd-server", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop accepting."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
-        self._thread.join()
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with peer:
-                peer.settimeout(5.0)
-                try:
-                    self._answer(peer)
-                except OSError:
-                    continue  # a stranger, or a peer that died; its report is missed
-
-    def _answer(self, peer: socket.socket) -> None:
-        if _peer_uid(peer) != os.geteuid():
-            return
-        token = peer.recv(_TOKEN_NBYTES)
-        if hmac.compare_digest(token, self.token):
-            socket.send_fds(peer, [b"\0"], [self._fd])
-
-
 def _receive_fd(described: dict[str, Any], timeout_s: float) -> int:
     """Return a descriptor of the first member's memory, in this process."""
     if "path" in described:
         return _open_file(str(described["path"]), int(described["inode"]))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(socket_seconds(timeout_s))
-        _connect(peer, "\0" + str(described["socket"]), timeout_s)
-        if _peer_uid(peer) != os.geteuid():
-            raise OSError("the socket belongs to another user")
-        peer.sendall(bytes.fromhex(described["token"]))
-        _, fds, _, _ = socket.recv_fds(peer, 1, 1)
-    if len(fds) != 1:
-        raise OSError("the first rank of the node refused to share its memory")
-    os.set_inheritable(fds[0], False)
-    return fds[0]
-
-
-def _connect(peer: socket.socket, name: str, timeout_s: float) -> None:
-    deadline = deadline_after(timeout_s)
-    while True:
-        try:
-            peer.connect(name)
-            return
-        except BlockingIOError:  # more ranks at once than the server's backlog
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.001)
+    return receive_descriptor(described["socket"], described["token"], timeout_s)
 
 
 def _open_file(path: str, inode: int) -> int:
@@ -455,11 +383,6 @@ def _open_file(path: str, inode: int) -> int:
         os.close(fd)
         raise OSError(f"{path} is not the file that the first rank made")
     return fd
-
-
-def _peer_uid(peer: socket.socket) -> int:
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    return int(_PEER_CREDENTIALS.unpack(raw)[1])
 
 
 def _seal_size(fd: int) -> None:

@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from commrt import env
+from commrt.bootstrap.base import check_alive
+from commrt.errors import BackendError
 from commrt.select.facts import CommFacts, LinkClass
 from commrt.select.model import BetweenNodes
+from commrt.vocabulary.limits import as_timedelta, deadline_after
 
 if TYPE_CHECKING:
     from commrt._native import Group
@@ -41,6 +44,8 @@ _BUDGET_S = 0.002
 _ROUNDS = 200
 _SHORT_TIMES, _LONG_TIMES, _LONG_NBYTES = 9, 3, 1 << 20
 """Latency of messages between nodes."""
+_SLICE_S = 0.05
+"""Time between two looks whether a rank has ended."""
 _SPINS = 20000
 _SPINS_OVERSUBSCRIBED = 2
 _ORDER: tuple[LinkClass, ...] = ("single", "near", "far", "oversubscribed", "network")
@@ -103,7 +108,7 @@ def measure_between_nodes(
     everybody = range(world.size)
     # A rank that is still on its way here would be measured, too.
     world.bootstrap.exchange(everybody, "between/start", b"", world.timeout_s)
-    mine = {"native": _native_us(native, world.size)}
+    mine = {"native": _native_us(native, world)}
     mine |= message_costs(world, sendrecv, _LONG_NBYTES)
     worst = worst_of(world, "between/us", mine)
     return BetweenNodes(worst["alpha"], worst["beta"], worst["native"])
@@ -161,7 +166,7 @@ def _ring_us(
     return times_us(call, times, together)
 
 
-def _native_us(native: Any, size: int) -> float:
+def _native_us(native: Any, world: World) -> float:
     """Return the time of each message of gloo's allreduce; its start is one more.
 
     ``native`` is torch's group of gloo, or None.
@@ -171,8 +176,26 @@ def _native_us(native: Any, size: int) -> float:
     import torch
 
     x = torch.zeros(2)
-    took_us = times_us(lambda: native.allreduce([x]).wait(), _SHORT_TIMES)
-    return median(took_us) / (2 * (size - 1) + 1)
+    took_us = times_us(lambda: _wait(native.allreduce([x]), world), _SHORT_TIMES)
+    return median(took_us) / (2 * (world.size - 1) + 1)
+
+
+def _wait(work: Any, world: World) -> None:
+    """Wait for a collective of gloo's, unless a rank has ended."""
+    deadline = deadline_after(world.timeout_s)
+    everybody = range(world.size)
+    heed = check_alive(world.bootstrap.gone, "between/us", everybody, lambda _: False)
+    while True:
+        try:
+            work.wait(as_timedelta(min(_SLICE_S, world.timeout_s)))
+            return
+        except RuntimeError as error:
+            if heed is not None:
+                heed()
+            if work.is_completed() or time.monotonic() >= deadline:
+                raise BackendError(
+                    f"gloo failed a sum of all ranks: {error}"
+                ) from error
 
 
 def times_us(call: Callable[[], Any], times: int, together: int = 1) -> list[float]:

@@ -1,45 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness: the processes of a node's ranks, which the kernel says have ended or not.
+"""Liveness: which ranks of a job are gone, and how this process knows.
 
-Ranks tell each other which process they are. Each opens a descriptor of the others'
-processes, and asks it while it waits for them (``native/engine/liveness.hpp``).
+Ranks tell each other which process they are. A rank opens a descriptor of each process
+of its node, and asks the kernel while it waits; one in another space of process numbers
+hands it a descriptor of itself. Of ranks of other nodes it hears by the
+connection that carries their messages (``native/engine/liveness.hpp``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commrt import _native
-from commrt.launch.rank_process import Process
+from commrt.bootstrap.base import Bootstrap
+from commrt.job.arena import machine_identity
+from commrt.job.passed_descriptors import DescriptorServer, receive_descriptor
+from commrt.launch.rank_process import Process, is_running
 
-__all__ = ["NodeLiveness", "own_process", "watch_processes"]
+__all__ = [
+    "JobLiveness",
+    "findable",
+    "own_process",
+    "watch_processes",
+    "why_ended",
+]
 
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class NodeLiveness:
-    """The processes of a world's ranks on this node, and whether they still run."""
+class JobLiveness:
+    """What is known of the processes of a world's ranks."""
 
     native: _native.Liveness
-    """Asks the kernel."""
-    member_of: dict[int, int]
-    """For each of these ranks of the world, its number among the members."""
-
-    def of(self, world_ranks: Sequence[int]) -> list[int]:
-        """Return the number of each rank, -1 for ranks of other nodes."""
-        return [self.member_of.get(rank, -1) for rank in world_ranks]
+    """Asks the kernel, and is told by others. Its members are the world's ranks."""
 
     def gone(self, world_rank: int) -> str:
         """Return why a rank comes no more; empty where its process runs, or may."""
-        member = self.member_of.get(world_rank, -1)
-        if member < 0 or not self.native.look() or not self.native.has_ended(member):
-            return ""
-        return f"{self.native.name(member)} has ended"
+        return self.native.how(world_rank) if self.native.look() else ""
 
 
 def own_process() -> dict[str, str]:
@@ -51,27 +54,85 @@ def own_process() -> dict[str, str]:
     return {"process": process, "space": space, "host": socket.gethostname()}
 
 
-def watch_processes(
-    rank: int, known: Mapping[int, Mapping[str, str]]
-) -> NodeLiveness | None:
-    """Return what watches the processes of the ``known`` ranks; None where nothing can.
+def findable() -> dict[str, str]:
+    """Return how any process of the job can find this one, if it is on this machine."""
+    return {**own_process(), "machine": machine_identity()}
 
-    ``known`` has the ``own_process`` of each rank of this node. A process of another
-    space of process numbers (a container of its own) is not watched.
+
+def why_ended(its: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    """Return why a process comes no more; empty where it runs, or may.
+
+    ``its`` and ``mine``: what ``findable`` says of it, and of this process.
     """
-    members = sorted(known)
-    mine = known[rank]
+    same = all(its[key] == mine[key] for key in ("machine", "space"))
+    if not same or not its["process"] or is_running(its["process"]):
+        return ""
+    pid = its["process"].partition("-")[0]
+    return f"process {pid} on {its['host']} has ended"
+
+
+def watch_processes(
+    bootstrap: Bootstrap,
+    here: Sequence[int],
+    known: Sequence[Mapping[str, str]],
+    timeout_s: float,
+) -> JobLiveness:
+    """Return what knows which ranks are gone; collective over the ranks of a node.
+
+    Args:
+        bootstrap: of the world's ranks.
+        here: the ranks of this node.
+        known: the ``own_process`` of each rank of the world.
+        timeout_s: limit of the wait for other ranks.
+    """
+    mine = known[bootstrap.rank]
+    passed: dict[int, int] = {}
+    if len({known[rank]["space"] for rank in here}) > 1:
+        foreign = [rank for rank in here if known[rank]["space"] != mine["space"]]
+        passed = _pass_own_processes(bootstrap, here, foreign, timeout_s)
     descriptors, names = [], []
-    for member in members:
-        its = known[member]
-        pid = int(its["process"].partition("-")[0] or 0)
-        watched = member != rank and its["space"] == mine["space"] and pid > 0
-        descriptors.append(_open(pid, its["process"]) if watched else _UNKNOWN)
-        names.append(f"process {pid} on {its['host']}")
-    if all(descriptor == _UNKNOWN for descriptor in descriptors):
-        return None
-    native = _native.Liveness(descriptors, names)
-    return NodeLiveness(native, {member: i for i, member in enumerate(members)})
+    for rank, its in enumerate(known):
+        number = its["process"].partition("-")[0]
+        is_seen = its["space"] == mine["space"] and number.isdecimal()
+        asked = rank in here and rank != bootstrap.rank
+        found = _open(int(number), its["process"]) if asked and is_seen else _UNKNOWN
+        descriptors.append(passed.get(rank, found))
+        names.append(f"process {number or 'of unknown number'} on {its['host']}")
+    return JobLiveness(_native.Liveness(descriptors, names))
+
+
+def _pass_own_processes(
+    bootstrap: Bootstrap, here: Sequence[int], foreign: Sequence[int], timeout_s: float
+) -> dict[int, int]:
+    """Return descriptors of processes in other spaces, as those hand them out.
+
+    A process of another space, such as a container of its own, has no number here.
+    """
+    server, mine = None, -1
+    told, descriptors = ["", ""], {}
+    with contextlib.suppress(OSError, AttributeError):
+        mine = os.pidfd_open(os.getpid())
+        server = DescriptorServer(mine)
+        told = [server.name, server.token]
+    try:
+        blob = json.dumps(told).encode()
+        said = bootstrap.exchange(here, "processes/offer", blob, timeout_s)
+        for rank, text in zip(here, said, strict=True):
+            name, token = json.loads(text)
+            if rank in foreign and name:
+                with contextlib.suppress(OSError):  # of another network, too
+                    descriptors[rank] = receive_descriptor(name, token, timeout_s)
+        bootstrap.exchange(here, "processes/taken", b"", timeout_s)
+    except BaseException:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        raise
+    finally:
+        if server is not None:
+            server.close()
+        if mine >= 0:
+            os.close(mine)
+    return descriptors
 
 
 def _open(pid: int, name: str) -> int:

@@ -8,13 +8,16 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt import _native, env
-from commrt.bootstrap.base import Bootstrap
+from commrt.bootstrap.base import Bootstrap, Identities
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo.connecting import connect_group
+from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import (
@@ -25,10 +28,11 @@ from commrt.job.arena import (
     share,
 )
 from commrt.job.bells import NodeBells, hang_bells, own_bells
-from commrt.job.liveness import NodeLiveness, own_process, watch_processes
+from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library
+from commrt.mpi.ulfm import failure_table, finalize_without_fence, survival
 from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
@@ -70,9 +74,13 @@ class World:
     timeout_s: float
     """Default deadline of an operation."""
     mpi: MPI.Intracomm | None = None
-    """commrt's own MPI communicator over all ranks, or None without MPI."""
+    """commrt's own MPI communicator, which has all ranks; None without MPI."""
+    mpi_ranks: Sequence[int] = ()
+    """For each rank, its rank in that."""
+    mpi_of_all: MPI.Intracomm | None = None
+    """That communicator, if no other world has it: collectives may run there."""
     mpi_comm: MPI.Intracomm | None = None
-    """The mpi4py communicator that commrt was started on."""
+    """The program's mpi4py communicator of exactly these ranks, if there is one."""
     mpi_tag_ub: int = 32767
     """Largest MPI tag."""
     in_process: bool = False
@@ -93,12 +101,12 @@ class World:
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     bells: NodeBells | None = None
     """Wake ranks of this node that sleep; None where this rank is alone there."""
-    liveness: NodeLiveness | None = None
-    """Watches the processes of this node's ranks; None where nothing can."""
+    liveness: JobLiveness | None = None
+    """Which ranks are gone; None where this rank is alone, or ranks are threads."""
+    identities: Identities = field(default_factory=Identities)
+    """Identities of communicators: they name their shared memory and MPI tags."""
     chaos: _native.Chaos | None = None
     """Injects faults into operations; None unless COMMRT_CHAOS asks for it."""
-    next_id: int = 0
-    """Identity of the next communicator: names its shared memory and its MPI tags."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
     deferred: list[Any] = field(default_factory=list)
@@ -204,7 +212,8 @@ class World:
         if self.relay is not None:
             group.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
-            group.attach_mpi(library.handle(self.mpi), tag, ranks)
+            there = [self.mpi_ranks[rank] for rank in ranks]
+            group.attach_mpi(library.handle(self.mpi), tag, there)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
@@ -230,7 +239,7 @@ class World:
         MismatchError on all of them unless they say the ``same``.
         """
         key = f"{key}/id"
-        blob = f"{self.next_id} {same}".encode()
+        blob = f"{self.identities.next} {same}".encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
         said = self.bootstrap.exchange(members, key, blob, limit, heed)
         if once:
@@ -247,7 +256,7 @@ class World:
                 + "\n".join(lines)
             )
         chosen = max(int(number) for number, _, _ in parts)
-        self.next_id = chosen + 1
+        self.identities.next = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
             raise BackendError(
                 f"communicator {chosen} needs an MPI tag above this library's limit "
@@ -300,6 +309,7 @@ def connect_world(
     in_process: bool = False,
     engine: Any = None,
     timeout_s: float | None = None,
+    parts: Sequence[int] | None = None,
 ) -> World:
     """Agree on nodes, variables and table with the other ranks; collective.
 
@@ -311,6 +321,7 @@ def connect_world(
         engine: the engine of this process's other worlds: a rank that waits in one of
             them makes progress in all.
         timeout_s: default limit of all that follows; None: COMMRT_TIMEOUT_S.
+        parts: the number of each rank's pretended node; None: as COMMRT_NODES says.
     """
     if timeout_s is None:
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
@@ -320,7 +331,7 @@ def connect_world(
     if in_process or (launch.kind == "torch" and bootstrap.size == 1):
         nodes = [everybody]
     else:
-        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes())
+        nodes = discover_nodes(bootstrap, timeout_s, env.read_nodes(), parts)
     mpi = getattr(bootstrap, "comm", None)
     world = World(
         bootstrap=bootstrap,
@@ -332,7 +343,10 @@ def connect_world(
         located=located,
         wishes=parse_wishes(env.read_str(VARIABLE)),
         timeout_s=timeout_s,
+        identities=getattr(bootstrap, "identities", None) or Identities(),
         mpi=mpi,
+        mpi_ranks=getattr(bootstrap, "places", ()),
+        mpi_of_all=getattr(bootstrap, "comm_of_all", None),
         mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )
@@ -342,8 +356,17 @@ def connect_world(
         world.relay = _relay(world)
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
+        # A world that another one has replaced leaves no threads or connections behind.
+        weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
-        world.native_comms = NativeComms(mpi, bootstrap, library.load().Exception)
+        world.native_comms = NativeComms(
+            mpi,
+            bootstrap,
+            library.load().Exception,
+            places=world.mpi_ranks,
+            why_none=getattr(bootstrap, "why_none", None),
+            by_thread=_threads_may_call_mpi(world),
+        )
         _load_mpi(world)
     return world
 
@@ -361,8 +384,16 @@ def _relay(world: World) -> GlooRelay:
     away = [rank for rank in range(world.size) if rank not in here]
     # A rank that comes late is named here; gloo would only say that time is up.
     world.meet(range(world.size), "gloo")
-    store = private_store("gloo")
-    return GlooRelay(store, world.rank, world.size, away, world.timeout_s)
+    store, limit_s = private_store("gloo"), world.timeout_s
+    assert world.liveness is not None
+    liveness = world.liveness.native
+    everybody = range(world.size)
+    made = ConnectionsMade()
+    group = connect_group(store, everybody, world.bootstrap, limit_s)
+    mine = json.dumps(made.own_ports()).encode()
+    said = world.bootstrap.exchange(everybody, "gloo/ports", mine, limit_s)
+    made.keep_from_children(port for ports in said for port in json.loads(ports))
+    return GlooRelay(group, world.rank, world.size, away, liveness)
 
 
 def _agree_cores_and_bells(world: World) -> None:
@@ -395,11 +426,10 @@ def _agree_cores_and_bells(world: World) -> None:
     here = world.nodes[world.node_of(world.rank)]
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})
-        if not world.in_process:
-            processes = {rank: said[rank][5] for rank in here}
-            world.liveness = watch_processes(world.rank, processes)
-            if world.liveness is not None:
-                world.bootstrap.gone = world.liveness.gone
+    if world.size > 1 and not world.in_process:
+        processes, limit_s = [each[5] for each in said], world.timeout_s
+        world.liveness = watch_processes(world.bootstrap, here, processes, limit_s)
+        world.bootstrap.gone = world.liveness.gone
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:
@@ -445,6 +475,10 @@ def _load_mpi(world: World) -> None:
         addresses, constants["BYTE"], constants["IN_PLACE"], constants["ERR_TRUNCATE"]
     )
     world.mpi_tag_ub = constants["TAG_UB"]
+    if survival().can and world.liveness is not None:
+        finalize_without_fence()
+        _native.load_mpi_failures(failure_table())
+        world.liveness.native.ask_mpi(library.handle(world.mpi), [*world.mpi_ranks])
 
 
 def progress_mode(world: World) -> bool:

@@ -37,7 +37,8 @@ __all__ = [
 
 VARIABLE = "COMMRT_RANK_PROCESS"
 
-_FORCED = "COMMRT_LAUNCH"
+_SAID_BY_HAND = ("COMMRT_LAUNCH", "COMMRT_JOIN")
+"""A process that a rank starts with one of these is what they say."""
 _DESCRIPTOR = "PMI_FD"
 
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -211,7 +212,7 @@ def _identity(source: str, environ: Mapping[str, str], of: Process) -> str:
     """Return what a launcher calls a process; empty where it calls it nothing.
 
     A descriptor counts by what it leads to, as its number may be the same in another
-    launch. COMMRT_LAUNCH belongs to it, so a child that sets it is heard.
+    launch. What is said by hand belongs to it, so a child that sets it is heard.
     """
     values = [environ.get(name, "") for name in _NAMES[source]]
     if not any(values):
@@ -219,7 +220,7 @@ def _identity(source: str, environ: Mapping[str, str], of: Process) -> str:
     if _DESCRIPTOR in _NAMES[source]:
         at = _NAMES[source].index(_DESCRIPTOR)
         values[at] = of.descriptor(values[at]) if values[at] else ""
-    return "|".join([*values, environ.get(_FORCED, "")])
+    return "|".join([*values, *(environ.get(name, "") for name in _SAID_BY_HAND)])
 
 
 def _marked(environ: Mapping[str, str]) -> dict[str, str]:

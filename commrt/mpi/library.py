@@ -17,6 +17,8 @@ from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 
 __all__ = [
     "FUNCTIONS",
+    "address_of",
+    "flag_of",
     "handle",
     "library_name",
     "library_path",
@@ -34,12 +36,16 @@ FUNCTIONS = (
     "MPI_Barrier",
     "MPI_Bcast",
     "MPI_Cancel",
+    "MPI_Comm_group",
     "MPI_Comm_dup",
     "MPI_Comm_free",
     "MPI_Error_class",
     "MPI_Error_string",
     "MPI_Gather",
     "MPI_Get_count",
+    "MPI_Group_free",
+    "MPI_Group_size",
+    "MPI_Group_translate_ranks",
     "MPI_Iallgather",
     "MPI_Iallgatherv",
     "MPI_Iallreduce",
@@ -240,10 +246,24 @@ def library_path() -> str:
 
 def mpi_table() -> dict[str, int]:
     """Return the address of each of ``FUNCTIONS`` in the library mpi4py uses."""
-    # Looking through mpi4py's own extension finds the library that it is linked to,
-    # whatever its file is called and whatever else is loaded.
-    extension = ctypes.CDLL(load().__file__, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    extension = _extension()
     return {name: _address(extension, name) for name in FUNCTIONS}
+
+
+def address_of(name: str) -> int:
+    """Return the address of one more function of that library.
+
+    Raises BackendError where the library has none of that name.
+    """
+    return _address(_extension(), name)
+
+
+def flag_of(name: str) -> ctypes.c_bool | None:
+    """Return a variable of that library, of C's type bool; None: it has none."""
+    try:
+        return ctypes.c_bool.in_dll(_extension(), name)
+    except ValueError:
+        return None
 
 
 def mpi_constants() -> dict[str, int]:
@@ -277,6 +297,15 @@ def mpi_constants() -> dict[str, int]:
 def handle(mpi_object: Any) -> int:
     """Return the C handle of an mpi4py object (communicator, datatype, ...)."""
     return _unsigned(int(load()._handleof(mpi_object)))
+
+
+def _extension() -> ctypes.CDLL:
+    """Return what finds the symbols of the library that mpi4py is linked to.
+
+    That is mpi4py's own extension, whatever the library's file is called and whatever
+    else is loaded.
+    """
+    return ctypes.CDLL(load().__file__, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 
 class _DlInfo(ctypes.Structure):

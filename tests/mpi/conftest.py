@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mpi_ranks import mpirun
+from mpi_ranks import mpirun, ulfm
 
-__all__ = ["mpirun"]
+__all__ = ["mpirun", "ulfm"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -103,26 +103,26 @@ def test_who_gives_up_is_met_when_it_comes_again(mpirun: Any) -> None:
 
 def give_up_and_be_heard_late() -> list[int]:
     """Rank 0's withdrawal leaves only when rank 1 has met what it takes back."""
-    from commrt.bootstrap import mpi
+    from commrt.bootstrap import mpi_mail
 
     peers = _connect()
-    send, held = peers.send, []
+    send, held = peers.mail.start_to_send, []
 
     def hold_withdrawals(message: bytes, peer: int) -> Any:
-        if message[0] != mpi.Says.WITHDRAWN:
+        if message[0] != mpi_mail.Says.WITHDRAWN:
             return send(message, peer)
         held.append((message, peer))
         return send(b"\x02" + b"\xff" * 8 + b"\0" * 4, peer)  # of no attempt
 
     if peers.rank == 0:
-        peers.send = hold_withdrawals
+        peers.mail.start_to_send = hold_withdrawals
         with pytest.raises(TimeoutError_):
             peers.exchange([0, 1], "k", b"in vain", 0.1)
-        peers.send = send
+        peers.mail.start_to_send = send
     peers.comm.Barrier()
     if peers.rank == 0:
         deadline = time.monotonic() + 20
-        while not peers.comm.Iprobe(source=1, tag=mpi.TAG):
+        while not peers.comm.Iprobe(source=1, tag=mpi_mail.TAG):
             assert time.monotonic() < deadline
         for message, peer in held:
             send(message, peer)

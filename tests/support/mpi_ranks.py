@@ -14,7 +14,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ class MpiRun(SpawnedRanks):
     """The mpiexec."""
     libmpi: str = ""
     """The library that mpi4py is to load; empty: the one of this environment."""
+    options: tuple[str, ...] = ()
+    """Of the launcher."""
 
     @property
     def flavour(self) -> Flavour:
@@ -139,7 +141,25 @@ class MpiRun(SpawnedRanks):
             env={**settings, **(env or {})},
             launcher=self.launcher,
         )
+        command[1:1] = self.options
         return run_process(command, environ, timeout_s=deadline_s + KILL_GRACE_S)
+
+    def survivors(
+        self,
+        nranks: int,
+        function: Callable[..., Any],
+        *,
+        env: dict[str, str] | None = None,
+        deadline_s: float = 300.0,
+        **arguments: Any,
+    ) -> dict[int, Any]:
+        """Return what a function returned, by the ranks that were not killed."""
+        argv, results = self._job(function, deadline_s, arguments)
+        done = self.program(nranks, argv, env=env, deadline_s=deadline_s)
+        if not done.ok:
+            pytest.fail(done.describe_failure())
+        files = {int(file.stem): file for file in results.glob("*.json")}
+        return {rank: json.loads(files[rank].read_text()) for rank in sorted(files)}
 
 
 def _collect(folder: Path, nranks: int) -> list[Any]:
@@ -154,6 +174,14 @@ def _collect(folder: Path, nranks: int) -> list[Any]:
 def mpirun(tmp_path: Path) -> MpiRun:
     """Return a way to run functions on spawned MPI ranks; skip without MPI."""
     return MpiRun(tmp_path, _launcher(sys.executable))
+
+
+@pytest.fixture
+def ulfm(mpirun: MpiRun) -> MpiRun:
+    """Return a way to run functions on ranks that survive the death of others."""
+    if mpirun.flavour != "openmpi":
+        pytest.skip(f"{mpirun.flavour} does not survive the death of a rank")
+    return replace(mpirun, options=("--with-ft", "ulfm"))
 
 
 def mpirun_of(flavour: str, folder: Path) -> MpiRun:

@@ -15,6 +15,7 @@ from unittest import mock
 
 from commrt import _native, local
 from commrt.core import Core
+from commrt.job.liveness import JobLiveness
 from commrt.launch.detect import LaunchInfo
 from commrt.local import LocalRanks
 from commrt.runtime import open_world
@@ -99,6 +100,11 @@ class RelayRanks(LocalRanks):
         self.nodes = nodes
         node = {rank: i for i, ranks in enumerate(nodes) for rank in ranks}
         self.relays = [CarriedRelay(rank, size) for rank in range(size)]
+        names = [f"process {100 + rank} on node{node[rank]}" for rank in range(size)]
+        lives = [JobLiveness(_native.Liveness([], names)) for _ in range(size)]
+        for rank, relay in enumerate(self.relays):
+            away = [peer for peer in range(size) if node[peer] != node[rank]]
+            relay.native.watch(lives[rank].native, away)
         pairs = [(a, b) for a in range(size) for b in range(size) if node[a] != node[b]]
         self.carrier = self.carrier_of([each.native for each in self.relays], pairs)
 
@@ -107,6 +113,7 @@ class RelayRanks(LocalRanks):
             mine = open_world(world.bootstrap(rank), launch, in_process=True)
             mine.timeout_s, mine.nodes = limit, nodes
             mine.relay = self.relays[rank]  # type: ignore[assignment]
+            mine.liveness = lives[rank]
             identity = mine.agree_id(range(count), "world")
             return Core(mine, range(count), "local", identity)
 

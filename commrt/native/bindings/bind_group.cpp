@@ -313,10 +313,10 @@ void bind_group(nb::module_& m) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_liveness(std::move(liveness), members);
            }, nb::arg("liveness"), nb::arg("members"),
-           "Watch the processes of peers: for each rank its number among the members, or -1.")
+           "Know what becomes of peers: for each rank its number among the members, or -1.")
       .def("who_died", [](Group& g, int peer) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             return g.comm->arena != nullptr ? g.comm->who_died(peer) : std::string();
+             return g.comm->who_died(peer);
            }, nb::arg("peer") = -1,
            "Return which rank's process has ended; empty: none. One that has left counts only as "
            "the peer.")

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
 #include "engine/relay.hpp"
@@ -52,9 +53,11 @@ void bind_relay(nb::module_& m) {
            "of this number first.")
       .def("landed", &Relay::landed, nb::arg("peer"), nb::arg("where"),
            nb::call_guard<nb::gil_scoped_release>(), "The payload of this number is there.")
-      .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"),
+      .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"), nb::arg("error") = "",
            nb::call_guard<nb::gil_scoped_release>(),
-           "Nothing comes from the peer any more, nor reaches it.")
+           "Nothing comes from the peer any more, nor reaches it. The error is its carrier's.")
+      .def("watch", &Relay::watch, nb::arg("liveness"), nb::arg("away"),
+           "Tell liveness who is lost and who leaves, and other nodes whose process has ended here.")
       .def("ask", &Relay::ask, nb::arg("peer"), nb::arg("tag"),
            nb::call_guard<nb::gil_scoped_release>(),
            "Ask how many operations a communicator has started there.")

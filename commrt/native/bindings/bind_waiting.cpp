@@ -2,6 +2,7 @@
 // Binds what waits in Python sleep by: Bells and Backoff.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
 #include <utility>
@@ -32,14 +33,29 @@ void bind_waiting(nb::module_& m) {
   m.def("bells_of_threads", &Bells::of_threads, nb::arg("name"), nb::arg("members"),
         nb::arg("own"), "Return bells for ranks that are threads of this process.");
 
-  nb::class_<Liveness>(m, "Liveness", "Which processes of this node's ranks have ended.")
+  nb::class_<Liveness>(m, "Liveness", "Which ranks of a world are gone, and how that was noticed.")
       .def(nb::init<std::vector<int>, std::vector<std::string>>(), nb::arg("descriptors"),
            nb::arg("names"),
-           "Take over descriptors of processes (os.pidfd_open), -1 for those that are not watched.")
+           "For each rank, take over a descriptor of its process (os.pidfd_open); -1: it has none.")
+      .def("ask_mpi",
+           [](Liveness& self, uint64_t comm, const std::vector<int>& places) {
+             self.ask_mpi(static_cast<Handle>(comm), places);
+           }, nb::arg("comm"), nb::arg("places"),
+           "Ask MPI, too, which has each member at a rank of its communicator.")
       .def("look", &Liveness::look, nb::arg("anew") = false,
-           "Ask the kernel, unless that was done just now; True if any has ended.")
-      .def("has_ended", &Liveness::has_ended, nb::arg("member"), "Whether the last look has found it ended.")
+           "Ask the kernel, unless that was done just now; True if any rank is gone.")
+      .def("has_ended", &Liveness::has_ended, nb::arg("member"),
+           "Whether it has ended without a word, or cannot be reached, as far as is known.")
+      .def("how", &Liveness::how, nb::arg("member"),
+           "How it was noticed that a rank is gone; empty where it lives, as far as is known.")
       .def("name", &Liveness::name, nb::arg("member"), "What messages call the process.");
+
+  m.def("load_mpi_failures",
+        [](const std::unordered_map<std::string, uint64_t>& found) {
+          const std::string missing = MpiFailures::load(found);
+          if (!missing.empty()) throw nb::value_error(("libmpi has no " + missing).c_str());
+        }, nb::arg("found"),
+        "Take addresses and constants by which MPI says which ranks have failed.");
 
   nb::class_<Backoff>(m, "Backoff",
                       "How a thread waits that looks again and again. The engine's bell wakes it; "

@@ -106,11 +106,6 @@ void Comm::attach_bells(std::shared_ptr<Bells> bells, std::vector<int> of) {
   asleep_ = &bells_->asleep();
 }
 
-void Comm::attach_liveness(std::shared_ptr<Liveness> liveness, std::vector<int> of) {
-  liveness_ = std::move(liveness);
-  life_of_ = std::move(of);
-}
-
 void Comm::leave(Farewell how) {
   if (arena == nullptr) return;
   header(member_index_[rank])->farewell.store(how, std::memory_order_release);
@@ -351,16 +346,6 @@ int Comm::least_spins(int otherwise) const {
   return otherwise;
 }
 
-std::string Comm::who_is_lost() const {
-  std::string said;
-  for (const Link& link : links_) {
-    if (link.kind != LinkKind::Mpi || relay_ == nullptr) continue;
-    const std::string why = relay_->failure_of(link.mpi_rank);
-    if (!why.empty()) said += (said.empty() ? "" : "; ") + why;
-  }
-  return said;
-}
-
 bool Comm::only_gloo() const {
   return p2p->idle() &&
          std::all_of(active_.begin(), active_.end(), [](const auto& op) { return op->gloo != nullptr; });
@@ -449,27 +434,6 @@ std::shared_ptr<Op> Comm::take_wanted() {
   return nullptr;
 }
 
-void Comm::break_down(const std::string& why, bool by_death) {
-  if (broken.load(std::memory_order_relaxed)) return;
-  failure = why;
-  failed_by_death = by_death;
-  broken.store(true, std::memory_order_release);
-}
-
-void Comm::tell_failure(uint64_t seq, bool had_agreed) {
-  failed_from = std::min(failed_from, seq);
-  if (arena == nullptr) return;
-  std::atomic<uint64_t>& failed = header(member_index_[rank])->failed;
-  const uint64_t told = failed.load(std::memory_order_relaxed);
-  const uint64_t word = Failure::word(seq, had_agreed);
-  if (told == 0) publish_why();
-  if (is_damaged) header(member_index_[rank])->damaged.store(1, std::memory_order_relaxed);
-  if (told == 0 || told > word) failed.store(word, std::memory_order_release);
-  // Before the caller writes to buffers that peers still read (gave_up()).
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int peer : members) ring(peer);
-}
-
 bool Comm::gave_up(int peer, uint64_t seq) const {
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t failed = header(member_of(peer))->failed.load(std::memory_order_acquire);
@@ -495,77 +459,6 @@ bool Comm::fail_after_own(Op& op) {
 }
 
 void Comm::fail_op(Op& op, const std::string& why) { op.fail(why); }
-
-bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
-  Op& op = *given;
-  if (op.p2p != nullptr) return p2p->fail_after_peer(given);
-  const GaveUp found = who_gave_up(op.seq, op.still_agrees());
-  if (!found.is_any()) return false;
-  if (found.has_died) {
-    // All that it wrote before its end is there by now, and counts.
-    while (!op.finished() && op.advance(kNoLimit)) continue;
-    if (op.finished()) return true;
-  }
-  op.given_up = true;
-  op.by_death = found.has_died;
-  op.by_damage = is_damaged = is_damaged || found.is_damage;
-  op.fail(found.why);
-  return true;
-}
-
-std::string Comm::who_died(int peer) const {
-  const bool looked = liveness_ != nullptr && liveness_->look();
-  for (const int one : members) {
-    if (one == rank) continue;
-    const std::string said = "rank " + std::to_string(one);
-    if (has_left(one)) {
-      if (one == peer) return said + " has left, and takes part in nothing any more";
-    } else if (looked && has_ended(one)) {
-      return said + " has died: " + liveness_->name(life_of_[static_cast<size_t>(one)]) +
-             " has ended";
-    }
-  }
-  return {};
-}
-
-GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
-  if (arena == nullptr) return {};
-  const std::string who = who_says_so(seq, still_agrees);
-  // A rank that tells of its failure may have failed by the end of a process, which it has seen
-  // first.
-  if (liveness_ != nullptr) liveness_->look(!who.empty());
-  for (const int one : members) {
-    if (one == rank || !is_gone(one)) continue;
-    const RankHeader& its = *header(member_of(one));
-    // One that has told of its failure has ended by that.
-    if (Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees)) continue;
-    if (has_left(one) && its.started.load(std::memory_order_acquire) > seq) continue;
-    return {who_died(one), true};
-  }
-  const auto tells_damage = [&](int one) {
-    const RankHeader& its = *header(member_of(one));
-    return one != rank && Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees) &&
-           its.damaged.load(std::memory_order_relaxed) != 0;
-  };
-  return {who, false, std::any_of(members.begin(), members.end(), tells_damage)};
-}
-
-bool Comm::has_left(int peer) const {
-  const Farewell said = header(member_of(peer))->farewell.load(std::memory_order_acquire);
-  return said == Farewell::Left || (said == Farewell::Freed && has_ended(peer));
-}
-
-std::string Comm::who_says_so(uint64_t seq, bool still_agrees) const {
-  for (size_t i = 0; i < members.size(); ++i) {
-    const uint64_t failed = header(static_cast<int>(i))->failed.load(std::memory_order_acquire);
-    if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;
-    const uint64_t at = Failure::seq_of(failed);
-    const std::string reason = refusals.reason_of(static_cast<int>(i), at);
-    return "rank " + std::to_string(members[i]) + " gave up at operation #" + std::to_string(at) +
-           ": " + (reason.empty() ? why_of(static_cast<int>(i)) : reason);
-  }
-  return {};
-}
 
 std::vector<int> Comm::not_started(uint64_t seq) const {
   std::vector<int> missing;

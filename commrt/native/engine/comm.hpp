@@ -276,7 +276,7 @@ class Op {
   bool all_sent();
   void abandon_mpi();
   void hold(MpiInput& one);
-  void fail_mpi(const char* function, int code, const std::string& what);
+  void fail_mpi(const char* function, int code, const std::string& what, int peer = -1);
   bool over_mpi(const Ref& ref) const;
   int rank_of(const Ref& ref) const { return plan->peers[ref.peer].rank; }
   // The address where a fragment of a local slice begins. The slice is one block, or uncut.
@@ -386,8 +386,7 @@ class Comm {
   void ring(const Plan& plan) {
     if (any_asleep()) wake_peers(plan);
   }
-  // Processes of peers on this node are watched: `members[r]` is the member of `liveness` that
-  // rank r is, or -1.
+  // What becomes of peers is known: `members[r]` is the member of `liveness` that rank r is, or -1.
   void attach_liveness(std::shared_ptr<Liveness> liveness, std::vector<int> members);
   // True if something in flight ends without anybody ringing: it has to be asked for.
   bool tells_nobody() const;
@@ -410,14 +409,16 @@ class Comm {
                                    std::unique_ptr<BucketParts> parts, void* keep, uint64_t limit, uint16_t facts);
   // Keeps the books of an operation that runs elsewhere, by a library of its own.
   uint64_t count_elsewhere(const Record& what);
-  // Names a rank of this node that gave up operation `seq` or an earlier one, or whose process has
-  // ended without its part in it. While the ranks still agree on the operation, a rank that gave
-  // it up later does not count.
+  // Names a rank of this node that gave up operation `seq` or an earlier one, or a rank that is gone
+  // without its part in it. While the ranks still agree on the operation, a rank that gave it up
+  // later does not count.
   GaveUp who_gave_up(uint64_t seq, bool still_agrees = false) const;
-  // Names a rank of this node whose process has ended, or `peer` if that has left. Asks the kernel.
-  std::string who_died(int peer = -1) const;
-  // True if a peer takes part in nothing any more, as far as the last look at processes has found.
-  bool is_gone(int peer) const { return member_of(peer) >= 0 && (has_ended(peer) || has_left(peer)); }
+  // Names a rank that has died, or `peer` if that has left. Asks the kernel, `anew` in any case.
+  std::string who_died(int peer = -1, bool anew = false) const;
+  // The same, where rank `by` of another node has just said that a rank has died.
+  std::string who_died_as_told(int rank, int by) const;
+  // True if a peer takes part in nothing any more, as far as is known.
+  bool is_gone(int peer) const;
   // This rank takes no part in later operations, and has done its part in earlier ones.
   void leave(Farewell how);
   // A short plan with nothing else in flight: null when complete, else the Op it became.
@@ -534,7 +535,7 @@ class Comm {
   }
   void publish_why();
   std::string why_of(int member) const;
-  std::string who_says_so(uint64_t seq, bool still_agrees) const;
+  std::string who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const;
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
@@ -556,10 +557,7 @@ class Comm {
   unsigned char* lane_base(int lane) const;
   RankHeader* header(int member) const;
   bool has_left(int peer) const;
-  bool has_ended(int peer) const {
-    const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
-    return member >= 0 && liveness_->has_ended(member);
-  }
+  bool has_ended(int peer) const;
   CallLine& call_line(int member, uint64_t seq) const;
   Place place_in_heap(const void* data, size_t nbytes) const;
   unsigned char* address_of(int member, Place place) const {

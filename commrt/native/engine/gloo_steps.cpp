@@ -128,13 +128,19 @@ bool Op::advance_gloo(uint64_t limit) {
       finish();
       return true;
     case GlooCall::State::Failed: {
-      const std::string lost = comm->who_is_lost();
+      const std::string died = comm->who_died();
+      const std::string lost = died.empty() ? comm->who_is_lost() : died;
       // gloo does not say who it was, and the relay may hear of it a little later.
       if (lost.empty() && now_s() < gloo->failed_s + kHearing_s) return false;
       const std::string why =
           (lost.empty() ? "" : lost + "; ") + "gloo failed the collective: " + gloo->error;
-      by_mpi = true;
+      by_mpi = died.empty();
+      by_death = !died.empty();
       native_started_ = false;  // gloo has let go of the buffers
+      if (by_death) {
+        fail(why);
+        return true;
+      }
       comm->break_down(why);
       fail(why + "; a rank has ended or cannot be reached, or the ranks called with different "
                  "arguments");

@@ -43,11 +43,18 @@ unsigned char* Op::start_of(const Instr& ins, const Ref& ref, int64_t fragment) 
          static_cast<size_t>(lo + cut) * plan->itemsize;
 }
 
-void Op::fail_mpi(const char* function, int code, const std::string& what) {
+void Op::fail_mpi(const char* function, int code, const std::string& what, int peer) {
+  const std::string died = comm->who_died(peer, MpiFailures::is_failure(code));
+  if (!died.empty()) {
+    by_death = true;
+    return fail(what + ": " + died);
+  }
   const std::string why = what + ": " + comm->off_node->describe(function, code);
-  by_mpi = true;
-  comm->break_down(why);
-  fail(why + "; " + kAfterMpiFailure);
+  by_death = MpiFailures::is_failure(code);
+  given_up = MpiFailures::is_revocation(code);
+  by_mpi = !by_death && !given_up;
+  comm->break_down(why, by_death);
+  fail(by_mpi ? why + "; " + kAfterMpiFailure : why);
 }
 
 // Posts the receives that may be posted: ids of a pair in their order, whatever instructions they
@@ -66,7 +73,7 @@ bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nb
       const int rc = comm->off_node->irecv(to, static_cast<int>(length), comm->off_node->byte_type,
                                            link.mpi_rank, comm->mpi_tag, comm->mpi_comm, &request);
       if (rc == 0) return true;
-      fail_mpi("MPI_Irecv", rc, "no message from rank " + std::to_string(rank_of(ref)));
+      fail_mpi("MPI_Irecv", rc, "no message from rank " + std::to_string(rank_of(ref)), rank_of(ref));
       return false;
     };
     if (one.stamp != nullptr && !one.stamp_posted) {
@@ -131,7 +138,7 @@ bool Op::all_arrived(MpiStep& step, const Instr& ins, int64_t fragment, size_t n
     // or it is not so long.
     auto has_come = [&](MpiRequest& request, MpiEnd& end, bool& done, size_t length, const void* at) {
       auto lost = [&](const char* function, int code) {
-        fail_mpi(function, code, "no message from rank " + std::to_string(rank));
+        fail_mpi(function, code, "no message from rank " + std::to_string(rank), rank);
         return false;
       };
       if (!has_ended(*comm->off_node, request, end)) {
@@ -192,7 +199,7 @@ bool Op::all_sent() {
     int flag = 0;
     const int rc = comm->off_node->test(&it->request, &flag, &status);
     if (rc != 0) {
-      fail_mpi("MPI_Test", rc, "a message was not sent");
+      fail_mpi("MPI_Test", rc, "a message was not sent", it->peer);
       return false;
     }
     it = flag ? mpi_sends_.erase(it) : std::next(it);
@@ -381,7 +388,7 @@ bool Op::post_send(const Ref& ref, int64_t fragment, const unsigned char* value,
   }
   static_cast<void>(send.staging.release());
   mpi_sends_.pop_back();  // it has no request that could be tested
-  fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)));
+  fail_mpi("MPI_Isend", rc, "no message to rank " + std::to_string(rank_of(ref)), rank_of(ref));
   return false;
 }
 

@@ -146,13 +146,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     return;
   }
   if (header.kind == PacketKind::Ended) {
-    comm_.is_damaged = comm_.is_damaged || header.tag != 0;
-    const char* const why = header.tag != 0 ? ", as a message to it was damaged on its way: its "
-                                              "checksum does not fit"
-                                            : "";
-    comm_.break_down("rank " + std::to_string(source) + " of another node has ended it" + why +
-                     ": look for the error of that rank");
-    comm_.tell_failure(header.send_id);
+    hear_of_end(source, header);
     return;
   }
   if (header.kind == PacketKind::Data) {
@@ -197,10 +191,14 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
 // MPI has failed for this peer: what needs it ends with an error. True, as this is progress.
 bool P2P::lose(int peer, const char* function, int code) {
   Channel& c = channels_[peer];
+  const bool by_death = MpiFailures::is_failure(code);
+  const std::string died = comm_.who_died(peer, by_death);
   c.failure = "no messages to and from rank " + std::to_string(peer) + ": " +
-              comm_.off_node->describe(function, code);
-  comm_.break_down(c.failure);
-  comm_.tell_failure(comm_.next_seq);
+              (died.empty() ? comm_.off_node->describe(function, code) : died);
+  if (!comm_.has_left(peer)) {  // else messages of others go on
+    comm_.break_down(c.failure, by_death || !died.empty());
+    comm_.tell_failure(comm_.next_seq);
+  }
   std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());
   ended.insert(ended.end(), c.streaming.begin(), c.streaming.end());
   for (const Direct& one : c.direct) if (one.op->p2p->is_send) ended.push_back(one.op);
@@ -531,13 +529,6 @@ void P2P::tell_left(int rank, uint64_t seq) {
   urgent_ = true;
 }
 
-void P2P::tell_ended(int rank, uint64_t seq) {
-  if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
-  if (!attached_) attach();
-  answer(rank, {PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, 0, 0});
-  urgent_ = true;
-}
-
 bool P2P::on_the_way() const {
   return std::any_of(channels_.begin(), channels_.end(), [](const Channel& c) {
     return c.on_the_way();
@@ -557,10 +548,15 @@ bool P2P::serve(int peer) {
   return any;
 }
 
-// Takes all that an on-node peer has sent so far.
+// Takes all that has come from a peer so far.
 bool P2P::drain(int peer) {
   bool any = false;
-  while (pull(peer)) any = true;
+  if (comm_.link(peer).kind == LinkKind::Shared) {
+    while (pull(peer)) any = true;
+    return any;
+  }
+  const Channel& c = channels_[peer];
+  while (c.failure.empty() && (pull_mpi(peer) || (c.failure.empty() && settle_direct(peer)))) any = true;
   return any;
 }
 

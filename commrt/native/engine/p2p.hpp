@@ -51,7 +51,7 @@ struct PacketHeader {
   int32_t tag;  // Ended: 1 by a message that did not fit its checksum, else 0
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
-  // the first one that fails, for Ended.
+  // the first one that fails, for Ended, which has in recv_id 1 + the rank whose death is the reason.
   // Heard has what it tells (Afar::Told) in recv_id, offset and nbytes.
   uint64_t send_id;
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
@@ -185,7 +185,9 @@ class P2P {
   // True if such an answer has not gone. Its caller may make no call for long, so it goes at once.
   bool is_urgent() const { return urgent_; }
   // Tells such a rank that the communicator has ended, from operation `seq` on.
-  void tell_ended(int rank, uint64_t seq);
+  void tell_ended(int rank, uint64_t seq, uint64_t dead = 0);
+  // The same for all of them that live, where it ends since a rank has died.
+  void tell_death(uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
   void take_back(const std::shared_ptr<Op>& op, const std::string& why);
   // "from rank 3, tag 7", and what an operation waits for.
@@ -279,6 +281,7 @@ class P2P {
   bool send_direct(const std::shared_ptr<Op>& op, uint64_t where);
   bool settle_direct(int peer);
   bool lose(int peer, const char* function, int code);
+  void hear_of_end(int source, const PacketHeader& header);
   // The next packet of an on-node peer, if there is one.
   static const unsigned char* read(const Channel& c, PacketHeader& header);
   void answer(int peer, const PacketHeader& header);

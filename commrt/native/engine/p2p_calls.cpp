@@ -139,6 +139,11 @@ void P2P::queue_recv(const std::shared_ptr<Op>& op) {
 
 bool P2P::refused(const std::shared_ptr<Op>& op, int peer) {
   if (channels_[peer].failure.empty()) return false;
+  if (comm_.is_gone(peer) || !comm_.who_died().empty()) {
+    op->given_up = op->by_death = true;
+    complete(op, channels_[peer].failure);
+    return true;
+  }
   op->by_mpi = true;
   complete(op, channels_[peer].failure + "; " + kAfterMpiFailure);
   return true;
@@ -268,6 +273,7 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
 // Of a peer that reads and writes nothing any more.
 void P2P::forget_matched(const std::shared_ptr<Op>& op) {
   const P2PTask& task = *op->p2p;
+  channels_[task.peer].direct.remove_if([&op](const Direct& one) { return one.op == op; });
   if (!task.is_send) {
     receiving_.erase(task.id);
     return;
@@ -279,7 +285,6 @@ void P2P::forget_matched(const std::shared_ptr<Op>& op) {
 // A matched message ends with its peer only.
 bool P2P::fail_after_death(const std::shared_ptr<Op>& op) {
   const P2PTask& task = *op->p2p;
-  if (comm_.arena == nullptr) return false;
   const std::string why = comm_.who_died(task.peer);
   const bool is_of_peer = comm_.is_gone(task.peer);
   if (why.empty() || (task.stage == Stage::Matched && !is_of_peer)) return false;

@@ -106,6 +106,7 @@ Relay::Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)
 }
 
 Relay::~Relay() {
+  if (liveness_ != nullptr) liveness_->tell_by(nullptr);
   const std::lock_guard<std::mutex> lock(relays().mutex);
   auto& all = relays().all;
   all.erase(std::find(all.begin(), all.end(), this));
@@ -370,6 +371,12 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     case FrameKind::Answer:
       answers_[frame.id] = frame.nbytes;
       return kNext;
+    case FrameKind::Count:
+      peer.counts[frame.tag] = frame.nbytes;
+      return kNext;
+    case FrameKind::Gone:
+      hear_of_gone(number, frame.id);
+      return kNext;
     case FrameKind::Bye:
     case FrameKind::Expect:
       break;
@@ -378,6 +385,7 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
   if (!peer.said_bye) {
     peer.said_bye = true;
     push(peer, Outgoing{});
+    see_leave(number);
   }
   return kEnd;
 }
@@ -390,45 +398,6 @@ void Relay::landed(int number, uint64_t where) {
   const Landing landing = std::move(it->second);
   peer.landing.erase(it);
   landing.request->end(landing.nowhere == nullptr ? 0 : Relay::kTruncated);
-}
-
-void Relay::lost(int number, const std::string& why) {
-  Peer& peer = peer_of(number);
-  const int code = texts().add(why);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (peer.failure != 0) return;
-  peer.failure.store(code, std::memory_order_release);
-  for (auto& [tag, requests] : peer.posted) {
-    for (Request* request : requests) request->end(code);
-  }
-  peer.posted.clear();
-  for (auto& [id, send] : peer.waiting) send.first->end(code);
-  peer.waiting.clear();
-  for (Outgoing& one : peer.queue) {
-    const bool is_send = one.frame.kind == FrameKind::Message || one.frame.kind == FrameKind::Done;
-    if (is_send) one.request->end(code);
-  }
-  peer.queue.clear();
-  for (Request* request : peer.leaving) request->end(code);
-  peer.leaving.clear();
-  look(peer);
-  for (auto& [where, landing] : peer.landing) {
-    landing.request->end(code);
-    static_cast<void>(landing.nowhere.release());  // what carries it may still write there
-  }
-  peer.landing.clear();
-  peer.changed.notify_all();
-  changes().tell();
-}
-
-void Relay::leave() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t peer = 0; peer < peers_.size(); ++peer) {
-    Peer& one = peers_[peer];
-    if (static_cast<int>(peer) == rank_ || one.said_bye || one.failure != 0) continue;
-    one.said_bye = true;
-    push(one, Outgoing{});
-  }
 }
 
 std::shared_ptr<std::atomic<uint64_t>> Relay::count_of(int tag) {
@@ -461,6 +430,7 @@ bool Relay::answer(uint64_t question, uint64_t& count) {
   return true;
 }
 
+int Relay::code_of(const std::string& text) { return texts().add(text); }
 std::string Relay::text_of(int code) { return texts().get(code); }
 
 std::string Relay::failure_of(int number) const {

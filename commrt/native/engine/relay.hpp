@@ -13,6 +13,8 @@
 //   Ready:    a longer one waits for its receive
 //   Clear:    its receive is there, and so is that of its payload, whose number it says
 //   Done:     the payload of this number has been sent, before this
+//   Count:    so many operations of a communicator have been started here, and no more will be
+//   Gone:     the process of this rank, of the sender's node, has ended
 //   Bye:      the sender's last frame
 //
 // For each peer, one thread receives frames (arrived, landed). Any thread that has the GIL anyway
@@ -30,6 +32,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
 
 namespace commrt {
@@ -106,8 +109,13 @@ class Relay {
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
   // The payload of this number is there.
   void landed(int peer, uint64_t where);
-  // Nothing comes from this peer any more, and nothing reaches it.
-  void lost(int peer, const std::string& why);
+  // Nothing comes from this peer any more, and nothing reaches it; `error` is the carrier's word.
+  void lost(int peer, const std::string& why, const std::string& error = {});
+  // From now on `liveness` is told who is lost and who leaves, and other nodes whose process has
+  // ended here. Its members are the relay's ranks, of which those `away` are on other nodes.
+  void watch(std::shared_ptr<Liveness> liveness, const std::vector<int>& away);
+  // True if a peer that has left had started an operation, as far as it has said.
+  bool did_its_part(int peer, int tag, uint64_t seq);
   // Says Bye to all peers, behind what has been sent so far.
   void leave();
   // Asks a peer, whose threads answer whatever its program does; the number of the question.
@@ -150,7 +158,8 @@ class Relay {
     uint64_t id = 0;  // the sender's
   };
   // Expect is no frame: it only begins to receive a payload.
-  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye, Expect };
+  enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye, Expect,
+                                    Count, Gone };
   struct Frame {
     FrameKind kind = FrameKind::Bye;
     int32_t tag = 0;
@@ -189,6 +198,8 @@ class Relay {
     uint64_t eager_out = 0;  // bytes that this peer has not said it has received
     uint64_t eager_in = 0;   // bytes received that it has not been told of
     bool said_bye = false;
+    bool is_away = false;
+    std::unordered_map<int, uint64_t> counts;  // by tag: what it had started when it left
   };
 
   Peer& peer_of(int peer) { return peers_[static_cast<size_t>(peer)]; }
@@ -200,10 +211,16 @@ class Relay {
   void take_message(Peer& peer, int tag, Incoming&& message);
   void send_payload(Peer& peer, const Frame& clear);
   static uint64_t next_where(Peer& peer);
+  static int code_of(const std::string& text);
+  void end_receives(Peer& peer, int code);
+  void see_leave(int number);
+  void hear_of_gone(int number, uint64_t rank);
+  void tell_gone(int rank);
   std::unique_ptr<Request> make_request(int peer, int tag, uint64_t nbytes);
   int why_no_send(const Peer& peer, int number) const;
 
   const int rank_;
+  std::shared_ptr<Liveness> liveness_;
   mutable std::mutex mutex_;
   std::unordered_map<int, std::weak_ptr<std::atomic<uint64_t>>> counts_;  // by tag
   std::unordered_map<uint64_t, uint64_t> answers_;                        // by question

@@ -162,7 +162,8 @@ void RelayCarrier::lose(int number, const std::string& why) {
   const nb::gil_scoped_release released;
   relay_->lost(number, "rank " + std::to_string(number) +
                            " of the job, on another node, has ended, or the network to it has "
-                           "failed (gloo: " + why.substr(0, why.find('\n')) + ")");
+                           "failed (gloo: " + why.substr(0, why.find('\n')) + ")",
+               why.substr(0, why.find('\n')));
 }
 
 }  // namespace commrt

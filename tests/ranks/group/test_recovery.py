@@ -46,7 +46,7 @@ def test_all_ranks_go_on_after_a_revoke(size: int) -> None:
         comm.free()
         return [_sum(made), made.name]
 
-    assert local.run(size, main) == [[2.0**size - 1, "local.shrink"]] * size
+    assert local.run(size, main) == [[2.0**size - 1, "local.2"]] * size
 
 
 def test_calls_in_flight_end_on_all_ranks() -> None:
@@ -161,6 +161,21 @@ def test_ranks_agree_on_a_communicator_that_works(size: int) -> None:
         return [*flags, int(_sum(comm))]
 
     assert local.run(size, main) == [[1, 0, -1, 2**size - 1]] * size
+
+
+def test_who_agrees_hears_of_those_who_shrink() -> None:
+    """Rank 0 finds no fault; the others do."""
+
+    def main(comm: Communicator) -> float:
+        comm.timeout_s = 300
+        if comm.rank == 0:
+            with pytest.raises(RevokedError, match=r"rank 1 shrink\(\).*call shrink"):
+                comm.agree()
+        else:
+            comm.revoke()
+        return _sum(comm.shrink())
+
+    assert local.run(3, main) == [7.0] * 3
 
 
 def test_what_it_was_like_stays() -> None:

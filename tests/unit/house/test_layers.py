@@ -25,9 +25,19 @@ LAYERS = (
     ("messages", "objects", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
-    ("subgroups", "recovery", "core", "comm", "runtime", "local", "commrt"),
+    (
+        "founding",
+        "recovery",
+        "growing",
+        "subgroups",
+        "core",
+        "comm",
+        "runtime",
+        "local",
+        "commrt",
+    ),
     ("torch",),
-    ("layers",),
+    ("layers", "elastic"),
     ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -14,6 +14,7 @@ import pytest
 from commrt.bootstrap import ThreadWorld
 from commrt.errors import BackendError, MismatchError, TimeoutError_, UsageError
 from commrt.job import arena
+from commrt.job.passed_descriptors import DescriptorServer, receive_descriptor
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -159,15 +160,11 @@ def test_shm_off_refuses_to_share_but_one_rank_gets_memory(
 
 def test_a_process_that_does_not_know_the_token_gets_no_descriptor() -> None:
     read_end, write_end = os.pipe()
-    server = arena._FdServer(read_end)
+    server = DescriptorServer(read_end)
     try:
-        for token, expected in ((bytes(16), 0), (server.token, 1)):
-            described = {"socket": server.name, "token": token.hex()}
-            if expected:
-                os.close(arena._receive_fd(described, 10))
-            else:
-                with pytest.raises(OSError, match=r"refused|reset"):
-                    arena._receive_fd(described, 10)
+        os.close(receive_descriptor(server.name, server.token, 10))
+        with pytest.raises(OSError, match=r"refused|reset"):
+            receive_descriptor(server.name, bytes(16).hex(), 10)
     finally:
         server.close()
         os.close(read_end)
@@ -176,11 +173,10 @@ def test_a_process_that_does_not_know_the_token_gets_no_descriptor() -> None:
 
 def test_a_stranger_that_hangs_up_does_not_end_the_server() -> None:
     read_end, write_end = os.pipe()
-    server = arena._FdServer(read_end)
+    server = DescriptorServer(read_end)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect("\0" + server.name)
-    described = {"socket": server.name, "token": server.token.hex()}
-    os.close(arena._receive_fd(described, 10))
+    os.close(receive_descriptor(server.name, server.token, 10))
     server.close()
     os.close(read_end)
     os.close(write_end)

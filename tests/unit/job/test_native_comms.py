@@ -12,6 +12,7 @@ import pytest
 
 from commrt.bootstrap import ThreadWorld
 from commrt.bootstrap.lending import Lease
+from commrt.errors import BackendError, TimeoutError_
 from commrt.job.mpi_comms import NativeComms
 
 
@@ -164,3 +165,56 @@ def test_a_collected_communicator_gives_back_while_another_is_lent(
         return [second.number, lender._mpi.made]
 
     assert lenders(3, work) == [[0, 1]] * 3
+
+
+def test_a_library_that_blocks_ends_the_call_at_its_deadline() -> None:
+    mpi, may_end = FakeMpi(), threading.Event()
+    mpi.Create_group = lambda group, tag: may_end.wait(300)  # type: ignore[method-assign]
+    world = ThreadWorld(1)
+    lender = NativeComms(mpi, world.bootstrap(0), NoMoreError, by_thread=True)
+    try:
+        with pytest.raises(TimeoutError_, match="one of them does not come"):
+            lender.create([0], tag=17, timeout_s=0.05)
+    finally:
+        may_end.set()
+
+
+def test_none_is_made_once_a_rank_has_failed() -> None:
+    """The first time it is known before; the second time, while the library blocks."""
+    mpi, may_end = FakeMpi(), threading.Event()
+    made = 0
+
+    def create(group: object, tag: int) -> object:
+        nonlocal made
+        made += 1
+        return may_end.wait(300)
+
+    mpi.Create_group = create  # type: ignore[method-assign]
+    world, whys = ThreadWorld(1), ["rank 3 failed"]
+    lender = NativeComms(
+        mpi,
+        world.bootstrap(0),
+        NoMoreError,
+        why_none=lambda: whys.pop() if whys else "",
+        by_thread=True,
+    )
+    try:
+        with pytest.raises(BackendError, match="rank 3 failed"):
+            lender.create([0], tag=17, timeout_s=300)
+        assert made == 0
+        whys += ["rank 3 failed", ""]
+        with pytest.raises(BackendError, match="rank 3 failed"):
+            lender.create([0], tag=17, timeout_s=300)
+        assert made == 1
+    finally:
+        may_end.set()
+
+
+def test_ranks_are_those_of_the_mpi_communicator() -> None:
+    mpi, asked = FakeMpi(), []
+    mpi.Get_group().Incl = lambda ranks: asked.append(ranks) or mpi.Get_group()  # type: ignore[attr-defined, func-returns-value]
+    lender = NativeComms(
+        mpi, ThreadWorld(2).bootstrap(0), NoMoreError, places=[4, 1, 7]
+    )
+    lender.create([2, 0], tag=17, timeout_s=300)
+    assert asked == [[7, 4]]

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a communicator take in processes that were started later: grow, and join."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from commrt import env
+from commrt.bootstrap.base import Bootstrap, poll_until
+from commrt.bootstrap.connect import ask_for_place
+from commrt.bootstrap.newcomers import Invitation, Newcomer, Reception
+from commrt.bootstrap.store import StoreBootstrap
+from commrt.calls.channel import Channel
+from commrt.calls.settings import Settings
+from commrt.errors import PeerFailedError, TimeoutError_, UsageError, shown
+from commrt.founding import Founder
+from commrt.job.arena import pretended_nodes
+from commrt.job.liveness import findable, why_ended
+from commrt.launch.detect import LaunchInfo
+from commrt.recovery import Recovery, name_after
+from commrt.vocabulary.checks import as_integer, check_name
+from commrt.vocabulary.limits import deadline_after
+
+__all__ = ["Growth", "join"]
+
+Plain = TypeVar("Plain", bound=Channel)
+
+
+class Growth(Generic[Plain]):
+    """Takes newcomers into a communicator that replaces one."""
+
+    def __init__(self, comm: Plain, recovery: Recovery[Plain]) -> None:
+        # The communicator owns this.
+        self._ref = weakref.ref(comm)
+        self._recovery = recovery
+
+    @property
+    def _comm(self) -> Plain:
+        comm = self._ref()
+        assert comm is not None
+        return comm
+
+    def num_waiting(self) -> int:
+        """Return how many processes wait to join the job. Local; some 50 us.
+
+            if comm.rank == 0 and comm.num_waiting():
+                ...  # tell the others to call grow()
+
+        Processes that have ended are not counted, as far as this machine can tell.
+        """
+        comm = self._comm
+        comm.check_open()
+        reception = _reception_of(comm.world.bootstrap)
+        return 0 if reception is None else len(_living(reception.waiting()))
+
+    def grow(
+        self,
+        count: int | None = None,
+        *,
+        name: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Plain:
+        """Return a communicator of these ranks and of processes that wait to join.
+
+            comm = comm.grow()
+            if comm.joined:  # the ranks that are new
+                comm.bcast(weights, root=0)
+
+        The ranks keep their numbers, and newcomers follow. A newcomer is a process with
+        ``COMMRT_JOIN=1`` and the job's variables: ``commrt.init()`` returns there when
+        ranks have called this. ``python -m commrt.run --restarts 1`` starts one for
+        each rank that dies. Where nobody waits, this returns the communicator itself.
+
+        The old communicator stays as it is; free it. Collective over all ranks.
+
+        Args:
+            count: how many newcomers to wait for; None: take those that wait now.
+            name: what messages call the new communicator.
+            timeout_s: limit of the whole.
+
+        Raises:
+            PeerFailedError: a rank has died; call ``shrink()`` first.
+            TimeoutError_: fewer than ``count`` came, or a rank did not; the
+                communicator works as before.
+            UsageError: its ranks were started by MPI, or are threads.
+        """
+        comm = self._comm
+        comm.check_usable()
+        own_name = check_name("grow", name)
+        limit_s = comm.limit("grow", timeout_s)
+        wanted = 0 if count is None else as_integer(count)
+        if wanted is None or wanted < 0:
+            raise UsageError(f"grow: count={shown(count)} must be a number from 0 on")
+        reception = _reception_of(comm.world.bootstrap)
+        if reception is None:
+            raise UsageError(
+                f"grow: ranks that {comm.world.launch.source} started cannot take in "
+                f"others: start them with python -m commrt.run or torchrun"
+            )
+        deadline = deadline_after(limit_s)
+        self._wait_for(reception, wanted, limit_s)
+        seen = reception.waiting()
+        here = {each.ticket for each in _living(seen)}
+        facts = {
+            "tickets": {each.ticket: dict(each.process) for each in seen},
+            "ended": [each.ticket for each in seen if each.ticket not in here],
+            "process": findable(),
+        }
+        left_s = max(0.0, deadline - time.monotonic())
+        blob = json.dumps(facts).encode()
+        peers, blobs = self._recovery.regroup("grow", blob, left_s)
+        if len(blobs) < comm.size:
+            raise PeerFailedError(
+                f"grow: ranks of {comm.name} have died meanwhile: call shrink(), and "
+                f"then grow() on what that returns"
+            )
+        said = [json.loads(blob) for blob in blobs.values()]
+        # All ranks go by what the first one has seen.
+        newcomers = [
+            Newcomer(int(ticket), process)
+            for ticket, process in said[0]["tickets"].items()
+            if not any(int(ticket) in each["ended"] for each in said)
+        ]
+        if not newcomers:
+            peers.close()
+            return comm
+        assert isinstance(peers, StoreBootstrap)
+        founder = self._recovery.founder(own_name or name_after(comm.name))
+        grown = _with_newcomers(peers, newcomers, said, reception, _words(founder))
+        return founder.found(grown, deadline)
+
+    def _wait_for(self, reception: Reception, count: int, limit_s: float) -> None:
+        comm = self._comm
+
+        def there() -> bool:
+            # Where another rank calls shrink(), this one hears of it when they meet.
+            found = len(_living(reception.waiting()))
+            return found >= count or bool(comm.why_over())
+
+        if not poll_until(there, limit_s, comm.world.bootstrap.idle):
+            found = len(_living(reception.waiting()))
+            raise TimeoutError_(
+                f"grow on {comm.name}, rank {comm.rank}: {found} of {count} processes "
+                f"wait to join after {limit_s:g} s: start them with COMMRT_JOIN=1"
+            )
+
+
+def join(
+    launch: LaunchInfo,
+    engine: Any,
+    make: Callable[..., Plain],
+    deterministic: bool | None,
+) -> tuple[Plain, int]:
+    """Return the communicator that takes this process in, and its first new rank.
+
+    Waits until the ranks of the job call ``grow``.
+
+    Args:
+        launch: the variables by which this process finds the job.
+        engine: this process's engine.
+        make: makes a communicator, as for ``Founder``.
+        deterministic: what this process asks for; None: what the others have.
+    """
+    timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    deadline = deadline_after(timeout_s)
+    peers, text = ask_for_place(launch, findable(), timeout_s)
+    words = json.loads(text)
+    if deterministic not in (None, words["deterministic"]):
+        raise UsageError(
+            f"commrt.init: the job that this process joins has deterministic="
+            f"{words['deterministic']}, and here it is {deterministic}"
+        )
+    peers.gone = _gone_of(words["processes"], lambda rank: "")
+    founder = Founder(
+        make,
+        words["name"],
+        launch,
+        engine,
+        in_process=False,
+        deterministic=words["deterministic"],
+        settings=Settings(),
+        timeout_s=words["timeout_s"],
+        node=pretended_nodes(launch.size)[launch.rank],
+    )
+    return founder.found(peers, deadline), words["first"]
+
+
+def _words(founder: Founder[Any]) -> dict[str, Any]:
+    return {
+        "name": founder.name,
+        "deterministic": founder.deterministic,
+        "timeout_s": founder.timeout_s,
+    }
+
+
+def _with_newcomers(
+    peers: StoreBootstrap,
+    newcomers: Sequence[Newcomer],
+    said: Sequence[Mapping[str, Any]],
+    reception: Reception,
+    words: Mapping[str, Any],
+) -> StoreBootstrap:
+    """Invite newcomers; return the bootstrap of all ranks.
+
+    Each rank invites all of them with the same words: whoever dies, the others meet.
+    """
+    processes = [each["process"] for each in said]
+    processes += [each.process for each in newcomers]
+    size = len(processes)
+    grown = peers.enlarged(size)
+    text = json.dumps({**words, "processes": processes, "first": peers.size})
+    for number, each in enumerate(newcomers):
+        rank = peers.size + number
+        invitation = Invitation(grown.prefix, rank, size, text)
+        reception.invite(each.ticket, invitation)
+    tickets = [each.ticket for each in newcomers]
+
+    def left(rank: int) -> str:
+        if rank >= peers.size and reception.has_left(tickets[rank - peers.size]):
+            return "it gave up waiting"
+        return ""
+
+    known = peers.gone
+    grown.gone = _gone_of(
+        processes,
+        lambda rank: known(rank) if known and rank < peers.size else left(rank),
+    )
+    return grown
+
+
+def _gone_of(
+    processes: Sequence[Mapping[str, str]], known: Callable[[int], str]
+) -> Callable[[int], str]:
+    mine = findable()
+    return lambda rank: known(rank) or why_ended(processes[rank], mine)
+
+
+def _living(newcomers: Sequence[Newcomer]) -> list[Newcomer]:
+    mine = findable()
+    return [each for each in newcomers if not why_ended(each.process, mine)]
+
+
+def _reception_of(bootstrap: Bootstrap) -> Reception | None:
+    return bootstrap.reception if isinstance(bootstrap, StoreBootstrap) else None

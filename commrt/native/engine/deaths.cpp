@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a communicator does about ranks that have died, have left, or have given it up.
+#include <algorithm>
+#include <utility>
+
+#include "engine/comm.hpp"
+#include "engine/p2p.hpp"
+#include "engine/relay.hpp"
+
+namespace commrt {
+
+void Comm::attach_liveness(std::shared_ptr<Liveness> liveness, std::vector<int> of) {
+  liveness_ = std::move(liveness);
+  life_of_ = std::move(of);
+}
+
+bool Comm::has_ended(int peer) const {
+  const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
+  return member >= 0 && liveness_->has_ended(member);
+}
+
+bool Comm::has_left(int peer) const {
+  if (links_[static_cast<size_t>(peer)].kind == LinkKind::Mpi) {
+    const int member = liveness_ == nullptr ? -1 : life_of_[static_cast<size_t>(peer)];
+    return member >= 0 && liveness_->has_left(member);
+  }
+  const Farewell said = header(member_of(peer))->farewell.load(std::memory_order_acquire);
+  return said == Farewell::Left || (said == Farewell::Freed && has_ended(peer));
+}
+
+bool Comm::is_gone(int peer) const {
+  if (links_[static_cast<size_t>(peer)].kind == LinkKind::Self) return false;
+  return has_ended(peer) || has_left(peer);
+}
+
+std::string Comm::who_is_lost() const {
+  std::string said;
+  for (const Link& link : links_) {
+    if (link.kind != LinkKind::Mpi || relay_ == nullptr) continue;
+    const std::string why = relay_->failure_of(link.mpi_rank);
+    if (!why.empty()) said += (said.empty() ? "" : "; ") + why;
+  }
+  return said;
+}
+
+std::string Comm::who_died(int peer, bool anew) const {
+  if (liveness_ != nullptr) liveness_->look(anew);
+  for (int one = 0; one < size; ++one) {
+    if (!is_gone(one)) continue;
+    const std::string said = "rank " + std::to_string(one);
+    if (!has_left(one)) {
+      return said + " " + liveness_->fate(life_of_[static_cast<size_t>(one)]);
+    }
+    if (one == peer) return said + " has left, and takes part in nothing any more";
+  }
+  return {};
+}
+
+GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
+  bool by_death = false;
+  const std::string who = arena == nullptr ? "" : who_says_so(seq, still_agrees, by_death);
+  // A rank that tells of its failure may have failed by the end of a process, which it has seen
+  // first.
+  if (liveness_ != nullptr) liveness_->look(!who.empty());
+  for (const int one : members) {
+    if (!is_gone(one)) continue;
+    const RankHeader& its = *header(member_of(one));
+    // One that has told of its failure has ended by that.
+    if (Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees)) continue;
+    if (has_left(one) && its.started.load(std::memory_order_acquire) > seq) continue;
+    return {who_died(one), true};
+  }
+  for (int one = 0; one < size && liveness_ != nullptr && liveness_->any(); ++one) {
+    const Link& link = links_[static_cast<size_t>(one)];
+    if (link.kind != LinkKind::Mpi || !is_gone(one)) continue;
+    if (has_left(one) && relay_ != nullptr && relay_->did_its_part(link.mpi_rank, mpi_tag, seq)) {
+      continue;
+    }
+    return {who_died(one), true};
+  }
+  const auto tells_damage = [&](int one) {
+    const RankHeader& its = *header(member_of(one));
+    return one != rank && Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees) &&
+           its.damaged.load(std::memory_order_relaxed) != 0;
+  };
+  return {who, by_death, std::any_of(members.begin(), members.end(), tells_damage)};
+}
+
+std::string Comm::who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const {
+  for (size_t i = 0; i < members.size(); ++i) {
+    const RankHeader& its = *header(static_cast<int>(i));
+    const uint64_t failed = its.failed.load(std::memory_order_acquire);
+    if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;
+    const uint64_t at = Failure::seq_of(failed);
+    const std::string reason = refusals.reason_of(static_cast<int>(i), at);
+    by_death = reason.empty() && its.failed_by_death.load(std::memory_order_relaxed) != 0;
+    return "rank " + std::to_string(members[i]) + " gave up at operation #" + std::to_string(at) +
+           ": " + (reason.empty() ? why_of(static_cast<int>(i)) : reason);
+  }
+  return {};
+}
+
+bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
+  Op& op = *given;
+  if (op.p2p != nullptr) return p2p->fail_after_peer(given);
+  const GaveUp found = who_gave_up(op.seq, op.still_agrees());
+  if (!found.is_any()) return false;
+  if (found.has_died) {
+    // All that it wrote before its end is there by now, and counts.
+    while (!op.finished() && op.advance(kNoLimit)) continue;
+    if (op.finished()) return true;
+  }
+  op.given_up = true;
+  op.by_death = found.has_died;
+  op.by_damage = is_damaged = is_damaged || found.is_damage;
+  op.fail(found.why);
+  return true;
+}
+
+void Comm::break_down(const std::string& why, bool by_death) {
+  if (broken.load(std::memory_order_relaxed)) return;
+  failure = why;
+  failed_by_death = by_death;
+  broken.store(true, std::memory_order_release);
+}
+
+void Comm::tell_failure(uint64_t seq, bool had_agreed) {
+  // Ranks of other nodes may not know of a death, or wait for what this rank does not do any more.
+  const bool is_news = failed_by_death && failed_from == ~uint64_t{0};
+  failed_from = std::min(failed_from, seq);
+  if (is_news) p2p->tell_death(seq);
+  if (arena == nullptr) return;
+  RankHeader& mine = *header(member_index_[rank]);
+  std::atomic<uint64_t>& failed = mine.failed;
+  const uint64_t told = failed.load(std::memory_order_relaxed);
+  const uint64_t word = Failure::word(seq, had_agreed);
+  if (told == 0) {
+    publish_why();
+    mine.failed_by_death.store(failed_by_death, std::memory_order_relaxed);
+    mine.damaged.store(is_damaged ? 1 : 0, std::memory_order_relaxed);
+  }
+  if (told == 0 || told > word) failed.store(word, std::memory_order_release);
+  // Before the caller writes to buffers that peers still read (gave_up()).
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int peer : members) ring(peer);
+}
+
+void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
+  if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
+  if (!attached_) attach();
+  if (!channels_[rank].failure.empty() || comm_.is_gone(rank)) return;
+  answer(rank, {PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, dead, 0});
+  urgent_ = true;
+}
+
+void P2P::tell_death(uint64_t seq) {
+  uint64_t dead = 0;
+  for (int one = 0; one < comm_.size && dead == 0; ++one) {
+    if (comm_.is_gone(one) && !comm_.has_left(one)) dead = static_cast<uint64_t>(one) + 1;
+  }
+  for (int peer = 0; peer < comm_.size; ++peer) tell_ended(peer, seq, dead);
+}
+
+// A rank of another node says that one has died. By MPI there is no doubt of it.
+std::string Comm::who_died_as_told(int rank, int by) const {
+  if (liveness_ != nullptr && !off_node->is_relay && rank >= 0 && rank < size) {
+    liveness_->note_told(life_of_[static_cast<size_t>(rank)], life_of_[static_cast<size_t>(by)]);
+  }
+  return who_died(-1, true);
+}
+
+void P2P::hear_of_end(int source, const PacketHeader& header) {
+  const std::string who = "rank " + std::to_string(source) + " of another node";
+  comm_.is_damaged = comm_.is_damaged || header.tag != 0;
+  const char* const damage = header.tag != 0 ? ", as a message to it was damaged on its way: its "
+                                               "checksum does not fit"
+                                             : "";
+  std::string why = who + " has ended it" + damage + ": look for the error of that rank";
+  const bool by_death = header.recv_id != 0;
+  if (by_death) {
+    const int dead = static_cast<int>((header.recv_id - 1) % comm_.links_.size());
+    why = comm_.who_died_as_told(dead, source);
+    if (why.empty()) {
+      const int member = comm_.liveness_ == nullptr ? -1 : comm_.life_of_[static_cast<size_t>(dead)];
+      why = "rank " + std::to_string(dead) + " has died: " +
+            (member < 0 ? "its process" : comm_.liveness_->name(member)) +
+            " has ended or cannot be reached, as " + who + " says";
+    }
+  }
+  comm_.break_down(why, by_death);
+  comm_.tell_failure(header.send_id);
+}
+
+}  // namespace commrt

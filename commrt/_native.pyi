@@ -198,6 +198,14 @@ class CallSites:
     def of_running(self) -> Any:
         """The same of the frame that runs now."""
 
+class Chaos:
+    """Injects the faults of one rank."""
+
+    def __init__(self, seed: int, rank: int, rules: Sequence[FaultRule]) -> None: ...
+    @property
+    def num_injected(self) -> int:
+        """Faults so far."""
+
 class CudaDevice(Device):
     """A GPU, through the CUDA driver."""
 
@@ -624,6 +632,21 @@ class EngineOrder:
     def rows(self) -> NDArray[Any]:
         """Return rank, fragment and instruction of each place."""
 
+class FaultRule:
+    """One fault, and the operations that it is injected into."""
+
+    def __init__(
+        self,
+        kind: int,
+        seconds: float,
+        codes: Sequence[int],
+        number: int,
+        every: int,
+        most: int,
+        chance: float,
+        text: str,
+    ) -> None: ...
+
 class Front:
     """What a program holds of a group: its methods, and none of its parts."""
 
@@ -657,6 +680,10 @@ class Group:
     ) -> None: ...
     def _detach(self) -> None: ...
     def _forget_plans(self) -> None: ...
+    @property
+    def _nan_check(self) -> bool: ...
+    @_nan_check.setter
+    def _nan_check(self, arg: bool, /) -> None: ...
     def _pass_over(self) -> None:
         """Count the next operation, which runs nowhere, since some rank has refused
         it.
@@ -744,6 +771,18 @@ class Group:
         neither.
         """
 
+    @property
+    def guards_arrays(self) -> bool:
+        """Whether writes to arrays of nonblocking calls are found."""
+
+    @guards_arrays.setter
+    def guards_arrays(self, arg: bool, /) -> None: ...
+    @property
+    def has_checksums(self) -> bool:
+        """Whether messages have checksums; equal on all ranks."""
+
+    @has_checksums.setter
+    def has_checksums(self, arg: bool, /) -> None: ...
     @property
     def idle(self) -> bool: ...
     def keep_plan(
@@ -2061,6 +2100,9 @@ def cached_device_calls_nbytes(group: Group) -> int:
 def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
 
+def checksum(address: int, nbytes: int) -> int:
+    """Return the checksum of memory."""
+
 def close_fusion(group: Group) -> None: ...
 def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
@@ -2086,6 +2128,11 @@ def digest_fused(group: Group, call: int) -> int:
 def drop_ended(arg: Engine, /) -> None: ...
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
+
+def first_not_finite(dtype: int, address: int, count: int) -> tuple[Any, ...]:
+    """Return the index of the first element that is NaN or infinite, and whether
+    it is NaN; -1: there is none.
+    """
 
 def forget_device_calls(group: Group) -> None:
     """Look at all of them in full again."""
@@ -2128,6 +2175,9 @@ def has_memory(tensor: Any) -> bool:
     """True if a tensor is dense, of torch's own classes, and its elements lie in
     its storage; False also where that cannot be seen at a glance.
     """
+
+def inject_faults(group: Group, chaos: Chaos) -> None:
+    """Inject faults into the operations of a group."""
 
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to

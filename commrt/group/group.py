@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, cast
 
-from commrt import _native
+from commrt import _native, env
 from commrt.errors import (
     BackendError,
+    ChangedInFlightError,
     ClosedError,
+    IntegrityError,
     MismatchError,
     PeerFailedError,
     ReductionError,
@@ -25,6 +27,7 @@ from commrt.errors import (
     shown,
 )
 from commrt.group import faults
+from commrt.group.finite_values import not_finite
 from commrt.group.rank_states import (
     Elsewhere,
     RankState,
@@ -39,14 +42,16 @@ from commrt.job.world import FIRST_TAG, World
 from commrt.planning.footprint import LANE_NBYTES
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
-from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.checks import as_integer, check_flag
 from commrt.vocabulary.limits import NO_LIMIT_S, check_timeout
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["CallChecker", "Group"]
 
 
 _KINDS: dict[str, type[Exception]] = {
     "backend": BackendError,
+    "integrity": IntegrityError,
     "mismatch": MismatchError,
     "peer": PeerFailedError,
     "reduction": ReductionError,
@@ -173,6 +178,8 @@ class Group(_native.Group):
         rank = self.world_ranks.index(world.rank)
         super().__init__(world.engine, rank, len(ranks), name)
         self.timeout_s = world.timeout_s
+        self.nan_check = env.read_bool("COMMRT_NAN_CHECK")
+        self.has_checksums = env.read_bool("COMMRT_CHECKSUM")
         self.arena: Arena | None = None
         self.own_refusals: Latest = Latest()
         """Why this rank's last refused calls were, by their numbers."""
@@ -268,6 +275,15 @@ class Group(_native.Group):
     def timeout_s(self, timeout_s: float | None) -> None:
         limit = NO_LIMIT_S if timeout_s is None else timeout_s
         self._timeout_s = check_timeout(self.name, limit)
+
+    @property
+    def nan_check(self) -> bool:
+        """True if calls whose arrays have NaN or infinity are refused on this rank."""
+        return self._nan_check
+
+    @nan_check.setter
+    def nan_check(self, wanted: bool) -> None:
+        self._nan_check = check_flag(self.name, "nan_check", wanted)
 
     @property
     def is_relayed(self) -> bool:
@@ -423,6 +439,15 @@ class Group(_native.Group):
             self.refuse(error)
             raise
 
+    def refuse_not_finite(
+        self, what: str, argument: str, index: int, count: int, is_nan: bool
+    ) -> NoReturn:
+        """Raise NotFiniteError; a collective takes its place in the order of calls."""
+        error = not_finite(self, what, argument, (index, count), is_nan=is_nan)
+        if what in COLLECTIVES:
+            self.refuse(error)
+        raise error
+
     def heed_refusals(self) -> None:
         """Raise RefusedError where the next operation was refused by another rank."""
         why = self._why_next_is_refused()
@@ -441,6 +466,14 @@ class Group(_native.Group):
         if kind in _FAULTS:
             faults.failed(self.world, _FAULTS[kind], text)
         return _KINDS[kind](text)
+
+    def changed_in_flight(self, what: str, site: str) -> ChangedInFlightError:
+        """Return the error of an operation whose array the program has written to."""
+        return ChangedInFlightError(
+            f"{what}, rank {self.rank} (called at {site}): its array was written to "
+            f"while it was in flight, so other ranks may have got any of both values; "
+            f"wait() for the request before you write to the array (check mode)"
+        )
 
     def check_failed(
         self, what: str, error: BaseException, timeout_s: float

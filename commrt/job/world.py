@@ -106,6 +106,8 @@ class World:
     """Which ranks are gone; None where this rank is alone, or ranks are threads."""
     identities: Identities = field(default_factory=Identities)
     """Identities of communicators: they name their shared memory and MPI tags."""
+    chaos: _native.Chaos | None = None
+    """Injects faults into operations; None unless COMMRT_CHAOS asks for it."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
     deferred: list[Any] = field(default_factory=list)

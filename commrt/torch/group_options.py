@@ -45,6 +45,9 @@ class Options:
     """True if every call is compared across ranks before data moves."""
     deterministic: bool | None = None
     """True if results are bitwise the same whatever algorithm runs."""
+    nan_check: bool | None = None
+    """True if tensors on the host with NaN or infinity are refused, before anything is
+    sent."""
     timeout: timedelta | float | None = None
     """Limit of the calls, in seconds if it is a number; None: what torch is given."""
     enable_reconfigure: bool = False

@@ -207,6 +207,8 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Core:
         settings=settings,
     )
     comm.timeout_s = options.timeout_s or limit
+    if options.nan_check is not None:
+        comm.nan_check = options.nan_check
     _check_serves(comm, settings.wishes)
     return comm
 
@@ -218,7 +220,7 @@ def _settings(
     options = member.options
     _ = options.timeout_s, options.sparse_algorithm  # wrong ones are errors
     wishes = options.wishes(f"{name} (pg_options)")
-    for what in ("check", "deterministic"):
+    for what in ("check", "deterministic", "nan_check"):
         value = getattr(options, what)
         if value is not None:
             check_flag("commrt.torch.Options", what, value)

@@ -15,6 +15,7 @@ void bind_device_request(nb::module_& m);
 void bind_device_work(nb::module_& m);
 void bind_flight(nb::module_& m);
 void bind_group(nb::module_& m);
+void bind_faults(nb::module_& m);
 void bind_waiting(nb::module_& m);
 void bind_host_work(nb::module_& m);
 void bind_kernels(nb::module_& m);

@@ -16,6 +16,7 @@
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
 #include "engine/starvation.hpp"
+#include "python_callbacks.hpp"
 #include "recording/record_ring.hpp"
 
 namespace commrt {
@@ -233,7 +234,16 @@ nb::object Request::outcome() {
     ring_->end(first_record_, num_records_);
     ring_.reset();
   }
+  if (op_->was_changed) {
+    if (!error_.is_valid()) error_ = group_.attr(group_methods::kChangedInFlight)(what(), site_);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
+    throw nb::python_error();
+  }
   return result_;
+}
+
+void Request::note_site() {
+  site_ = callback(Callback::CallSite)();
 }
 
 namespace {
@@ -462,7 +472,10 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   if (nonblocking) {
     if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
     if (engine.has_thread()) engine.wake();
-    return make_request(group_object, std::move(op), result, operation, timeout_s);
+    const bool guarded = op->in_flight != nullptr;
+    nb::object made = make_request(group_object, std::move(op), result, operation, timeout_s);
+    if (guarded) nb::inst_ptr<Request>(made)->note_site();
+    return made;
   }
   // The engine may touch the buffers until the operation ends, which may be never.
   auto keep_while_needed = [&] {

@@ -14,6 +14,7 @@
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
 #include "engine/flight_files.hpp"
+#include "engine/gate.hpp"
 #include "engine/layout.hpp"
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
@@ -25,9 +26,12 @@
 
 namespace commrt {
 
+class Chaos;
 class Comm;
 class Engine;
+class InFlight;
 class Relay;
+struct Fault;
 struct GlooCall;
 struct RankState;
 struct ToldWait;
@@ -121,17 +125,6 @@ struct MpiSend {  // a message on its way; nothing but the end of the operation 
   std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
 };
 
-// An operation begins only once its gate is open. Somebody else raises the count `opened`, which
-// is compared with `value` cyclically.
-struct Gate {
-  const std::atomic<uint32_t>* opened = nullptr;  // null: open
-  uint32_t value = 0;
-  bool is_open() const {
-    return opened == nullptr ||
-           static_cast<int32_t>(opened->load(std::memory_order_acquire) - value) >= 0;
-  }
-};
-
 // One operation in flight. Owned by shared_ptr: the communicator's list and the request.
 class Op {
  public:
@@ -153,6 +146,7 @@ class Op {
   bool by_death = false;  // failed because a peer's process has ended
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
+  bool by_damage = false;  // failed because a message did not fit its checksum
   // Another rank's call was refused. It has failed, or fails once nothing touches its arrays.
   bool was_refused = false;
   bool has_told = false;  // peers of other nodes know that it has left (afar.hpp)
@@ -170,6 +164,9 @@ class Op {
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
   std::shared_ptr<GlooCall> gloo;  // once gloo has been asked for it
+  std::shared_ptr<InFlight> in_flight;  // of a nonblocking call in check mode, or null
+  bool was_changed = false;             // the program wrote to its array meanwhile
+  std::shared_ptr<Fault> fault;  // that is injected into what it sends (chaos.hpp), or null
 
   // How far it has come, in steps; of a library's collective always 0 of 0.
   uint64_t steps_done() const { return head_; }
@@ -322,6 +319,11 @@ class Op {
   void fail(std::string message);
   void end_record(OpState how);
   void fail_by_length(int peer, size_t expected);
+  bool fits(const unsigned char* value, size_t nbytes, uint64_t sum, int peer);
+  size_t tail_nbytes(size_t nbytes) const;  // behind the value of a message to another node
+  void damage(unsigned char* value, size_t nbytes);
+  void damage_input();
+  void repeat_message(int peer, uint64_t id);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
     return in_base_[ref.peer] +
@@ -433,7 +435,7 @@ class Comm {
   Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
   void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
   bool quiet() const {
-    return active_.empty() && messages_in_flight == 0 && !refusals.disturb();
+    return active_.empty() && messages_in_flight == 0 && !refusals.disturb() && !is_watched;
   }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   // One pass, with at most `limit` bytes of every operation.
@@ -472,6 +474,10 @@ class Comm {
   void show_wait(const ToldWait* wait);
   // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
   uint64_t take_number();
+  // What a try of faults does to an operation that has its number (chaos.cpp).
+  void inject(Op& op);
+  // Remembers what an operation's array holds, in check mode (in_flight.cpp).
+  void guard(Op& op);
   // An operation in flight whose value wants Python, marked as Running, or null.
   std::shared_ptr<Op> take_wanted();
 
@@ -513,6 +519,12 @@ class Comm {
   size_t region_nbytes = 0;
   RegionLayout layout;
   std::vector<int> members;
+  // Faults are injected, or messages have checksums. Then no operation runs from the caller's stack.
+  bool is_watched = false;
+  bool checksums = false;        // of messages, equal on all ranks
+  bool is_damaged = false;       // a message did not fit its checksum, here or elsewhere
+  bool guards = false;           // arrays of nonblocking calls against writes of the program
+  std::shared_ptr<Chaos> chaos;  // injects faults; null outside of tries
   const MpiApi* off_node = &mpi();  // what carries messages to other nodes
   Handle mpi_comm = 0;
   int mpi_tag = 0;

@@ -34,6 +34,7 @@ static_assert(sizeof(Line) == kLineBytes);
 // line pointed to it.
 struct alignas(kLineBytes) More {
   unsigned char payload[kMoreBytes];
+  uint64_t sum;  // the checksum of the message's value, wherever that is, where messages have one
 };
 
 // Payloads of more than kInlineBytes and at most kMostInlineBytes, to and from such lines.
@@ -140,6 +141,7 @@ struct alignas(kLineBytes) RankHeader {
   // The rank says here that it leaves, or that it has freed the communicator, once it has done its
   // part in all that it had started. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;
+  std::atomic<uint64_t> damaged;  // 1: it failed by a message that did not fit its checksum
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // Refusals by ranks of other nodes, of operations that this rank was in.
   alignas(kLineBytes) std::atomic<uint64_t> num_heard_afar;

@@ -27,9 +27,10 @@ namespace commrt {
 struct GaveUp {
   std::string why;
   bool has_died = false;  // a rank has died or left
+  bool is_damage = false;  // a message did not fit its checksum
   bool is_any() const { return !why.empty(); }
   // The word of the failure for Python.
-  const char* kind() const { return has_died ? "peer" : "revoked"; }
+  const char* kind() const { return has_died ? "peer" : is_damage ? "integrity" : "revoked"; }
 };
 
 class Liveness {

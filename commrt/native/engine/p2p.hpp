@@ -45,7 +45,7 @@ inline bool types_meet(TypeCode sent, TypeCode received) {
 struct PacketHeader {
   PacketKind kind;
   TypeCode type;  // of a message (Eager, Rts)
-  int32_t tag;
+  int32_t tag;  // Ended: 1 by a message that did not fit its checksum, else 0
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
   // the first one that fails, for Ended, which has in recv_id 1 + the rank whose death is the reason.
@@ -263,6 +263,8 @@ class P2P {
   void launch(const std::shared_ptr<Op>& op);  // a send, which its peer is then told of
   void post(const std::shared_ptr<Op>& op);    // a receive; then what its peer says is read
   void queue_send(const std::shared_ptr<Op>& op);
+  void queue(const std::shared_ptr<Op>& op);     // a send, as it is
+  bool strike(const std::shared_ptr<Op>& op);    // by a fault that is injected (chaos.cpp)
   void queue_recv(const std::shared_ptr<Op>& op);
   bool serve(int peer);
   bool drain(int peer);

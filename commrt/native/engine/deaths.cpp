@@ -137,7 +137,7 @@ void Comm::break_down(const std::string& why, bool by_death) {
 
 void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   // Ranks of other nodes may not know of a death, or wait for what this rank does not do any more.
-  const bool is_news = failed_by_death && failed_from == ~uint64_t{0};
+  const bool is_news = failed_by_death && seq < failed_from;
   failed_from = std::min(failed_from, seq);
   if (is_news) p2p->tell_death(seq);
   if (arena == nullptr) return;
@@ -160,8 +160,15 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
   if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
   if (!attached_) attach();
   if (!channels_[rank].failure.empty() || comm_.is_gone(rank)) return;
-  answer(rank, {PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, dead, 0});
-  urgent_ = true;
+  const PacketHeader header{
+      PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, dead, 0};
+  // At once, if it can be: this rank may not call for long.
+  if (dead != 0 && push(rank, header, nullptr, 0)) {
+    lingering_ = true;
+  } else if (channels_[rank].failure.empty()) {
+    answer(rank, header);
+    urgent_ = true;
+  }
 }
 
 void P2P::tell_death(uint64_t seq) {

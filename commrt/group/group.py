@@ -139,6 +139,8 @@ class Group(_native.Group):
     """The word for its end, "freed" or "dropped"; None while it can be used."""
     checker: CallChecker | None = None
     """Compares calls across ranks in check mode."""
+    remedy: str = "call shrink()"
+    """What ranks do to go on where it has failed, for messages."""
 
     def __init__(
         self,
@@ -356,11 +358,11 @@ class Group(_native.Group):
             if self.failed_by_death:
                 raise PeerFailedError(
                     f"{self.name} cannot be used any more, because {self.failure}: "
-                    f"call shrink() to go on with the ranks that remain"
+                    f"{self.remedy} to go on with the ranks that remain"
                 )
             raise RevokedError(
                 f"{self.name} failed in an earlier operation ({self.failure}): its "
-                f"ranks no longer agree; call shrink() on all of them to go on with "
+                f"ranks no longer agree; {self.remedy} on all of them to go on with "
                 f"a new communicator"
             )
 

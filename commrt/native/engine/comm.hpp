@@ -533,6 +533,7 @@ class Comm {
   void publish_why();
   std::string why_of(int member) const;
   std::string who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const;
+  uint32_t who_is_dead() const;
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
@@ -572,6 +573,7 @@ class Comm {
   std::vector<int> bell_of_;  // rank -> member of bells_, or -1
   std::shared_ptr<Liveness> liveness_;
   std::vector<int> life_of_;  // rank -> member of liveness_, or -1
+  mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;

@@ -136,7 +136,7 @@ struct alignas(kLineBytes) RankHeader {
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
-  std::atomic<uint32_t> failed_by_death;  // 1: since a rank has died; written before it
+  std::atomic<uint32_t> failed_by_death;  // 1 + the rank whose death is the reason; before it
   // The rank says here that it leaves, or that it has freed the communicator, once it has done its
   // part in all that it had started. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;

@@ -187,6 +187,8 @@ class P2P {
   void tell_death(uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
   void take_back(const std::shared_ptr<Op>& op, const std::string& why);
+  // The same for all messages of this rank: the communicator has ended.
+  void take_all_back(const std::string& why);
   // "from rank 3, tag 7", and what an operation waits for.
   static std::string whom(const Op& op);
   std::string waits_for(const Op& op) const;

@@ -46,9 +46,11 @@ double Moment::seconds_since(uint64_t then_ticks) const {
   return 1e-9 * ns * static_cast<double>(ticks_ - then_ticks) / static_cast<double>(in_all);
 }
 
+// On one line, which is written with each call: so what it was costs nothing beside the count.
 void Comm::show_latest(const Record& record) {
   if (arena == nullptr) return;
   RankHeader& mine = *header(member_index_[rank]);
+  mine.started.store(next_seq, std::memory_order_relaxed);
   mine.latest_code.store(static_cast<uint64_t>(record.coll), std::memory_order_relaxed);
   mine.latest_ticks.store(record.start_ticks, std::memory_order_relaxed);
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,35 @@ def test_the_command_prints_lines_or_json(tmp_path: Path, capsys: Capture) -> No
     assert whole["divergences"][0]["calls"] == [
         {"call": "allgather of 8 float32", "ranks": [0]}
     ]
+
+
+def test_files_for_torchs_analyser_have_its_words(tmp_path: Path) -> None:
+    entries = [
+        call("allgather", 0, count=12),
+        call("reduce_scatter", 1, count=12, duration_ms=1.5),
+        message("send", 0, 1, count=9),
+        call("allreduce", 2, state="started"),
+        call("an operation", 3),
+    ]
+    dumps = [dump_of(rank, 2, entries) for rank in range(2)]
+    write_dumps(tmp_path, dumps)
+    out = tmp_path / "flight"
+    assert main(["analyze", "--flight", str(out), str(tmp_path)]) == 0
+    assert sorted(one.name for one in out.iterdir()) == ["rank_0", "rank_1"]
+    whole = pickle.loads((out / "rank_0").read_bytes())
+    assert whole["version"] == "2.10"
+    said = [
+        (one["profiling_name"], one["input_sizes"], one["output_sizes"], one["state"])
+        for one in whole["entries"]
+    ]
+    assert said == [
+        ("gloo:all_gather", [[6]], [[12]], "completed"),
+        ("gloo:reduce_scatter", [[12]], [[6]], "completed"),
+        ("gloo:send 0->1", [[9]], [[9]], "completed"),
+        ("gloo:all_reduce", [[8]], [[8]], "started"),
+    ]
+    assert [one["collective_seq_id"] for one in whole["entries"]] == [1, 2, 1, 3]
+    assert [one["duration_ms"] for one in whole["entries"]] == [0, 1.5, 0, 0]
 
 
 @pytest.mark.parametrize(

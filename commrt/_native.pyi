@@ -1006,6 +1006,9 @@ class Liveness:
         has none.
         """
 
+    def ask_mpi(self, comm: int, places: Sequence[int]) -> None:
+        """Ask MPI, too, which has each member at a rank of its communicator."""
+
     def has_ended(self, member: int) -> bool:
         """Whether it has ended without a word, or cannot be reached, as far as is
         known.
@@ -2217,6 +2220,9 @@ def leave_arrays(leaves: bool) -> None:
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...
+def load_mpi_failures(found: Mapping[str, int]) -> None:
+    """Take addresses and constants by which MPI says which ranks have failed."""
+
 def lower_steps(
     steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes
 ) -> tuple[

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from commrt import env
+from commrt import _native, env
 from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.mpi import MpiBootstrap

@@ -244,13 +244,15 @@ def check_alive(
         return None
 
     def check() -> None:
-        for member in members:
-            why = gone(member)
-            if why and not came(member):
-                raise PeerFailedError(
-                    f"the exchange {key!r} of ranks {list(members)}: rank {member} "
-                    f"does not arrive, because {why}"
-                )
+        whys = {member: gone(member) for member in members}
+        missing = [one for one, why in whys.items() if why and not came(one)]
+        if missing:
+            # Of one that has died, if there is: others may leave because of that.
+            named = min(missing, key=lambda one: whys[one].endswith("has left"))
+            raise PeerFailedError(
+                f"the exchange {key!r} of ranks {list(members)}: rank {named} "
+                f"does not arrive, because {whys[named]}"
+            )
 
     return check
 

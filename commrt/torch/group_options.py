@@ -50,6 +50,10 @@ class Options:
     sent."""
     timeout: timedelta | float | None = None
     """Limit of the calls, in seconds if it is a number; None: what torch is given."""
+    enable_reconfigure: bool = False
+    """True if the group is connected by ``dist._reconfigure`` only, as with
+    ``init_process_group(enable_reconfigure=True)``; ``new_group`` has no such argument.
+    """
 
     @property
     def timeout_s(self) -> float | None:

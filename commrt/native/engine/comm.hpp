@@ -13,14 +13,17 @@
 
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
+#include "engine/flight_files.hpp"
 #include "engine/gate.hpp"
 #include "engine/layout.hpp"
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
+#include "engine/mpi_messages.hpp"
 #include "engine/parts.hpp"
 #include "engine/plan.hpp"
 #include "engine/record.hpp"
 #include "engine/refusals.hpp"
+#include "engine/starvation.hpp"
 
 namespace commrt {
 
@@ -31,6 +34,8 @@ class InFlight;
 class Relay;
 struct Fault;
 struct GlooCall;
+struct RankState;
+struct ToldWait;
 
 enum class LinkKind : uint8_t { Self, Shared, Mpi };
 
@@ -85,42 +90,6 @@ enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 // Point-to-point messages have peers and tags instead of a plan.
 struct P2PTask;
 
-struct MpiEnd {  // how a receive has ended
-  bool known = false;
-  bool may_be_cancelled = false;
-  bool cancelled = false;
-  int code = 0;        // of MPI_Test
-  int count_code = 0;  // of MPI_Get_count
-  int count = -1;
-};
-
-bool has_ended(const MpiApi& api, MpiRequest& request, MpiEnd& end);
-
-struct MpiInput {  // one message of an instruction that comes over MPI
-  MpiRequest request;
-  MpiEnd end;
-  size_t index = 0;  // of the instruction's inputs
-  bool posted = false, done = false;
-  bool is_empty = false;  // its sender has left the call
-  MpiRequest stamp_request;  // of the stamp before it; `stamp` is null where there is none
-  MpiEnd stamp_end;
-  std::unique_ptr<Stamp> stamp;
-  bool stamp_posted = false, stamp_done = false;
-  std::unique_ptr<unsigned char[]> staging;  // null: received where it belongs
-};
-
-struct MpiStep {  // an instruction with MPI's messages, until it has run
-  std::vector<MpiInput> inputs;
-  std::vector<unsigned char*> sources;  // per input of the instruction
-};
-
-struct MpiSend {  // a message on its way; nothing but the end of the operation waits for it
-  MpiRequest request;
-  int peer = 0;
-  int64_t fragment = 0;
-  std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
-};
-
 // One operation in flight. Owned by shared_ptr: the communicator's list and the request.
 class Op {
  public:
@@ -131,6 +100,7 @@ class Op {
   Store store = Store::Plain;
   uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
   double moved_s = 0;       // when a wait has last seen it come further; 0: never
+  Starvation starved;       // of its last wait that ran out of time
   const unsigned char* in = nullptr;
   unsigned char* out = nullptr;
   unsigned char* tmp = nullptr;
@@ -463,6 +433,10 @@ class Comm {
   void break_down(const std::string& why, bool by_death = false);
   // True if an operation can fail on all ranks without harm to the next one.
   bool can_take_back(const Op& op) const;
+  // What a rank does, as it says itself and the kernel says of its process (rank_states.hpp).
+  RankState state_of(int peer) const;
+  // Tells ranks of this node what this one waits for; null: nothing.
+  void show_wait(const ToldWait* wait);
   // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
   uint64_t take_number();
   // What a try of faults does to an operation that has its number (chaos.cpp).
@@ -536,6 +510,7 @@ class Comm {
   void publish_why();
   std::string why_of(int member) const;
   std::string who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const;
+  uint32_t who_is_dead() const;
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
@@ -552,10 +527,13 @@ class Comm {
   // is none of these.
   bool show_ordinary(const Plan& plan, const void* in, const void* out);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
+  void show_latest(const Record& record);
   int acquire_lane(const Plan& plan);
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
-  RankHeader* header(int member) const;
+  RankHeader* header(int member) const {
+    return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
+  }
   bool has_left(int peer) const;
   bool has_ended(int peer) const;
   CallLine& call_line(int member, uint64_t seq) const;
@@ -572,6 +550,7 @@ class Comm {
   std::vector<int> bell_of_;  // rank -> member of bells_, or -1
   std::shared_ptr<Liveness> liveness_;
   std::vector<int> life_of_;  // rank -> member of liveness_, or -1
+  mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
   std::vector<Segment> heap_;
@@ -588,8 +567,7 @@ class Comm {
  public:
   Refusals refusals{*this};
   std::unique_ptr<class P2P> p2p;
+  FlightEntry flight{*this};  // the last one: it refers to the others
 };
-
-uint64_t ticks();
 
 }  // namespace commrt

@@ -45,15 +45,16 @@ std::string Comm::who_is_lost() const {
 
 std::string Comm::who_died(int peer, bool anew) const {
   if (liveness_ != nullptr) liveness_->look(anew);
+  std::string left;  // counts where nobody has died: others may leave because of a death
   for (int one = 0; one < size; ++one) {
     if (!is_gone(one)) continue;
     const std::string said = "rank " + std::to_string(one);
     if (!has_left(one)) {
       return said + " " + liveness_->fate(life_of_[static_cast<size_t>(one)]);
     }
-    if (one == peer) return said + " has left, and takes part in nothing any more";
+    if (one == peer) left = said + " has left, and takes part in nothing any more";
   }
-  return {};
+  return left;
 }
 
 GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
@@ -93,11 +94,21 @@ std::string Comm::who_says_so(uint64_t seq, bool still_agrees, bool& by_death) c
     if (members[i] == rank || !Failure::ends(failed, seq, still_agrees)) continue;
     const uint64_t at = Failure::seq_of(failed);
     const std::string reason = refusals.reason_of(static_cast<int>(i), at);
-    by_death = reason.empty() && its.failed_by_death.load(std::memory_order_relaxed) != 0;
+    const uint32_t dead = its.failed_by_death.load(std::memory_order_relaxed);
+    by_death = reason.empty() && dead != 0;
+    if (by_death) said_dead_ = dead;
     return "rank " + std::to_string(members[i]) + " gave up at operation #" + std::to_string(at) +
            ": " + (reason.empty() ? why_of(static_cast<int>(i)) : reason);
   }
   return {};
+}
+
+// 1 + a rank that has died, as this rank or others know; 0: there is none.
+uint32_t Comm::who_is_dead() const {
+  for (int one = 0; one < size; ++one) {
+    if (is_gone(one) && !has_left(one)) return static_cast<uint32_t>(one) + 1;
+  }
+  return said_dead_;
 }
 
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
@@ -136,7 +147,7 @@ void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   const uint64_t word = Failure::word(seq, had_agreed);
   if (told == 0) {
     publish_why();
-    mine.failed_by_death.store(failed_by_death, std::memory_order_relaxed);
+    mine.failed_by_death.store(failed_by_death ? who_is_dead() : 0, std::memory_order_relaxed);
     mine.damaged.store(is_damaged ? 1 : 0, std::memory_order_relaxed);
   }
   if (told == 0 || told > word) failed.store(word, std::memory_order_release);
@@ -154,10 +165,7 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
 }
 
 void P2P::tell_death(uint64_t seq) {
-  uint64_t dead = 0;
-  for (int one = 0; one < comm_.size && dead == 0; ++one) {
-    if (comm_.is_gone(one) && !comm_.has_left(one)) dead = static_cast<uint64_t>(one) + 1;
-  }
+  const uint64_t dead = comm_.who_is_dead();
   for (int peer = 0; peer < comm_.size; ++peer) tell_ended(peer, seq, dead);
 }
 
@@ -179,6 +187,7 @@ void P2P::hear_of_end(int source, const PacketHeader& header) {
   const bool by_death = header.recv_id != 0;
   if (by_death) {
     const int dead = static_cast<int>((header.recv_id - 1) % comm_.links_.size());
+    comm_.said_dead_ = static_cast<uint32_t>(header.recv_id);
     why = comm_.who_died_as_told(dead, source);
     if (why.empty()) {
       const int member = comm_.liveness_ == nullptr ? -1 : comm_.life_of_[static_cast<size_t>(dead)];
@@ -189,6 +198,7 @@ void P2P::hear_of_end(int source, const PacketHeader& header) {
   }
   comm_.break_down(why, by_death);
   comm_.tell_failure(header.send_id);
+  take_all_back("this rank gave up: " + comm_.failure);
 }
 
 }  // namespace commrt

@@ -255,8 +255,17 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
     return true;
   }
   if (fail_after_death(op)) return true;
+  if (comm_.link(peer).kind == LinkKind::Mpi && comm_.failed_by_death) {
+    drain(peer);
+    if (op->finished()) return true;
+    if (task.stage == Stage::Matched) return false;
+    forget(op);
+    give_up(op, "this rank gave up: " + comm_.failure, true);
+    return true;
+  }
   if (comm_.link(peer).kind != LinkKind::Shared) return false;
-  const auto& failed = comm_.header(comm_.member_of(peer))->failed;
+  const RankHeader& its = *comm_.header(comm_.member_of(peer));
+  const auto& failed = its.failed;
   const uint64_t at = failed.load(std::memory_order_acquire);
   if (at == 0) return false;
   // Acquired: what the peer has sent until then is in its packets, and taken here first.
@@ -266,7 +275,8 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   forget(op);
   give_up(op, "rank " + std::to_string(peer) + " gave up at operation #" +
                   std::to_string(Failure::seq_of(at)) +
-                  " and makes no matching call any more: look for the error of that rank");
+                  " and makes no matching call any more: " + comm_.why_of(comm_.member_of(peer)),
+          its.failed_by_death.load(std::memory_order_relaxed) != 0);
   return true;
 }
 

@@ -30,7 +30,7 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
     const std::lock_guard<std::mutex> own(engine_.mutex);
     made.seq = comm_->count_elsewhere(record);
     if (comm_->chaos == nullptr) return;
-    const std::string what = std::string(words_of_call(plan.code)) + " #" +
+    const std::string what = called(plan.code) + " #" +
                              std::to_string(made.seq) + " on " + comm_->name;
     fault = comm_->chaos->next(plan.code, what);
     if (fault == nullptr || !comm_->chaos->strike_process(*fault)) return;

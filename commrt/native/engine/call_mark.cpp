@@ -80,15 +80,6 @@ const char* name_of_call(int coll) {
   return call != nullptr ? call->name : nullptr;
 }
 
-const char* words_of_call(int coll) {
-  constexpr int kSend = 64, kReceive = 65, kMessages = 87;  // (p2p.hpp)
-  if (coll == kSend) return "send";
-  if (coll == kReceive) return "recv";
-  if (coll == kMessages) return "multi_sendrecv";
-  const char* const name = name_of_call(coll);
-  return name != nullptr ? name : "an operation";
-}
-
 bool call_reduces(int coll) {
   const CallName* const call = name_of(coll);
   return call != nullptr && call->reduces;

@@ -57,9 +57,6 @@ constexpr bool has_id(uint64_t word, uint64_t id) {
 // True if the operation of this number has a root.
 bool call_has_root(int coll);
 
-// The name of the operation of this number, or of a message.
-const char* words_of_call(int coll);
-
 // The low bits of the call's number that a mark has.
 constexpr uint64_t order_of(uint64_t mark) { return low_bits(mark >> kMarkOrderShift, 16); }
 

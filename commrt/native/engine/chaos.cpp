@@ -47,6 +47,15 @@ void flip_bit(unsigned char* value, size_t nbytes, uint64_t drawn) {
 
 }  // namespace
 
+std::string called(int code) {
+  constexpr int kMessages = 87;  // a multi_sendrecv on a device
+  if (code == kSendCode) return "send";
+  if (code == kRecvCode) return "recv";
+  if (code == kMessages) return "multi_sendrecv";
+  const char* const name = name_of_call(code);
+  return name != nullptr ? name : "an operation";
+}
+
 Chaos::Chaos(uint64_t seed, int rank, std::vector<FaultRule> rules)
     : seed_(mixed(mixed(seed) ^ static_cast<uint64_t>(rank))), rank_(rank) {
   for (FaultRule& rule : rules) rules_.push_back({std::move(rule)});
@@ -112,7 +121,7 @@ bool Chaos::strike_process(const Fault& fault) const {
 
 void Comm::inject(Op& op) {
   const std::string what =
-      std::string(words_of_call(op.plan->coll)) + " #" + std::to_string(op.seq) + " on " + name;
+      called(op.plan->coll) + " #" + std::to_string(op.seq) + " on " + name;
   const std::shared_ptr<Fault> fault = chaos->next(op.plan->coll, what);
   if (fault == nullptr || !chaos->strike_process(*fault)) return;
   op.timed_from = 0;  // its time says nothing of its plan
@@ -203,7 +212,7 @@ void Op::repeat_message(int peer, uint64_t id) {
 bool P2P::strike(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   const int code = task.is_send ? kSendCode : kRecvCode;
-  const std::string what = std::string(words_of_call(code)) + " #" + std::to_string(op->seq) + " " +
+  const std::string what = called(code) + " #" + std::to_string(op->seq) + " " +
                            whom(*op) + ", on " + comm_.name;
   const std::shared_ptr<Fault> fault = comm_.chaos->next(code, what);
   if (fault == nullptr || !comm_.chaos->strike_process(*fault)) return false;

@@ -36,6 +36,9 @@ struct FaultRule {
   std::string text;  // as the program wrote it
 };
 
+// What messages call an operation of this code, or a message.
+std::string called(int code);
+
 // The rules of one rank. All is guarded by the engine's lock.
 class Chaos {
  public:

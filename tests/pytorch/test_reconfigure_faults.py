@@ -32,7 +32,7 @@ from commrt.torch import Options
 from commrt.torch.backend import can_be_made
 
 DEADLINE_S = 300.0
-ELSEWHERE = "rank 0 of another node has ended it"
+ELSEWHERE = r"rank \d of another node has ended it"
 """Between nodes ranks hear who has ended a group, and not why."""
 FAILED = (PeerFailedError, RevokedError)
 pytestmark = pytest.mark.skipif(

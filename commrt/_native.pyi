@@ -962,9 +962,15 @@ class HostWork(DeviceWork):
 class Liveness:
     """Which ranks of a world are gone, and how that was noticed."""
 
-    def __init__(self, descriptors: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        descriptors: Sequence[int],
+        names: Sequence[str],
+        numbers: Sequence[int] = [],
+    ) -> None:
         """For each rank, take over a descriptor of its process (os.pidfd_open); -1: it
-        has none.
+        has none. The numbers are those of the processes here; 0 or left out: not
+        known.
         """
 
     def ask_mpi(self, comm: int, places: Sequence[int]) -> None:
@@ -979,6 +985,9 @@ class Liveness:
         """How it was noticed that a rank is gone; empty where it lives, as far as is
         known.
         """
+
+    def is_stopped(self, member: int) -> bool:
+        """Whether the kernel says now that it is stopped, by a signal or a debugger."""
 
     def look(self, anew: bool = False) -> bool:
         """Ask the kernel, unless that was done just now; True if any rank is gone."""
@@ -2066,6 +2075,11 @@ def current_device_function() -> int:
 def cut_fusion(group: Any) -> None:
     """Send the open buckets."""
 
+def describe_flight(group: Group, world: int, id: int, key: str, members: str) -> None:
+    """Say how files of last operations call a group, and its ranks in the world of
+    this number.
+    """
+
 def digest_fused(group: Group, call: int) -> int:
     """Digest of the calls before `call`; equal on all ranks."""
 
@@ -2075,6 +2089,9 @@ def fail_fused(group: Group, error: Any) -> None:
 
 def forget_device_calls(group: Group) -> None:
     """Look at all of them in full again."""
+
+def forget_flight(world: int) -> None:
+    """Do not, any more."""
 
 def fuse(
     group: Any,
@@ -2116,6 +2133,9 @@ def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to
     it.
     """
+
+def keep_flight(world: int, path: str, facts: str) -> None:
+    """Write such a file when a signal comes, too (write_flight_at_signals)."""
 
 class kernels:  # noqa: N801
     @staticmethod
@@ -2477,6 +2497,13 @@ def planted_nccl_bugs() -> list[str]:
 def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
 
+def rank_states(group: Group) -> list[Any]:
+    """For each rank: (rank, what it does, collectives that it has started, the
+    latest of them, its age in s, what it waits for). The last one is None, or
+    (operation, number, communicator, peer, s). Of ranks of other nodes only the
+    first two are known.
+    """
+
 def record_method(
     name: str,
     function: Any,
@@ -2704,3 +2731,15 @@ class wire:  # noqa: N801
         goes over the wire, and to lost (0: nowhere) what that leaves out of the
         sum.
         """
+
+def write_flight(
+    engine: Engine, world: int, path: str, facts: str, reason: str, message: str
+) -> None:
+    """Write the last operations of a world's groups; `facts` are fields of its
+    JSON. OSError where that cannot be done.
+    """
+
+def write_flight_at_signals() -> None:
+    """Write kept files at SIGTERM, SIGUSR1 and crashes, where nobody else handles
+    these.
+    """

@@ -264,6 +264,16 @@ VARIABLES: tuple[Variable, ...] = (
         _count,
     ),
     Variable(
+        "COMMRT_DUMP",
+        "path of a folder",
+        None,
+        "Write each rank's last operations into this folder, which is made, when one "
+        "times out, ranks' calls differ, a rank dies, or an exception or a signal ends "
+        "the process.",
+        False,
+        _text,
+    ),
+    Variable(
         "COMMRT_PLAN_CACHE_NBYTES",
         "bytes",
         "1048576",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -111,6 +112,8 @@ class World:
     """Work on devices that failed (commrt/group/deferred_release.py)."""
     job: str = ""
     """Names this job in logs; the same on all ranks."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells the worlds of this process apart."""
 
     @property
     def rank(self) -> int:

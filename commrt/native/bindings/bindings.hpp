@@ -13,6 +13,7 @@ void bind_callbacks(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);
 void bind_device_work(nb::module_& m);
+void bind_flight(nb::module_& m);
 void bind_group(nb::module_& m);
 void bind_waiting(nb::module_& m);
 void bind_host_work(nb::module_& m);

@@ -13,18 +13,6 @@
 
 namespace commrt {
 
-uint64_t ticks() {
-#if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
-#elif defined(__aarch64__)
-  uint64_t value;
-  asm volatile("mrs %0, cntvct_el0" : "=r"(value));
-  return value;
-#else
-#error "commrt runs on x86-64 and arm64"
-#endif
-}
-
 const char* Op::failure_kind() const {
   return by_user    ? "reduction"
          : by_death ? "peer"
@@ -49,10 +37,6 @@ Comm::~Comm() {
   // Dropped with operations in flight: MPI may still read and write what belongs to them.
   static_cast<void>(new std::vector<std::shared_ptr<Op>>(std::move(active_)));
   static_cast<void>(p2p.release());
-}
-
-RankHeader* Comm::header(int member) const {
-  return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
 }
 
 unsigned char* Comm::lane_base(int lane) const {
@@ -132,6 +116,7 @@ bool Comm::tells_nobody() const {
 void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
+  flight.close();
   if (idle()) leave(Farewell::Freed);
   refusals.detach();
   for (auto& link : links_) link = Link{};
@@ -182,36 +167,12 @@ std::shared_ptr<Op> Comm::fresh_op() {
   return op;
 }
 
-void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
-  Record& record = records[seq % kRecords];
-  record.seq = seq;
-  record.count = std::max(plan.in_elems, plan.out_elems);
-  record.start_ticks = ticks();
-  record.end_ticks = 0;
-  record.coll = static_cast<int16_t>(plan.coll);
-  record.root = static_cast<int16_t>(plan.root);
-  record.dtype = static_cast<uint8_t>(plan.dtype);
-  record.redop = static_cast<uint8_t>(plan.redop);
-  record.state = 0;
-  record.stream = stream;
-  record.device = plan.device;
-}
-
 uint64_t Comm::take_number() {
   const uint64_t seq = next_seq++;
   if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
   if (arena != nullptr) {
     header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
   }
-  return seq;
-}
-
-uint64_t Comm::count_elsewhere(const Record& what) {
-  const uint64_t seq = take_number();
-  Record& record = records[seq % kRecords];
-  record = what;
-  record.seq = seq;
-  record.start_ticks = ticks();
   return seq;
 }
 

@@ -13,12 +13,15 @@
 
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
+#include "engine/flight_files.hpp"
 #include "engine/layout.hpp"
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
 #include "engine/parts.hpp"
 #include "engine/plan.hpp"
+#include "engine/record.hpp"
 #include "engine/refusals.hpp"
+#include "engine/starvation.hpp"
 
 namespace commrt {
 
@@ -26,6 +29,8 @@ class Comm;
 class Engine;
 class Relay;
 struct GlooCall;
+struct RankState;
+struct ToldWait;
 
 enum class LinkKind : uint8_t { Self, Shared, Mpi };
 
@@ -137,6 +142,7 @@ class Op {
   Store store = Store::Plain;
   uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
   double moved_s = 0;       // when a wait has last seen it come further; 0: never
+  Starvation starved;       // of its last wait that ran out of time
   const unsigned char* in = nullptr;
   unsigned char* out = nullptr;
   unsigned char* tmp = nullptr;
@@ -354,19 +360,6 @@ struct Lane {
   std::vector<uint64_t> last;  // per rank: one past the last message published from here
 };
 
-// A finished operation, kept for messages and dumps.
-struct Record {
-  uint64_t seq = 0;
-  int64_t count = 0;
-  uint64_t start_ticks = 0;
-  uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
-  int16_t coll = 0, root = 0;  // for a message kSendCode or kRecvCode
-  uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
-  uint64_t stream = 0;  // of an operation on a device
-  int32_t device = kHost;
-  int32_t peer = -1, tag = -1;  // of a message
-};
-
 class Comm {
  public:
   Comm(Engine& engine, int rank, int size, std::string name);
@@ -473,6 +466,10 @@ class Comm {
   void break_down(const std::string& why, bool by_death = false);
   // True if an operation can fail on all ranks without harm to the next one.
   bool can_take_back(const Op& op) const;
+  // What a rank does, as it says itself and the kernel says of its process (rank_states.hpp).
+  RankState state_of(int peer) const;
+  // Tells ranks of this node what this one waits for; null: nothing.
+  void show_wait(const ToldWait* wait);
   // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
   uint64_t take_number();
   // An operation in flight whose value wants Python, marked as Running, or null.
@@ -553,10 +550,13 @@ class Comm {
   // is none of these.
   bool show_ordinary(const Plan& plan, const void* in, const void* out);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
+  void show_latest(const Record& record);
   int acquire_lane(const Plan& plan);
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
-  RankHeader* header(int member) const;
+  RankHeader* header(int member) const {
+    return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
+  }
   bool has_left(int peer) const;
   bool has_ended(int peer) const;
   CallLine& call_line(int member, uint64_t seq) const;
@@ -590,8 +590,7 @@ class Comm {
  public:
   Refusals refusals{*this};
   std::unique_ptr<class P2P> p2p;
+  FlightEntry flight{*this};  // the last one: it refers to the others
 };
-
-uint64_t ticks();
 
 }  // namespace commrt

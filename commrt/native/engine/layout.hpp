@@ -118,8 +118,21 @@ struct alignas(kLineBytes) CallLine {
 
 enum class Farewell : uint64_t { None = 0, Left = 1, Freed = 2 };
 
+// What a rank waits for, on whichever communicator, while it waits for long (rank_states.hpp).
+struct alignas(kLineBytes) Waits {
+  std::atomic<uint64_t> looked_ns;  // CLOCK_MONOTONIC of its last look; 0: it does not wait
+  std::atomic<uint64_t> since_ns;
+  std::atomic<uint64_t> what;  // the operation's code, and the peer of a message
+  std::atomic<uint64_t> seq;
+  std::atomic<uint64_t> on[4];  // the communicator's name
+};
+static_assert(sizeof(Waits) == kLineBytes);
+
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
+  // The latest one: its code, and ticks() of its start. They are on the line of the count, which
+  // each call writes anyway.
+  std::atomic<uint64_t> latest_code, latest_ticks;
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
@@ -132,6 +145,7 @@ struct alignas(kLineBytes) RankHeader {
   alignas(kLineBytes) std::atomic<uint64_t> num_heard_afar;
   // Both of all ranks of the node; in the first member's header only.
   alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;
+  Waits waits;
 };
 
 // A call that a rank has refused (refusals.hpp).

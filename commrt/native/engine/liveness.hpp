@@ -36,7 +36,9 @@ class Liveness {
  public:
   // For each rank of the world the descriptor of its process, which this closes at its end, and
   // what messages call the process; -1: it has none to be asked about, such as this rank itself.
-  Liveness(std::vector<int> descriptors, std::vector<std::string> names);
+  // `numbers` are the processes' numbers here, 0 where they are not known.
+  Liveness(std::vector<int> descriptors, std::vector<std::string> names,
+           std::vector<int> numbers = {});
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
@@ -54,6 +56,9 @@ class Liveness {
   std::string fate(int member) const;
   // The same without the word for it: "process 4711 on node7 has ended".
   std::string how(int member) const;
+  // True if the kernel says now that the process is stopped, by a signal or a debugger. It may be
+  // called by a handler of a signal.
+  bool is_stopped(int member) const;
   const std::string& name(int member) const { return names_[static_cast<size_t>(member)]; }
 
   // What others know. The first word on a rank stays. Returns whether it was that.
@@ -80,6 +85,7 @@ class Liveness {
   bool has_descriptors_ = false;
   std::unique_ptr<MpiFailures> by_mpi_;
   const std::vector<std::string> names_;
+  std::vector<int> numbers_;
   std::vector<std::atomic<Fate>> fates_;
   std::atomic<bool> any_{false};
   std::atomic<double> next_s_{0};

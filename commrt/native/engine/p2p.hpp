@@ -30,9 +30,6 @@ namespace commrt {
 constexpr uint64_t kEagerBytes = 4 << 20;
 constexpr uint64_t kEagerOverhead = 192;
 
-// Codes of messages in a record, in place of a collective's code.
-constexpr int16_t kSendCode = 64, kRecvCode = 65;
-
 // Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
 // other nodes of a call that was refused. Heard answers that, Left says that a rank has left the call
 // of others, and Ended says that the communicator ends by it.

@@ -33,31 +33,23 @@ _KINDS: dict[type[CommError], ErrorType] = {
 }
 
 
-class AbortHooks:
-    """What a program wants to be called before a group ends."""
+class AbortHooks(dict[int, Hook]):
+    """What a program wants to be called when a group ends, by the program's numbers.
 
-    def __init__(self) -> None:
-        self._hooks: dict[int, Hook] = {}
-        self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._hooks)
+    A dict, as every call that is not waited for asks whether there are any.
+    """
 
     def register(self, hook_id: int, hook: Hook) -> None:
         """Take a hook; it replaces one of the same number."""
-        with self._lock:
-            self._hooks[hook_id] = hook
+        self[hook_id] = hook
 
     def unregister(self, hook_id: int) -> None:
         """Forget a hook, if there is one of this number."""
-        with self._lock:
-            self._hooks.pop(hook_id, None)
+        self.pop(hook_id, None)
 
     def call(self) -> None:
         """Call all; one that raises is warned of."""
-        with self._lock:  # and call without it: a hook may unregister itself
-            hooks = list(self._hooks.values())
-        for hook in hooks:
+        for hook in list(self.values()):  # one may unregister itself
             try:
                 hook()
             except Exception:  # noqa: BLE001  of the program; the others are called

@@ -104,6 +104,22 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
 	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.1)
 
+# What only this torch has. It brings CUDA: 5 GB on disk.
+TORCH_NEWER := torch==2.14.1
+.PHONY: test-torch-newer
+test-torch-newer: ## Reconfiguration, which the tests' own torch has not: with torch 2.14.1 (gigabytes).
+	$(MAKE) test-of-newer-torch TORCH=$(TORCH_NEWER)
+
+.PHONY: test-of-newer-torch
+test-of-newer-torch: $(VENV_TORCH)/.installed
+	$(VENV_TORCH)/bin/pytest $(wildcard tests/pytorch/test_reconfigure*.py) $(PYTEST_ARGS)
+
+# make chaos KILLS=100 SEED=7
+KILLS ?= 1000
+.PHONY: chaos
+chaos: $(VENV)/.installed ## Kill ranks of a training at random moments, 1,000 times; see that the others go on rightly.
+	$(VENV)/bin/python tests/support/chaos_campaign.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
 .PHONY: test-gpu-libraries
 test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.
 	$(VENV_GPU)/bin/pytest tests/unit/gpu_libraries $(PYTEST_ARGS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m commrt info``, ``verify``, ``draw`` and ``trace``."""
+"""``python -m commrt info``, ``verify``, ``draw``, ``trace`` and ``analyze``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from commrt.errors import CommError, suggest
 
 __all__ = ["main"]
 
-COMMANDS = ("draw", "info", "trace", "verify")
+COMMANDS = ("analyze", "draw", "info", "trace", "verify")
 USAGE = """\
 usage: python -m commrt COMMAND [OPTIONS]
 
 commands:
+  analyze  name the operation at which ranks diverged: analyze FOLDER, of COMMRT_DUMP
   info     show backends, algorithms, the table in force, ranks and the environment
   draw     make a picture of an algorithm: draw ring --ranks 8 --out ring.svg
   trace    show what ranks have called: trace summarize FOLDER; also plot, perfetto
@@ -57,6 +58,10 @@ def _run(command: str, options: list[str]) -> int:
         from commrt.commands import trace as trace_cli
 
         return trace_cli.main(options)
+    if command == "analyze":
+        from commrt.commands import analyze
+
+        return analyze.main(options)
     from commrt.commands import verify
 
     return verify.main(options)

@@ -198,6 +198,14 @@ class CallSites:
     def of_running(self) -> Any:
         """The same of the frame that runs now."""
 
+class Chaos:
+    """Injects the faults of one rank."""
+
+    def __init__(self, seed: int, rank: int, rules: Sequence[FaultRule]) -> None: ...
+    @property
+    def num_injected(self) -> int:
+        """Faults so far."""
+
 class CudaDevice(Device):
     """A GPU, through the CUDA driver."""
 
@@ -624,6 +632,21 @@ class EngineOrder:
     def rows(self) -> NDArray[Any]:
         """Return rank, fragment and instruction of each place."""
 
+class FaultRule:
+    """One fault, and the operations that it is injected into."""
+
+    def __init__(
+        self,
+        kind: int,
+        seconds: float,
+        codes: Sequence[int],
+        number: int,
+        every: int,
+        most: int,
+        chance: float,
+        text: str,
+    ) -> None: ...
+
 class Front:
     """What a program holds of a group: its methods, and none of its parts."""
 
@@ -657,6 +680,10 @@ class Group:
     ) -> None: ...
     def _detach(self) -> None: ...
     def _forget_plans(self) -> None: ...
+    @property
+    def _nan_check(self) -> bool: ...
+    @_nan_check.setter
+    def _nan_check(self, arg: bool, /) -> None: ...
     def _pass_over(self) -> None:
         """Count the next operation, which runs nowhere, since some rank has refused
         it.
@@ -744,6 +771,18 @@ class Group:
         neither.
         """
 
+    @property
+    def guards_arrays(self) -> bool:
+        """Whether writes to arrays of nonblocking calls are found."""
+
+    @guards_arrays.setter
+    def guards_arrays(self, arg: bool, /) -> None: ...
+    @property
+    def has_checksums(self) -> bool:
+        """Whether messages have checksums; equal on all ranks."""
+
+    @has_checksums.setter
+    def has_checksums(self, arg: bool, /) -> None: ...
     @property
     def idle(self) -> bool: ...
     def keep_plan(
@@ -962,9 +1001,15 @@ class HostWork(DeviceWork):
 class Liveness:
     """Which ranks of a world are gone, and how that was noticed."""
 
-    def __init__(self, descriptors: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        descriptors: Sequence[int],
+        names: Sequence[str],
+        numbers: Sequence[int] = [],
+    ) -> None:
         """For each rank, take over a descriptor of its process (os.pidfd_open); -1: it
-        has none.
+        has none. The numbers are those of the processes here; 0 or left out: not
+        known.
         """
 
     def ask_mpi(self, comm: int, places: Sequence[int]) -> None:
@@ -979,6 +1024,9 @@ class Liveness:
         """How it was noticed that a rank is gone; empty where it lives, as far as is
         known.
         """
+
+    def is_stopped(self, member: int) -> bool:
+        """Whether the kernel says now that it is stopped, by a signal or a debugger."""
 
     def look(self, anew: bool = False) -> bool:
         """Ask the kernel, unless that was done just now; True if any rank is gone."""
@@ -2052,6 +2100,9 @@ def cached_device_calls_nbytes(group: Group) -> int:
 def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
 
+def checksum(address: int, nbytes: int) -> int:
+    """Return the checksum of memory."""
+
 def close_fusion(group: Group) -> None: ...
 def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
@@ -2066,6 +2117,11 @@ def current_device_function() -> int:
 def cut_fusion(group: Any) -> None:
     """Send the open buckets."""
 
+def describe_flight(group: Group, world: int, id: int, key: str, members: str) -> None:
+    """Say how files of last operations call a group, and its ranks in the world of
+    this number.
+    """
+
 def digest_fused(group: Group, call: int) -> int:
     """Digest of the calls before `call`; equal on all ranks."""
 
@@ -2073,8 +2129,16 @@ def drop_ended(arg: Engine, /) -> None: ...
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
+def first_not_finite(dtype: int, address: int, count: int) -> tuple[Any, ...]:
+    """Return the index of the first element that is NaN or infinite, and whether
+    it is NaN; -1: there is none.
+    """
+
 def forget_device_calls(group: Group) -> None:
     """Look at all of them in full again."""
+
+def forget_flight(world: int) -> None:
+    """Do not, any more."""
 
 def fuse(
     group: Any,
@@ -2112,10 +2176,16 @@ def has_memory(tensor: Any) -> bool:
     its storage; False also where that cannot be seen at a glance.
     """
 
+def inject_faults(group: Group, chaos: Chaos) -> None:
+    """Inject faults into the operations of a group."""
+
 def inline_nbytes() -> tuple[int, int]:
     """Bytes that a message's line has room for, and with the lines that belong to
     it.
     """
+
+def keep_flight(world: int, path: str, facts: str) -> None:
+    """Write such a file when a signal comes, too (write_flight_at_signals)."""
 
 class kernels:  # noqa: N801
     @staticmethod
@@ -2477,6 +2547,13 @@ def planted_nccl_bugs() -> list[str]:
 def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
 
+def rank_states(group: Group) -> list[Any]:
+    """For each rank: (rank, what it does, collectives that it has started, the
+    latest of them, its age in s, what it waits for). The last one is None, or
+    (operation, number, communicator, peer, s). Of ranks of other nodes only the
+    first two are known.
+    """
+
 def record_method(
     name: str,
     function: Any,
@@ -2704,3 +2781,15 @@ class wire:  # noqa: N801
         goes over the wire, and to lost (0: nowhere) what that leaves out of the
         sum.
         """
+
+def write_flight(
+    engine: Engine, world: int, path: str, facts: str, reason: str, message: str
+) -> None:
+    """Write the last operations of a world's groups; `facts` are fields of its
+    JSON. OSError where that cannot be done.
+    """
+
+def write_flight_at_signals() -> None:
+    """Write kept files at SIGTERM, SIGUSR1 and crashes, where nobody else handles
+    these.
+    """

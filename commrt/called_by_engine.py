@@ -11,6 +11,7 @@ from importlib import import_module
 
 PLACES = {
     "as_stream": "commrt.arrays.device:as_stream",
+    "call_site": "commrt.group.call_site:call_site",
     "code_of_interface_type": "commrt.arrays.device:code_of",
     "code_of_torch_type": "commrt.arrays.tensors:code_of",
     "cuda_devices": "commrt.devices.registry:_CUDA",

@@ -152,6 +152,15 @@ class Communicator(_native.Front, Operations):
         self._core.timeout_s = timeout_s
 
     @property
+    def nan_check(self) -> bool:
+        """True if calls whose arrays have NaN or infinity are refused on this rank."""
+        return self._core.nan_check
+
+    @nan_check.setter
+    def nan_check(self, wanted: bool) -> None:
+        self._core.nan_check = wanted
+
+    @property
     def mpi(self) -> Any:
         """mpi4py's communicator over these ranks, or None without MPI.
 

@@ -35,6 +35,7 @@ from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhoo
 from commrt.group.compare import Refusing
 from commrt.group.symmetric import SymmetricMemory
 from commrt.growing import Growth
+from commrt.job.chaos import inject_faults
 from commrt.job.world import World
 from commrt.messages.bound import message_binders
 from commrt.messages.point_to_point import Messages
@@ -165,6 +166,8 @@ class Core(Channel):
             )
             self.parts.append(self.checker)
             self.call_check = self.checker.numbers
+            self.guards_arrays = True
+        inject_faults(self)
         self.ranges = wanted_ranges()
         """Shows calls to a profiler; None where nobody asks for it."""
 
@@ -314,6 +317,7 @@ class HostCalls(Channel):
         self.sparse.made_for = weakref.ref(comm.sparse)
         self.parts += [self.sparse, self.compression]
         self.settle()
+        inject_faults(self)
 
     sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
     topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from commrt.errors import UsageError, suggest
+from commrt.vocabulary.chaos import parse_chaos
 from commrt.vocabulary.limits import parse_seconds
 
 __all__ = [
@@ -79,6 +80,11 @@ def _count(raw: str) -> float:
     return float(raw)
 
 
+def _chaos(raw: str) -> str:
+    parse_chaos(raw)
+    return raw
+
+
 def _nodes(raw: str) -> tuple[int, ...]:
     """Parse ``2,3``: ranks per pretended node."""
     try:
@@ -117,6 +123,23 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
     ),
     Variable(
+        "COMMRT_CHAOS",
+        "SEED or SEED:FAULT;FAULT, as in 7:fail@rank=1,op=allreduce,number=100",
+        None,
+        "Inject faults into operations, to try a program against them; a seed alone "
+        "draws them.",
+        True,
+        _chaos,
+    ),
+    Variable(
+        "COMMRT_CHECKSUM",
+        "0|1",
+        "0",
+        "Checksums of messages, so that one that is damaged on its way is found.",
+        True,
+        _flag,
+    ),
+    Variable(
         "COMMRT_CUDA_AWARE_MPI",
         "events|flags|off",
         "events",
@@ -141,6 +164,15 @@ VARIABLES: tuple[Variable, ...] = (
         "Bitwise the same results whatever algorithm runs, at a given number of ranks; "
         "init and the makers of communicators take deterministic=, too.",
         True,
+        _flag,
+    ),
+    Variable(
+        "COMMRT_NAN_CHECK",
+        "0|1",
+        "0",
+        "Refuse calls whose arrays have NaN or infinity, before anything is sent; "
+        "comm.nan_check is the same for one communicator.",
+        False,
         _flag,
     ),
     Variable(
@@ -262,6 +294,16 @@ VARIABLES: tuple[Variable, ...] = (
         "How many calls of a rank its log keeps, the latest ones; 40 bytes each.",
         False,
         _count,
+    ),
+    Variable(
+        "COMMRT_DUMP",
+        "path of a folder",
+        None,
+        "Write each rank's last operations into this folder, which is made, when one "
+        "times out, ranks' calls differ, a rank dies, or an exception or a signal ends "
+        "the process.",
+        False,
+        _text,
     ),
     Variable(
         "COMMRT_PLAN_CACHE_NBYTES",

@@ -4,10 +4,13 @@
 CommError
 ├── UsageError (ValueError)        a wrong argument or call; nothing was sent
 │   ├── BufferError_ (TypeError)   an array commrt cannot communicate from or into
+│   ├── NotFiniteError             an array has NaN or infinity, and is checked for it
 │   └── ClosedError                the communicator or request is gone
 ├── MismatchError                  ranks called different things (check mode)
 ├── TimeoutError_ (TimeoutError)   an operation did not finish in time
 ├── PeerFailedError                a peer died
+├── IntegrityError                 a message was damaged on its way (checksums)
+├── ChangedInFlightError           an array was written to while a call sent it
 ├── RevokedError                   the communicator failed earlier
 ├── ReductionError                 a reduction of the user's own raised something
 ├── TruncationError                a message was longer than its receive buffer
@@ -35,14 +38,17 @@ __all__ = [
     "BackendError",
     "BufferError_",
     "CaptureError",
+    "ChangedInFlightError",
     "ClosedError",
     "CommError",
     "DeviceError",
     "DeviceFailedError",
     "DeviceMissingError",
+    "IntegrityError",
     "KernelsMissingError",
     "MemoryError_",
     "MismatchError",
+    "NotFiniteError",
     "ObjectError",
     "OrderingError",
     "PeerFailedError",
@@ -80,6 +86,10 @@ class BufferError_(UsageError, TypeError):
     """The array is of a kind, layout or type that cannot be communicated."""
 
 
+class NotFiniteError(UsageError):
+    """An array to be sent has NaN or infinity, and its communicator looks for them."""
+
+
 class ClosedError(UsageError):
     """The communicator was freed, or the process forked after it was created."""
 
@@ -103,10 +113,25 @@ class TimeoutError_(CommError, builtins.TimeoutError):
 
     request: Any = None
     """The request, which stays in flight and can be waited for again; or None."""
+    ranks: tuple[Any, ...] = ()
+    """What each rank of the communicator was doing then, as a ``RankState`` of
+    ``commrt.group.rank_states``; empty for errors of other waits than those for an
+    operation."""
 
 
 class PeerFailedError(CommError):
     """A peer process died."""
+
+
+class IntegrityError(CommError):
+    """A message did not fit its checksum: all ranks of the operation raise it."""
+
+
+class ChangedInFlightError(CommError):
+    """The program wrote to an array while a nonblocking call sent it (check mode).
+
+    Other ranks may have got what it held before, or after, or some of both.
+    """
 
 
 class RevokedError(CommError):

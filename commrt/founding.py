@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from commrt import env
+from commrt import _native, env
 from commrt.backends.catalog import catalog
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.mpi import MpiBootstrap
@@ -43,6 +43,9 @@ class Founder(Generic[Plain]):
     """Its limit; equal on all ranks, as the rest is."""
     node: int
     """This rank's node, where nodes are pretended."""
+    chaos: _native.Chaos | None = None
+    """Injects faults into its operations, and goes on counting them; None: nobody asks.
+    """
 
     def found(self, peers: Bootstrap, deadline: float) -> Plain:
         """Return a communicator of these ranks, or of those of them that live.
@@ -111,4 +114,5 @@ class Founder(Generic[Plain]):
             parts=parts,
         )
         world.timeout_s = self.timeout_s
+        world.chaos = self.chaos
         return world

@@ -162,6 +162,7 @@ class Recovery(Generic[Plain]):
             comm.settings,
             comm.timeout_s,
             comm.world.node_of(comm.world.rank),
+            comm.world.chaos,
         )
 
     def regroup(

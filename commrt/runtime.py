@@ -20,6 +20,7 @@ from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import close_relays
 from commrt.growing import join
 from commrt.job.abort import install_excepthook
+from commrt.job.chaos import wanted_chaos
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
@@ -242,6 +243,7 @@ def open_world(
         timeout_s=timeout_s,
     )
     check_wishes(world.wishes)
+    world.chaos = wanted_chaos(world.rank, world.size)
     return world
 
 

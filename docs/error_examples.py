@@ -44,13 +44,17 @@ class Entry:
     """Every rank runs the program; the lowest rank that raises the class is shown."""
     debug: str = "off"
     """The value of COMMRT_DEBUG."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Other variables of the job, and their values."""
     where: str = "commrt.errors"
     """The module that has the class."""
 
     @property
     def text(self) -> str:
         """The program as the page shows it, with the lines that messages count."""
-        debug = ", with COMMRT_DEBUG=check" if self.debug == "check" else ""
+        said = [("COMMRT_DEBUG", "check")] * (self.debug == "check")
+        said += self.variables
+        debug = "".join(f", with {name}={value}" for name, value in said)
         head = f"# On {self.ranks} ranks{debug}:\n" if self.ranks > 1 else ""
         return head + self.program
 
@@ -72,6 +76,14 @@ ENTRIES = (
         "commrt cannot communicate from or into this array. Nothing was sent.",
         "Pass an array of the kind that the message names.",
         "comm.allreduce(np.ones((4, 4))[:, 1])",
+    ),
+    Entry(
+        "NotFiniteError",
+        "An array that was to be sent has NaN or infinity, and `comm.nan_check` "
+        "(`COMMRT_NAN_CHECK=1`) asks to look for them. Nothing was sent.",
+        "Look for what made it, at the index that the text names. All ranks are in "
+        "step for their next call.",
+        "comm.nan_check = True\ncomm.allreduce(np.array([1.0, np.nan]))",
     ),
     Entry(
         "ClosedError",
@@ -114,6 +126,27 @@ ENTRIES = (
         "the job from a checkpoint.",
         'if comm.rank == 1:\n    raise RuntimeError("out of disk space")\ncomm.dup()',
         ranks=2,
+    ),
+    Entry(
+        "IntegrityError",
+        "A message did not fit its checksum (`COMMRT_CHECKSUM=1`), here or on another "
+        "rank of the operation.",
+        "Look at the memory and the network of the ranks that the text names. Restart "
+        "the job from a checkpoint.",
+        "comm.allgather(np.ones(4))",
+        ranks=2,
+        variables=(("COMMRT_CHECKSUM", "1"), ("COMMRT_CHAOS", "7:corrupt@rank=1")),
+    ),
+    Entry(
+        "ChangedInFlightError",
+        "The program wrote to an array while a nonblocking call sent it. Check mode "
+        "looks for this.",
+        "Wait for the request before you write to the array.",
+        "x = np.ones(100_000)\nrequest = comm.allreduce(x, nonblocking=True)\n"
+        "x[0] = 2.0\n"
+        "request.wait()",
+        ranks=2,
+        debug="check",
     ),
     Entry(
         "RevokedError",
@@ -308,12 +341,14 @@ def _message(entry: Entry) -> str:
         except CommError as error:
             raised[comm.rank if comm else 0] = error
 
-    os.environ["COMMRT_DEBUG"] = entry.debug
+    os.environ.update({"COMMRT_DEBUG": entry.debug, **dict(entry.variables)})
     if not entry.ranks:
         main(None)
     else:
         with suppress(RuntimeError):  # of the program itself
             run(entry.ranks, main)
+    for name, _ in entry.variables:
+        del os.environ[name]
     for _, error in sorted(raised.items()):
         if type(error).__name__ == entry.name:
             return _FOLDERS.sub(".../", str(error))

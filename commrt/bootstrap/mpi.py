@@ -81,8 +81,10 @@ class MpiBootstrap:
         self.mpi_comm = None
         self.places = tuple(places)
         """Ranks in ``comm``, by rank."""
-        self.comm_of_all = None if prefix else self.comm
-        """``comm``, where it has exactly these ranks and no other world has it."""
+        # A collective that a death ends may leave a gap in the order of the messages
+        # of two ranks on its communicator: later ones then never arrive.
+        self.comm_of_all = None if prefix or mail.survives else self.comm
+        """``comm``, where no other world has it, and collectives may run on it."""
         self.rank: int = self.places.index(self.comm.Get_rank())
         self.size: int = len(self.places)
         self.identities = mail.identities

@@ -26,6 +26,7 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
+from commrt.group import faults
 from commrt.group.call_site import call_site
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Checker:
         texts = self._exchanged([call_site(), *call])
         sites, calls = [text[0] for text in texts], [text[1:] for text in texts]
         lines = _by_rank(shown_calls(calls, sites))
-        return _of_all(MismatchError("\n".join([str(error), *lines])))
+        return self._differs("\n".join([str(error), *lines]))
 
     def failed(
         self, what: str, error: BaseException, timeout_s: float
@@ -260,7 +261,12 @@ class Checker:
             if any("in_words" in each for each in said):
                 calls = self._exchanged(call)
             text = _message(self._comm.name, said, differing, calls)
-            raise _of_all(MismatchError(text))
+            raise self._differs(text)
+
+    def _differs(self, text: str) -> MismatchError:
+        """Return the error of calls that differ, which all ranks raise."""
+        faults.failed(self._comm.world, "mismatch", text)
+        return _of_all(MismatchError(text))
 
     def _exchanged(self, mine: Sequence[str]) -> list[list[str]]:
         """Return the texts of all ranks, of whatever length."""
@@ -295,7 +301,7 @@ class Checker:
                     f"which expects {wants} (recv_counts[{source}]); nothing was "
                     f"sent; both must be equal"
                 )
-                raise _of_all(MismatchError(text))
+                raise self._differs(text)
 
     def _exchange(
         self, fields: dict[str, Any], timeout_s: float | None
@@ -342,10 +348,12 @@ class Checker:
         comm = self._comm
         what = f"{operation} #{comm.next_seq} on {comm.name}"
         comm.give_up(f"check mode waited in vain before {what}")
-        return TimeoutError_(
-            f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
-            f"{self.channel.who_is_missing(seq)} (check mode: nothing of it was sent, "
-            f"and the communicator cannot be used any more)"
+        return comm.with_ranks(
+            TimeoutError_(
+                f"{what}, rank {comm.rank}: not complete within {limit:g} s: "
+                f"{self.channel.who_is_missing(seq)} (check mode: nothing of it was "
+                f"sent, and the communicator cannot be used any more)"
+            )
         )
 
 

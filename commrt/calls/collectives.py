@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from commrt.arrays.host import view
 from commrt.arrays.plain import array_of, is_number, is_plain
 from commrt.calls import arguments
 from commrt.calls.arguments import Bound, Call
@@ -16,6 +17,7 @@ from commrt.calls.number_calls import NumberCalls, takes_numbers
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
 from commrt.group.compare import Comparison, Refusing
+from commrt.group.finite_values import check_finite
 from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation
 
@@ -55,6 +57,7 @@ class Collectives:
         if is_plain(x):
             spec = operation(name)
             if is_number(x) and takes_numbers(spec):
+                self._check_number(name, x, kwargs)
                 if args:
                     return self._numbers.run(spec, x, args[1:], kwargs)
                 others = {key: value for key, value in kwargs.items() if key != "x"}
@@ -67,6 +70,7 @@ class Collectives:
                     return request
         try:
             call, bound = self._bind(name, args, kwargs)
+            check_finite(self._group, name, bound.x)
             for route in self._routes(call, bound):
                 start = route.prepare(call, bound)
                 if start is not None:
@@ -83,6 +87,15 @@ class Collectives:
             if self._group.next_seq == number:  # nothing has begun
                 self._refuse(name, kwargs, error)
             raise
+
+    def _check_number(self, name: str, x: Any, kwargs: dict[str, Any]) -> None:
+        """Raise NotFiniteError for a number that is NaN or infinite, where asked to."""
+        if self._group.nan_check and isinstance(x, float | complex):
+            try:
+                check_finite(self._group, name, view(array_of(x, "x"), "x"))
+            except UsageError as error:
+                self._refuse(name, kwargs, error)
+                raise
 
     def _with_array(
         self, spec: OpSpec, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

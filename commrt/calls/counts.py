@@ -45,6 +45,10 @@ class Exchanging(Exchange, Protocol):
         """Compares calls across ranks in check mode."""
 
     @property
+    def nan_check(self) -> bool:
+        """True if calls whose arrays have NaN or infinity are refused."""
+
+    @property
     def next_seq(self) -> int:
         """Number of the next operation."""
 

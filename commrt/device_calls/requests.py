@@ -64,7 +64,8 @@ def late(request: DeviceRequest, limit_s: float) -> TimeoutError_:
         f"(the request is in the error's .request)"
     )
     error.request = request
-    return error
+    told: TimeoutError_ = request.comm.with_ranks(error)
+    return told
 
 
 def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
@@ -75,11 +76,14 @@ def failed(request: DeviceRequest, kind: str, text: str) -> Exception:
     comm = request.comm
     where = f"{request.title}, rank {comm.rank}"
     if kind == "timeout":
-        return TimeoutError_(
-            f"{where}: not complete within {request.timeout_s:g} s: "
-            f"{request.waits_for()}; its streams were let go, its output is worth "
-            f"nothing, and {comm.name} cannot be used any more"
+        told: Exception = comm.with_ranks(
+            TimeoutError_(
+                f"{where}: not complete within {request.timeout_s:g} s: "
+                f"{request.waits_for()}; its streams were let go, its output is worth "
+                f"nothing, and {comm.name} cannot be used any more"
+            )
         )
+        return told
     if kind == "peer":
         return PeerFailedError(f"{where}: {text}")
     if kind.startswith("device:"):

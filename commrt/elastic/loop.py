@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from commrt.vocabulary.checks import as_integer
 
 __all__ = ["run"]
 
+_LOG = logging.getLogger("commrt.elastic")
 _LOOK_S = 0.5
 """Seconds between two looks for processes that wait to join."""
 
@@ -141,7 +143,8 @@ class _Loop:
                 self._state.remember(done)
                 self._step(self._comm, done)
                 self._where.done = done + 1
-            except (PeerFailedError, RevokedError):
+            except (PeerFailedError, RevokedError) as error:
+                _LOG.warning("step %s is taken again: %s", self._where.done, error)
                 self._state.undo()
                 self._move_to(self._comm.shrink())
                 is_settled = False

@@ -76,13 +76,20 @@ def _open_sockets() -> list[_Socket]:
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 _, local, remote, state, *rest = line.split()
                 if (inode := rest[5]) in descriptors:
-                    at, to = (
-                        int(end.rpartition(":")[2], 16) for end in (local, remote)
+                    found.append(
+                        _Socket(
+                            descriptors[inode],
+                            int(inode),
+                            _port_of(local),
+                            _port_of(remote),
+                            listens=state == _LISTENS,
+                        )
                     )
-                    listens = state == _LISTENS
-                    descriptor = descriptors[inode]
-                    found.append(_Socket(descriptor, int(inode), at, to, listens))
     return found
+
+
+def _port_of(end: str) -> int:
+    return int(end.rpartition(":")[2], 16)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from commrt.errors import (
+    ChangedInFlightError,
     ClosedError,
+    IntegrityError,
     MismatchError,
     PeerFailedError,
     ReductionError,
@@ -33,7 +35,9 @@ __all__ = ["Comparison", "Refusing"]
 T = TypeVar("T")
 
 _OF_OPERATIONS = (
+    ChangedInFlightError,
     ClosedError,
+    IntegrityError,
     MismatchError,
     PeerFailedError,
     ReductionError,

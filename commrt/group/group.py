@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
-from commrt import _native
+from commrt import _native, env
 from commrt.errors import (
     BackendError,
+    ChangedInFlightError,
     ClosedError,
+    IntegrityError,
     MismatchError,
     PeerFailedError,
     ReductionError,
@@ -24,7 +26,15 @@ from commrt.errors import (
     UsageError,
     shown,
 )
-from commrt.gloo.relay import GlooRelay
+from commrt.group import faults
+from commrt.group.finite_values import not_finite
+from commrt.group.rank_states import (
+    Elsewhere,
+    RankState,
+    own_wait,
+    rank_states,
+    table_of,
+)
 from commrt.job.arena import Arena
 from commrt.job.links import agree_link_class, measure_links, spins_for
 from commrt.job.slot_window import measure_slot_window
@@ -32,14 +42,16 @@ from commrt.job.world import FIRST_TAG, World
 from commrt.planning.footprint import LANE_NBYTES
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
-from commrt.vocabulary.checks import as_integer
+from commrt.vocabulary.checks import as_integer, check_flag
 from commrt.vocabulary.limits import NO_LIMIT_S, check_timeout
+from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = ["CallChecker", "Group"]
 
 
 _KINDS: dict[str, type[Exception]] = {
     "backend": BackendError,
+    "integrity": IntegrityError,
     "mismatch": MismatchError,
     "peer": PeerFailedError,
     "reduction": ReductionError,
@@ -49,6 +61,8 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
+_FAULTS = {"mismatch": "mismatch", "peer": "death"}
+"""Kinds of errors that faults are told of, by the engine's word."""
 _REST_S = 1.0
 _MOST_REFUSALS = 64
 
@@ -130,6 +144,8 @@ class Group(_native.Group):
     """The word for its end, "freed" or "dropped"; None while it can be used."""
     checker: CallChecker | None = None
     """Compares calls across ranks in check mode."""
+    remedy: str = "call shrink()"
+    """What ranks do to go on where it has failed, for messages."""
 
     def __init__(
         self,
@@ -162,6 +178,8 @@ class Group(_native.Group):
         rank = self.world_ranks.index(world.rank)
         super().__init__(world.engine, rank, len(ranks), name)
         self.timeout_s = world.timeout_s
+        self.nan_check = env.read_bool("COMMRT_NAN_CHECK")
+        self.has_checksums = env.read_bool("COMMRT_CHECKSUM")
         self.arena: Arena | None = None
         self.own_refusals: Latest = Latest()
         """Why this rank's last refused calls were, by their numbers."""
@@ -173,6 +191,10 @@ class Group(_native.Group):
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
         self.set_slot_window(world.slot_window_nbytes)
+        members = str([*self.world_ranks])
+        key = f"{name} ({identity})"
+        _native.describe_flight(self, world.number, identity, key, members)
+        faults.began(world)
 
     # -- making ------------------------------------------------------------------
 
@@ -255,16 +277,29 @@ class Group(_native.Group):
         self._timeout_s = check_timeout(self.name, limit)
 
     @property
+    def nan_check(self) -> bool:
+        """True if calls whose arrays have NaN or infinity are refused on this rank."""
+        return self._nan_check
+
+    @nan_check.setter
+    def nan_check(self, wanted: bool) -> None:
+        self._nan_check = check_flag(self.name, "nan_check", wanted)
+
+    @property
     def is_relayed(self) -> bool:
         """True if gloo carries messages to ranks on other nodes."""
         return self.world.relay is not None and len(self.node_members) < self.size
 
-    def who_is_missing(self, seq: int) -> str:
-        """Return who keeps operation ``seq`` waiting, as far as this node can tell."""
+    def who_is_missing(self, seq: int, elsewhere: Elsewhere | None = None) -> str:
+        """Return who keeps operation ``seq`` waiting, as far as this node can tell.
+
+        ``elsewhere``: what ranks of other nodes have said; None: ask them.
+        """
         missing = self.not_started(seq) if self.arena is not None else []
         said = [_have(missing, "on this node", "not started it")] if missing else []
-        if self.world.relay is not None and len(self.node_members) < self.size:
-            said += self._missing_elsewhere(self.world.relay, seq)
+        if self.is_relayed:
+            found = self.asked_elsewhere() if elsewhere is None else elsewhere
+            said += _missing_elsewhere(found, seq)
             started = "all ranks have started it and one does not make progress"
             return "; ".join(said) or started
         if said:
@@ -273,32 +308,30 @@ class Group(_native.Group):
             return "all ranks of this node have started it; look at the other nodes"
         return "all ranks have started it and one does not make progress"
 
-    def _missing_elsewhere(self, relay: GlooRelay, seq: int) -> list[str]:
-        """Return who of other nodes keeps operation ``seq`` waiting; asks them."""
+    def asked_elsewhere(self) -> Elsewhere:
+        """Ask ranks of other nodes how many collectives they have started."""
+        relay = self.world.relay
+        if relay is None or not self.is_relayed:
+            return {}
         away = {
             self.world_ranks[r]: r
             for r in range(self.size)
             if r not in self.node_members
         }
         told = relay.started(list(away), FIRST_TAG + 2 * self.identity)
-        late, ended, silent = [], [], []
+        found: dict[int, Any] = {}
         for at, rank in away.items():
             count = told[at]
             if relay.has_ended(at):
-                ended.append(rank)
-            elif count is None:
-                silent.append(rank)
-            elif count <= seq:
-                late.append(rank)
-        where = "on another node" if len(late + ended + silent) == 1 else "elsewhere"
-        said = []
-        if late:
-            said.append(_have(late, where, "not started it"))
-        if ended:
-            said.append(_have(ended, where, "ended, or cannot be reached"))
-        if silent:
-            said.append(_have(silent, where, "not answered when asked"))
-        return said
+                found[rank] = "ended"
+            else:
+                found[rank] = "silent" if count is None else count
+        return found
+
+    def rank_states(self, elsewhere: Elsewhere | None = None) -> tuple[RankState, ...]:
+        """Return what each rank does now, as far as this one can tell."""
+        found = self.asked_elsewhere() if elsewhere is None else elsewhere
+        return rank_states(self, self.node_members, found)
 
     def limit(self, what: str, timeout_s: Any) -> float:
         """Return the limit of a call's wait in seconds, by its argument or here."""
@@ -341,11 +374,11 @@ class Group(_native.Group):
             if self.failed_by_death:
                 raise PeerFailedError(
                     f"{self.name} cannot be used any more, because {self.failure}: "
-                    f"call shrink() to go on with the ranks that remain"
+                    f"{self.remedy} to go on with the ranks that remain"
                 )
             raise RevokedError(
                 f"{self.name} failed in an earlier operation ({self.failure}): its "
-                f"ranks no longer agree; call shrink() on all of them to go on with "
+                f"ranks no longer agree; {self.remedy} on all of them to go on with "
                 f"a new communicator"
             )
 
@@ -406,6 +439,15 @@ class Group(_native.Group):
             self.refuse(error)
             raise
 
+    def refuse_not_finite(
+        self, what: str, argument: str, index: int, count: int, is_nan: bool
+    ) -> NoReturn:
+        """Raise NotFiniteError; a collective takes its place in the order of calls."""
+        error = not_finite(self, what, argument, (index, count), is_nan=is_nan)
+        if what in COLLECTIVES:
+            self.refuse(error)
+        raise error
+
     def heed_refusals(self) -> None:
         """Raise RefusedError where the next operation was refused by another rank."""
         why = self._why_next_is_refused()
@@ -420,7 +462,18 @@ class Group(_native.Group):
 
     def operation_error(self, what: str, error: str, kind: str) -> Exception:
         """Return the error of a failed operation; ``kind`` is the engine's word."""
-        return _KINDS[kind](f"{what}, rank {self.rank}: {error}")
+        text = f"{what}, rank {self.rank}: {error}"
+        if kind in _FAULTS:
+            faults.failed(self.world, _FAULTS[kind], text)
+        return _KINDS[kind](text)
+
+    def changed_in_flight(self, what: str, site: str) -> ChangedInFlightError:
+        """Return the error of an operation whose array the program has written to."""
+        return ChangedInFlightError(
+            f"{what}, rank {self.rank} (called at {site}): its array was written to "
+            f"while it was in flight, so other ranks may have got any of both values; "
+            f"wait() for the request before you write to the array (check mode)"
+        )
 
     def check_failed(
         self, what: str, error: BaseException, timeout_s: float
@@ -436,17 +489,80 @@ class Group(_native.Group):
         )
 
     def timed_out(
-        self, what: str, seq: int, seconds: float, waits_for: str, request: Any = None
+        self,
+        what: str,
+        seq: int,
+        seconds: float,
+        waits_for: str,
+        request: Any = None,
+        starved_s: float = 0.0,
+        process_ran: bool = False,
     ) -> NoReturn:
-        """Raise TimeoutError_, with the request that can be waited for again."""
-        who = waits_for or self.who_is_missing(seq)
+        """Raise TimeoutError_, with the request that can be waited for again.
+
+        Args:
+            what: the operation, as messages call it.
+            seq: its number.
+            seconds: how long it was waited for.
+            waits_for: who keeps it waiting; empty: find it out.
+            request: what can be waited for again.
+            starved_s: the longest time in which this rank's wait did not look.
+            process_ran: whether its process computed meanwhile.
+        """
+        elsewhere = self.asked_elsewhere()
+        who = waits_for or self.who_is_missing(seq, elsewhere)
+        states = self.rank_states(elsewhere)
+        operation = what.partition(" ")[0]
+        states = own_wait(states, self.rank, operation, seq, self.name, seconds)
         error = TimeoutError_(
-            f"{what}, rank {self.rank}: not complete within {seconds:g} s: {who}; it "
+            f"{what}, rank {self.rank}: not complete within {seconds:g} s: "
+            f"{_starved(starved_s, process_ran)}{who}; it "
             f"stays in flight and its buffers stay alive: wait() for it again (the "
             f"request is in the error's .request), or abort()"
+            f"{table_of(states, self.name, seq)}"
         )
         error.request = request
+        error.ranks = states
+        faults.failed(self.world, "timeout", str(error))
         raise error
+
+    def with_ranks(self, error: TimeoutError_) -> TimeoutError_:
+        """Return the error of another wait than a request's, with what ranks do."""
+        error.ranks = self.rank_states()
+        faults.failed(self.world, "timeout", str(error))
+        return error
+
+
+def _missing_elsewhere(found: Elsewhere, seq: int) -> list[str]:
+    """Return who of other nodes keeps operation ``seq`` waiting."""
+    ended = [rank for rank, said in found.items() if said == "ended"]
+    silent = [rank for rank, said in found.items() if said == "silent"]
+    late = [rank for rank, said in found.items() if isinstance(said, int)]
+    late = [rank for rank in late if cast(int, found[rank]) <= seq]
+    where = "on another node" if len(late + ended + silent) == 1 else "elsewhere"
+    said = []
+    if late:
+        said.append(_have(late, where, "not started it"))
+    if ended:
+        said.append(_have(ended, where, "ended, or cannot be reached"))
+    if silent:
+        said.append(_have(silent, where, "not answered when asked"))
+    return said
+
+
+def _starved(seconds: float, process_ran: bool) -> str:
+    """Return what an error says of a wait that had no chance to look; "" else."""
+    if not seconds:
+        return ""
+    if process_ran:
+        return (
+            f"this rank's wait got no chance to look for {seconds:.0f} s, because "
+            f"other threads of its process kept Python, or one step took so long; "
+        )
+    return (
+        f"this process itself did not run for {seconds:.0f} s of that (it was "
+        f"stopped, or no core was left to it); "
+    )
 
 
 def said_refused(rank: int, why: str) -> str:

@@ -194,6 +194,7 @@ class SteppedRequest(Request):
             f"waits for {error}"
         )
         late.request = self
+        late.ranks = getattr(error, "ranks", ())
         return late
 
     def _advance(self) -> None:

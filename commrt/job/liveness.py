@@ -27,6 +27,7 @@ __all__ = [
     "findable",
     "own_process",
     "watch_processes",
+    "watch_seen",
     "why_ended",
 ]
 
@@ -90,15 +91,30 @@ def watch_processes(
     if len({known[rank]["space"] for rank in here}) > 1:
         foreign = [rank for rank in here if known[rank]["space"] != mine["space"]]
         passed = _pass_own_processes(bootstrap, here, foreign, timeout_s)
-    descriptors, names = [], []
-    for rank, its in enumerate(known):
+    return watch_seen(bootstrap.rank, here, known, passed)
+
+
+def watch_seen(
+    rank: int,
+    here: Sequence[int],
+    known: Sequence[Mapping[str, str]],
+    passed: Mapping[int, int] | None = None,
+) -> JobLiveness:
+    """Return what knows which ranks are gone, of those that this process sees; local.
+
+    As ``watch_processes``; ``passed`` has descriptors of others, by their ranks.
+    """
+    mine = known[rank]
+    descriptors, names, numbers = [], [], []
+    for other, its in enumerate(known):
         number = its["process"].partition("-")[0]
         is_seen = its["space"] == mine["space"] and number.isdecimal()
-        asked = rank in here and rank != bootstrap.rank
+        asked = other in here and other != rank
         found = _open(int(number), its["process"]) if asked and is_seen else _UNKNOWN
-        descriptors.append(passed.get(rank, found))
+        descriptors.append((passed or {}).get(other, found))
         names.append(f"process {number or 'of unknown number'} on {its['host']}")
-    return JobLiveness(_native.Liveness(descriptors, names))
+        numbers.append(int(number) if found != _UNKNOWN else 0)
+    return JobLiveness(_native.Liveness(descriptors, names, numbers))
 
 
 def _pass_own_processes(

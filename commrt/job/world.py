@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -105,12 +106,16 @@ class World:
     """Which ranks are gone; None where this rank is alone, or ranks are threads."""
     identities: Identities = field(default_factory=Identities)
     """Identities of communicators: they name their shared memory and MPI tags."""
+    chaos: _native.Chaos | None = None
+    """Injects faults into operations; None unless COMMRT_CHAOS asks for it."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
     deferred: list[Any] = field(default_factory=list)
     """Work on devices that failed (commrt/group/deferred_release.py)."""
     job: str = ""
     """Names this job in logs; the same on all ranks."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Tells the worlds of this process apart."""
 
     @property
     def rank(self) -> int:

@@ -13,6 +13,7 @@ from commrt.arrays.host import HostView, overlap
 from commrt.arrays.places import places_of
 from commrt.calls.bound_call import Binders, BoundCall
 from commrt.errors import UsageError
+from commrt.group.finite_values import check_finite
 from commrt.messages.lists import WHAT, Message
 from commrt.messages.on_device import DeviceMessages
 from commrt.messages.point_to_point import Messages
@@ -85,6 +86,7 @@ def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
 
     def run(nonblocking: bool) -> Any:
         messages.group.check_usable()
+        check_finite(messages.group, what, sent)
         limit = messages.group.timeout_s
         return messages.group.send_bytes(*to, nonblocking, limit, sent.dtype.code)
 
@@ -136,6 +138,7 @@ def _bind_sendrecv(
 
     def run(nonblocking: bool) -> Any:
         messages.group.check_usable()
+        check_finite(messages.group, what, sent)
         owners = sent.owner, got.owner
         limit, types = messages.group.timeout_s, (sent.dtype.code, got.dtype.code)
         return messages.group.sendrecv_bytes(

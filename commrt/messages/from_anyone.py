@@ -111,9 +111,11 @@ def _late(
     group: Group, what: str, source: int | None, tag: int, limit_s: float
 ) -> TimeoutError_:
     who = "no rank has" if source is None else f"rank {source} has not"
-    return TimeoutError_(
-        f"{what} on {group.name}, rank {group.rank}: {who} sent a message with tag "
-        f"{tag} within {limit_s:g} s"
+    return group.with_ranks(
+        TimeoutError_(
+            f"{what} on {group.name}, rank {group.rank}: {who} sent a message with tag "
+            f"{tag} within {limit_s:g} s"
+        )
     )
 
 

@@ -19,6 +19,7 @@ from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
+from commrt.group.finite_values import check_finite
 from commrt.group.group import Group
 from commrt.messages.by_nccl import NcclMessages, check_backend
 from commrt.messages.from_anyone import FromAnyone, WaitingMessage, probe
@@ -66,7 +67,7 @@ class Messages:
         self.group.check_usable()
         nonblocking = check_flag("send", "nonblocking", nonblocking)
         limit = self.group.limit("send", timeout_s)
-        buffer, dest, tag = self.outgoing("send", x, dest, "dest", tag, "tag")
+        buffer, dest, tag = self._sent("send", x, dest, "dest", tag, "tag")
         if place_of("send", [buffer], stream) is not None:
             leaving = [(buffer, dest, tag)]
             given: DeviceRequest | None = self._on_device(
@@ -187,7 +188,7 @@ class Messages:
         nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
         limit = self.group.limit("sendrecv", timeout_s)
         # Both sides are checked before either is started.
-        sent, dest, sendtag = self.outgoing(
+        sent, dest, sendtag = self._sent(
             "sendrecv", x, dest, "dest", sendtag, "sendtag"
         )
         got, source, recvtag = self.incoming(
@@ -306,6 +307,8 @@ class Messages:
         """
         by_nccl = check_backend(WHAT, backend)
         lists = check_lists(self.group, sends, recvs, in_place)
+        for index, (array, _, _) in enumerate(() if is_bound else lists.leaving):
+            check_finite(self.group, WHAT, array, f"sends[{index}]: x")
         if by_nccl:
             lists.refuse_replaced_for_nccl()
             return NcclMessages(
@@ -331,6 +334,14 @@ class Messages:
         number = check_tag(what, tag_name, tag)
         array = as_array(x, f"{what}: x")
         return view_anywhere(array, f"{what}: x"), rank, number
+
+    def _sent(
+        self, what: str, x: Any, dest: Any, dest_name: str, tag: Any, tag_name: str
+    ) -> tuple[HostView, int, int]:
+        """Return the same of a message that leaves now, with its values checked."""
+        found = self.outgoing(what, x, dest, dest_name, tag, tag_name)
+        check_finite(self.group, what, found[0])
+        return found
 
     def incoming(
         self,

@@ -172,7 +172,7 @@ class Beside:
     def _run(self) -> None:
         try:
             self._made.append(self._call())
-        except Exception as error:  # of the library, for the caller
+        except Exception as error:  # noqa: BLE001 - for the caller
             self._errors.append(error)
 
     def is_done(self) -> bool:

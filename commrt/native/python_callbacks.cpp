@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kNum = static_cast<int>(Callback::Count);
 
-const char* const kNames[] = {"as_stream",
+const char* const kNames[] = {"as_stream", "call_site",
                               "code_of_interface_type",
                               "code_of_torch_type",
                               "cuda_devices",

@@ -12,6 +12,7 @@ namespace commrt {
 
 enum class Callback : int {
   AsStream,
+  CallSite,
   CodeOfInterfaceType,
   CodeOfTorchType,
   CudaDevices,

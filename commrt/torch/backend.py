@@ -62,9 +62,7 @@ class CommrtBackend(Collectives, Messages, AsBackend, Backend):  # type: ignore[
 
     def __init__(self, joined: JoinedGroup) -> None:
         Backend.__init__(self, joined.member.rank, joined.member.size)
-        self._joined = joined
-        self._comm, self.member = joined.comm, joined.member
-        self.calls = joined.calls
+        self.take(joined)
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> CommrtWork | None:
         """Reduce a sparse tensor over all ranks, in place."""

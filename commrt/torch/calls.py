@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commrt.calls.methods import if_cached
-from commrt.errors import CommError
+from commrt.errors import CommError, TimeoutError_
 from commrt.torch.completer import Completer
 from commrt.torch.errors import as_torch_error
 from commrt.torch.monitored_barrier import MonitoredBarrier
@@ -56,6 +56,7 @@ class Calls:
     ) -> None:
         self.comm = comm
         self.completer = completer
+        self.faults = completer.faults
         self.monitored = MonitoredBarrier(comm)
         self._batch: list[CommrtWork] | None = None
         self.is_free = True
@@ -107,7 +108,7 @@ class Calls:
         try:
             return known(self.comm, *x, **arguments) is not NotImplemented
         except CommError as error:
-            raise as_torch_error(error) from error.__cause__
+            raise self.failed(error) from error.__cause__
 
     def is_allreduced(self, x: torch.Tensor, opts: Any) -> bool:
         """Run a plain allreduce to its end; False where it is not known so far.
@@ -134,7 +135,12 @@ class Calls:
                 _ALLREDUCE(self.comm, x, op=op, timeout_s=limit) is not NotImplemented
             )
         except CommError as error:
-            raise as_torch_error(error) from error.__cause__
+            raise self.failed(error) from error.__cause__
+
+    def failed(self, error: CommError) -> CommError:
+        """Return a call's error as torch's, too; the group's abort hooks hear of it."""
+        self.faults.notice(error)
+        return as_torch_error(error)
 
     def limit(self, opts: Any) -> float | None:
         """Return the call's own limit in seconds, None for the group's."""
@@ -190,6 +196,8 @@ class Calls:
 
     def give(self, work: CommrtWork) -> CommrtWork | None:
         """Return a Work; while torch coalesces, keep it for the end."""
+        if self.faults.hooks:
+            self.completer.watch(work)
         if self.batch is None:
             return work
         self.batch.append(work)
@@ -220,7 +228,7 @@ class Calls:
                 else:  # a log has it already, as torch calls it
                     request = getattr(type(comm), name)(comm, *x, **how)
         except CommError as error:
-            raise as_torch_error(error) from error.__cause__
+            raise self.failed(error) from error.__cause__
         return self.end(request, waits, outputs, back)
 
     def join(self, works: Sequence[CommrtWork], opts: Any) -> CommrtWork | None:
@@ -236,8 +244,10 @@ class Calls:
         """Make commrt's errors torch's, too."""
         try:
             yield
-        except CommError as error:
+        except TimeoutError_ as error:  # of a limit that is not the operation's
             raise as_torch_error(error) from error.__cause__
+        except CommError as error:
+            raise self.failed(error) from error.__cause__
 
     def start_batch(self) -> None:
         """Begin to coalesce."""

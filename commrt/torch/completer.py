@@ -22,6 +22,7 @@ import torch
 from commrt import _native
 from commrt.errors import ClosedError, CommError, TimeoutError_
 from commrt.torch.errors import as_torch_error
+from commrt.torch.faults import GroupFaults
 from commrt.vocabulary.limits import deadline_after
 
 if TYPE_CHECKING:
@@ -74,17 +75,32 @@ class _Open:
         return False
 
 
+class _Nobody:
+    """Stands for the future of a work that nobody has asked for one."""
+
+    def set_result(self, _: None) -> None:
+        """Do nothing."""
+
+
 class Completer:
     """Completes the futures of one group, as their operations end."""
 
-    def __init__(self, name: str, engine: Any, has_core: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Any,
+        has_core: bool = False,
+        faults: GroupFaults | None = None,
+    ) -> None:
         """Make it.
 
         Args:
             name: the group's.
             engine: makes progress.
             has_core: whether a thread has a core to itself while the program computes.
+            faults: hears of the works' errors.
         """
+        self.faults = GroupFaults() if faults is None else faults
         self._name = name
         self._engine = engine
         self.has_core = has_core
@@ -132,6 +148,17 @@ class Completer:
         else:
             self._watch.wake()
         return public
+
+    def watch(self, work: CommrtWork) -> None:
+        """See how a work ends, also where nobody waits for it."""
+        if work.is_completed():
+            return
+        with self._lock:
+            if self._is_over:
+                return
+            self._start()
+            self._todo.put(_Open(work, _Nobody(), holds_calls=False))
+        self._watch.wake()
 
     def settle(self) -> None:
         """Wait for the futures that hold calls, and for their callbacks."""
@@ -203,7 +230,9 @@ class Completer:
         """Return what completes the futures that callbacks of this one ask for."""
         with self._lock:
             if self._inner is None:
-                self._inner = Completer(self._name, self._engine, self.has_core)
+                self._inner = Completer(
+                    self._name, self._engine, self.has_core, self.faults
+                )
                 self._inner._is_over = self._is_over
             return self._inner
 

@@ -45,8 +45,15 @@ class Options:
     """True if every call is compared across ranks before data moves."""
     deterministic: bool | None = None
     """True if results are bitwise the same whatever algorithm runs."""
+    nan_check: bool | None = None
+    """True if tensors on the host with NaN or infinity are refused, before anything is
+    sent."""
     timeout: timedelta | float | None = None
     """Limit of the calls, in seconds if it is a number; None: what torch is given."""
+    enable_reconfigure: bool = False
+    """True if the group is connected by ``dist._reconfigure`` only, as with
+    ``init_process_group(enable_reconfigure=True)``; ``new_group`` has no such argument.
+    """
 
     @property
     def timeout_s(self) -> float | None:

@@ -9,8 +9,8 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,15 @@ from commrt.torch.launchers import take_mpi
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.operations import COLLECTIVES
 
-__all__ = ["Member", "join", "leave", "torchs_wrapper_compares"]
+__all__ = [
+    "Member",
+    "join",
+    "join_anew",
+    "lead",
+    "leave",
+    "progress",
+    "torchs_wrapper_compares",
+]
 
 _DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
@@ -74,6 +82,8 @@ class _Jobs:
     def __init__(self) -> None:
         self.default: World | None = None
         self.alone: World | None = None
+        self.in_use: list[World] = []
+        """The world of each group; of some more than once."""
 
 
 _JOBS = _Jobs()
@@ -82,23 +92,71 @@ _JOBS = _Jobs()
 def join(member: Member) -> Core:
     """Return the communicator of a group; collective over its ranks."""
     if member.size == 1:
-        return _alone(member)
-    if _JOBS.default is not None and not member.is_default:
-        return _communicator(_JOBS.default, member.ranks, member)
-    world = _world_of(member)
-    comm = _communicator(world, range(member.size), member)
-    if member.is_default:
-        _JOBS.default = world
+        comm = _alone(member)
+    elif _JOBS.default is not None and not member.is_default:
+        comm = _communicator(_JOBS.default, member.ranks, member)
+    else:
+        comm = _of_all(_world_of(member, _bootstrap(member)), member)
+        if member.is_default:
+            _JOBS.default = comm.world
+    _JOBS.in_use.append(comm.world)
     return comm
 
 
-def leave(world_of: Core, is_default: bool) -> None:
-    """Forget the world of the default group: the next one is another job."""
-    world = world_of.world
+def join_anew(member: Member, meeting: Bootstrap, limit_s: float) -> Core:
+    """Return the communicator of a group's new world; collective over its ranks.
+
+    The ranks meet by ``meeting``, within ``limit_s``.
+    """
+    hurried = replace(member, timeout_s=limit_s)
+    if member.size == 1:
+        comm = _alone(hurried)
+    else:
+        world = _world_of(hurried, meeting)
+        world.timeout_s = member.timeout_s
+        comm = _of_all(world, hurried)
+    comm.timeout_s = member.options.timeout_s or member.timeout_s
+    _JOBS.in_use.append(comm.world)
+    return comm
+
+
+def progress() -> Callable[[], object] | None:
+    """Return what makes progress in all groups of this process; None: it has none."""
+    worlds = _JOBS.in_use
+    return worlds[0].engine.step if worlds else None
+
+
+def lead(comm: Core) -> None:
+    """Let groups made from now on be of the ranks of this default group."""
+    _JOBS.default = comm.world if comm.size > 1 else None
+
+
+def leave(comm: Core, is_default: bool) -> None:
+    """Forget a group's world, unless other groups use it: the next is another job."""
+    world = comm.world
     if is_default and _JOBS.default is world:
         _JOBS.default = None
-    if _JOBS.default is not world and world.relay is not None:
+    _forget(world)
+    is_used = _JOBS.default is world or any(each is world for each in _JOBS.in_use)
+    if not is_used and world.relay is not None:
         world.relay.close()
+
+
+def _forget(world: World) -> None:
+    for i, each in enumerate(_JOBS.in_use):
+        if each is world:
+            del _JOBS.in_use[i]
+            break
+
+
+def _of_all(world: World, member: Member) -> Core:
+    """Return the communicator of all ranks of a group's own world; collective."""
+    try:
+        return _communicator(world, range(member.size), member)
+    except BaseException:
+        if world.relay is not None:
+            world.relay.close()
+        raise
 
 
 def _alone(member: Member) -> Core:
@@ -109,10 +167,10 @@ def _alone(member: Member) -> Core:
     return _communicator(_JOBS.alone, [0], member)
 
 
-def _world_of(member: Member) -> World:
+def _world_of(member: Member, meeting: Bootstrap) -> World:
     source = f"the process group {member.name!r} of torch"
     launch = LaunchInfo("torch", member.rank, member.size, source)
-    return join_world(_bootstrap(member), launch, member.timeout_s)
+    return join_world(meeting, launch, member.timeout_s)
 
 
 def _bootstrap(member: Member) -> Bootstrap:
@@ -149,6 +207,8 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Core:
         settings=settings,
     )
     comm.timeout_s = options.timeout_s or limit
+    if options.nan_check is not None:
+        comm.nan_check = options.nan_check
     _check_serves(comm, settings.wishes)
     return comm
 
@@ -160,7 +220,7 @@ def _settings(
     options = member.options
     _ = options.timeout_s, options.sparse_algorithm  # wrong ones are errors
     wishes = options.wishes(f"{name} (pg_options)")
-    for what in ("check", "deterministic"):
+    for what in ("check", "deterministic", "nan_check"):
         value = getattr(options, what)
         if value is not None:
             check_flag("commrt.torch.Options", what, value)

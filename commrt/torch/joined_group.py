@@ -10,18 +10,21 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from commrt.comm import Communicator
+from commrt.core import Core
 from commrt.errors import CommError, TimeoutError_, UsageError
 from commrt.job.world import progress_mode
 from commrt.torch import jobs
 from commrt.torch.calls import Calls, RangedCalls
 from commrt.torch.completer import Completer
 from commrt.torch.errors import as_torch_error
+from commrt.torch.faults import GroupFaults
 from commrt.torch.memory import SharedMemory
 from commrt.torch.names import BACKEND
 from commrt.trace.folder import keep_files
@@ -30,6 +33,7 @@ from commrt.vocabulary.limits import timedelta_seconds
 
 __all__ = ["AsBackend", "JoinedGroup", "Joins"]
 
+_STEPS = 1000
 _LIVING: weakref.WeakSet[JoinedGroup] = weakref.WeakSet()
 """Groups that ``destroy_process_group`` has not ended, for the end of the process."""
 
@@ -37,10 +41,23 @@ _LIVING: weakref.WeakSet[JoinedGroup] = weakref.WeakSet()
 class JoinedGroup:
     """A communicator made for torch, and what serves torch's calls of it."""
 
-    def __init__(self, member: jobs.Member) -> None:
-        """Join the group's other ranks; collective over them."""
+    def __init__(
+        self,
+        member: jobs.Member,
+        join: Callable[[jobs.Member], Core] = jobs.join,
+        faults: GroupFaults | None = None,
+        remedy: str = "destroy the process group and make a new one",
+    ) -> None:
+        """Join the group's other ranks; collective over them.
+
+        Args:
+            member: this process's place in the group.
+            join: returns the communicator of the group's ranks.
+            faults: hears of what the group runs into.
+            remedy: what ranks do to go on where the group has failed.
+        """
         try:
-            comm = jobs.join(member)
+            comm = join(member)
         except TimeoutError_ as error:
             ranks = list(member.ranks) or list(range(member.size))
             error.args = (f"process group {member.name!r} of ranks {ranks}: {error}",)
@@ -53,12 +70,17 @@ class JoinedGroup:
         put_ranges(comm, comm)
         # Without a second core for it, progress would only interrupt the computation.
         by_itself = member.size > 1 and progress_mode(comm.world)
-        self.completer = Completer(member.name, comm.world.engine, by_itself)
+        self.faults = GroupFaults() if faults is None else faults
+        self.completer = Completer(
+            member.name, comm.world.engine, by_itself, self.faults
+        )
         weakref.finalize(self, self.completer.close, joins=False).atexit = False
         kind = Calls if comm.ranges is None else RangedCalls
         self.calls = kind(comm, self.completer, member.options.sparse_algorithm)
         self.memory = SharedMemory(comm)
         self._is_over = False
+        comm.remedy = remedy
+        self.faults.follow(comm)
         if not _LIVING:
             atexit.unregister(_end_groups)
             atexit.register(_end_groups, os.getpid())
@@ -84,10 +106,23 @@ class JoinedGroup:
             self.comm.let_go()
         jobs.leave(self.comm, self.member.is_default)
 
+    def revoke(self, why: str) -> None:
+        """Fail all that is under way, and all calls from now on, on all ranks."""
+        if self._is_over:
+            return
+        comm = self.comm
+        comm.recovery.end(why)
+        # Ranks of other nodes are told by messages, which are to leave before the
+        # communicator does.
+        for _ in range(_STEPS):
+            if len(comm.node_members) == comm.size or not comm.world.engine.step():
+                break
+
     def abort(self) -> None:
-        """Fail all that is under way, here and on ranks of this node that wait."""
+        """Fail all that is under way, on all ranks, and end the group here."""
         if not self._is_over:
-            self.comm.give_up("the process group was aborted")
+            self.revoke("the process group was aborted")
+            self.faults.notice_abort()
         self.shutdown()
 
 
@@ -102,6 +137,14 @@ class Joins:
     """Methods that torch calls on groups and on backends alike."""
 
     _joined: JoinedGroup
+    _comm: Core
+    member: jobs.Member
+    calls: Calls
+
+    def take(self, joined: JoinedGroup) -> None:
+        """Stand for these ranks from now on."""
+        self._joined, self._comm = joined, joined.comm
+        self.member, self.calls = joined.member, joined.calls
 
     @property
     def communicator(self) -> Communicator:
@@ -120,6 +163,22 @@ class Joins:
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to do: commrt counts by itself."""
 
+    def get_error(self) -> Any:
+        """Return torch's word for what has ended the group; SUCCESS: nothing has."""
+        return self._joined.faults.error_type
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Let a hook be called when a timeout, an error or ``abort`` ends the group.
+
+        It is called once, in the thread that finds the fault. A timeout that does not
+        end the group is told, too, the first one.
+        """
+        self._joined.faults.hooks.register(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Forget a hook."""
+        self._joined.faults.hooks.unregister(hook_id)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of the calls from now on that have none of their own."""
         self._joined.comm.timeout_s = timedelta_seconds(timeout)
@@ -131,7 +190,7 @@ class Joins:
         self._joined.shutdown()
 
     def abort(self) -> None:
-        """Fail all that is under way, here and on ranks of this node that wait."""
+        """Fail all that is under way, on all ranks, and end the group here."""
         self._joined.abort()
 
 
@@ -141,6 +200,9 @@ class AsBackend(Joins):
     supports_splitting = False
     supports_time_estimate = False
     supports_coalescing = True
+    # torch's own answers, of a backend in Python, ask themselves without end.
+    supports_reconfigure = False
+    supports_window = False
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """Return whether tensors from ``allocate_tensor`` save copies.

@@ -28,58 +28,17 @@ from commrt.torch.group_options import Options
 from commrt.torch.joined_group import JoinedGroup, Joins
 from commrt.torch.messages import Messages
 from commrt.torch.tracing import follow_group
-from commrt.torch.uncompiled import stay_uncompiled
-from commrt.vocabulary.limits import NO_LIMIT_S, as_timedelta, timedelta_seconds
+from commrt.vocabulary.limits import timedelta_seconds
 
-__all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "make_process_group"]
-
-
-def make_process_group(
-    options: Any, pg_options: Any, *, of_all_devices: bool = True
-) -> CommrtProcessGroup | CommrtBackend:
-    """Return the group that torch asks for; collective over its ranks.
-
-    Where the program gives other devices other backends, it is one of the backends of a
-    group that torch makes, if this torch lets Python make one.
-    """
-    stay_uncompiled()
-    if pg_options is not None and not isinstance(pg_options, Options):
-        raise wrong_call(
-            f"init_process_group or new_group: pg_options={pg_options!r}: expected "
-            f"commrt.torch.Options, or None"
-        )
-    is_backend = can_be_made() and not of_all_devices
-    limit_s = timedelta_seconds(options.timeout)
-    if limit_s == NO_LIMIT_S:
-        # torch has given the store the same limit, which it cannot count.
-        options.store.set_timeout(as_timedelta(limit_s))
-    joined = JoinedGroup(
-        jobs.Member(
-            store=options.store,
-            rank=options.group_rank,
-            size=options.group_size,
-            ranks=list(options.global_ranks_in_group),
-            name=options.group_id,
-            timeout_s=limit_s,
-            options=pg_options or Options(),
-            is_wrapped=is_backend,
-        )
-    )
-    if not is_backend:
-        group = _group_of(joined)
-        # torch binds the device to a group that it drops for this one, and 2.13 does
-        # not show that one.
-        dropped = getattr(options, "process_group", None)
-        if dropped is not None and dropped.bound_device_id is not None:
-            group.bound_device_id = dropped.bound_device_id
-        return group
-    backend = backend_of(joined)
-    follow_group(backend)
-    return backend
+__all__ = ["CheckedProcessGroup", "CommrtProcessGroup", "group_of"]
 
 
-def _group_of(joined: JoinedGroup) -> CommrtProcessGroup:
-    return (CheckedProcessGroup if joined.is_checked else CommrtProcessGroup)(joined)
+def group_of(joined: JoinedGroup) -> CommrtProcessGroup:
+    """Return the process group of ranks that have joined."""
+    kind = CheckedProcessGroup if joined.is_checked else CommrtProcessGroup
+    group = kind(joined)
+    follow_group(group)
+    return group
 
 
 class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: ignore[misc]
@@ -89,15 +48,13 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         member = joined.member
         # With the store, as other groups have it, torch 2.13 fails.
         ProcessGroup.__init__(self, member.rank, member.size)
-        self._joined = joined
-        self._comm, self.member = joined.comm, member
-        self.calls = joined.calls
+        self.take(joined)
         self._group_name = member.name
         self._group_desc = "undefined"
         self._splits = 0
         self._backend: BackendView | CommrtBackend
         if can_be_made():
-            self._backend = backend_of(joined)
+            self._backend = self._backend_of(joined)
             self._backend.supports_splitting = True  # by ``split_group`` below
             kind = ProcessGroup.BackendType.CUSTOM
             for device in DEVICES:
@@ -106,7 +63,9 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         else:
             self._backend = BackendView(joined)
             serve_compiled_gathers()
-        follow_group(self)
+
+    def _backend_of(self, joined: JoinedGroup) -> CommrtBackend:
+        return backend_of(joined)
 
     # -- what it is --------------------------------------------------------------
 
@@ -181,7 +140,7 @@ class CommrtProcessGroup(Collectives, Messages, Joins, ProcessGroup):  # type: i
         of_all = given.ranks or range(given.size)
         name = group_name or f"{self._group_name}:split:{self._splits}:{ranks[0]}"
         limit = self._comm.timeout_s if timeout is None else timedelta_seconds(timeout)
-        group = _group_of(
+        group = group_of(
             JoinedGroup(
                 jobs.Member(
                     store=PrefixStore(f"{name}/", given.store),

@@ -77,7 +77,7 @@ def _warn_of_torchcomms() -> None:
 def _create(options: Any, pg_options: Any) -> Any:
     """Return a process group; torch calls this on every rank of it."""
     check_version()
-    from commrt.torch.process_group import make_process_group
+    from commrt.torch.new_groups import make_process_group
 
     return make_process_group(options, pg_options, of_all_devices=_is_alone())
 

@@ -99,9 +99,11 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
             with profiled("wait"):
                 wait_for(request, limit)
         except TimeoutError_ as error:
+            if limit is None:  # the operation's own
+                self._notice(error)
             raise as_torch_error(error) from error.__cause__
         except CommError as error:
-            self._error = as_torch_error(error)
+            self._fail(error)
         # Work on a device has not ended yet: its stream goes on.
         self._settle(request)
 
@@ -130,9 +132,18 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
             if not request.test():
                 return False
         except CommError as error:
-            self._error = as_torch_error(error)
+            self._fail(error)
         self._settle(request)
         return True
+
+    def _fail(self, error: CommError) -> None:
+        self._error = as_torch_error(error)
+        self._notice(error)
+
+    def _notice(self, error: CommError) -> None:
+        """Tell the group's abort hooks, if it is the first such error."""
+        if self._completer is not None:
+            self._completer.faults.notice(error)
 
     def is_success(self) -> bool:
         """Return whether it has ended without an error."""
@@ -186,6 +197,7 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         try:
             request.raise_if_late(limit_s)
         except TimeoutError_ as error:
+            self._notice(error)
             raise as_torch_error(error) from error.__cause__
 
     def block_current_stream(self) -> None:

@@ -221,6 +221,8 @@ class Recorder:
         """Record a communicator or group while somebody records."""
         with self._lock:
             self._followed[target] = attach
+            if target in self._wrapped:  # it is followed anew: it has changed
+                self._detach(target)
             if self.users:
                 self._attach(target, attach)
 

@@ -19,6 +19,7 @@ import pytest
 from mpi_ranks import MpiRun
 
 import commrt
+import commrt.founding
 from commrt.bootstrap.ballots import Voter
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.comm import Communicator, core_of
@@ -32,6 +33,7 @@ from commrt.errors import (
 
 FAILED = (PeerFailedError, RevokedError)
 NOTICE = re.compile(r"rank 1\b.*process \d+ on \S+ has (ended|failed)")
+NATIVE = {"backend": "mpi", "algorithm": "native"}
 ON_ONE_NODE, ON_NODES_OF_ONE, ON_TWO_NODES = "3", "1", "2,1"
 
 
@@ -54,7 +56,6 @@ def until_it_fails(comm: Communicator, length: int = 1000) -> CommError:
 def calls_that_wait(comm: Communicator, dies: int) -> dict[str, Callable[[], Any]]:
     """Return calls, each on a communicator of its own, that need the rank that dies."""
     small, large = np.ones(5), np.ones(300_001)
-    native = {"backend": "mpi", "algorithm": "native"}
 
     def apart(call: Callable[[Communicator], Any]) -> Callable[[], Any]:
         mine = comm.dup()
@@ -77,8 +78,8 @@ def calls_that_wait(comm: Communicator, dies: int) -> dict[str, Callable[[], Any
         "object": apart(lambda c: c.allgather_object([c.rank])),
     }
     mpi = comm.dup()
-    mpi.allreduce(small.copy(), **native)
-    found["mpi/native"] = lambda: mpi.allreduce(small.copy(), **native)
+    mpi.allreduce(small.copy(), **NATIVE)
+    found["mpi/native"] = lambda: mpi.allreduce(small.copy(), **NATIVE)
     return found
 
 
@@ -140,7 +141,8 @@ def goes_on(dies: list[int]) -> list[Any]:
     named = [rank for rank in dies if f"rank {rank} has died" in str(error)]
     part = made.split(made.rank % 2)
     assert part is not None
-    sums = [sum_of(made), sum_of(made, backend="mpi", algorithm="native")]
+    native = {} if made.size == 1 else NATIVE
+    sums = [sum_of(made), sum_of(made, **native)]
     return [made.rank, *sums, sum_of(part), flag, bool(named)]
 
 
@@ -203,7 +205,7 @@ def dies_in_shrink(where: str) -> list[float]:
         elif where == "before MPI's shrink":
             MpiBootstrap.renewed = lambda self, timeout_s: die()  # type: ignore[assignment, method-assign, func-returns-value]
         elif where == "as the world connects":
-            commrt.recovery.connect_world = lambda *args, **kwargs: die()  # type: ignore[attr-defined]
+            commrt.founding.connect_world = lambda *args, **kwargs: die()  # type: ignore[attr-defined]
     made = comm.shrink()
     return [made.size, sum_of(made)]
 
@@ -264,10 +266,10 @@ def parts_go_on() -> list[Any]:
     some = comm.create_group([3, 2, 0])
     said.append(sum_of(some))
     with pytest.raises(BackendError, match="a rank of the job has died"):
-        sum_of(some, backend="mpi", algorithm="native")
+        sum_of(some, **NATIVE)
     said.append(sum_of(some.dup()))
     made = comm.shrink()
-    said.append([sum_of(made), sum_of(made, backend="mpi", algorithm="native")])
+    said.append([sum_of(made), sum_of(made, **NATIVE)])
     return said
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training goes on when ranks are killed, and what comes out is right to the last bit.
-
-The training is numpy's: a linear model, momentum, a sampler, noise of each rank's own.
-"""
+"""Training goes on when ranks are killed, and gets the same bits as a fresh world."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elastic_training import WIDTH, Training
 from run_ranks import RunRanks
 
 import commrt
@@ -20,7 +18,6 @@ from commrt import elastic
 from commrt.comm import Communicator
 from commrt.errors import RecoveryError, UsageError
 
-WIDTH = 6
 AFTER = 5
 """Steps after a recovery that a fresh world repeats."""
 
@@ -28,48 +25,6 @@ AFTER = 5
 @pytest.fixture
 def ranks(tmp_path: Path) -> RunRanks:
     return RunRanks(tmp_path)
-
-
-class Training:
-    """What a step changes; seeded by nothing but numbers."""
-
-    def __init__(self, first: int) -> None:
-        self.weights = np.zeros(WIDTH)
-        self.velocity = np.zeros(WIDTH)
-        self.noise = np.random.default_rng(first)
-        self.state = elastic.State(
-            weights=self.weights, velocity=self.velocity, local={"noise": self}
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.noise.bit_generator.state
-        return found
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.noise.bit_generator.state = state
-
-    def step(self, comm: Communicator, number: int) -> None:
-        rows = np.random.default_rng(number).normal(size=(8 * comm.size, WIDTH))
-        rows = rows[comm.rank :: comm.size]
-        error = rows @ (self.weights - np.arange(WIDTH)) + self.noise.normal(size=8)
-        gradient = comm.allreduce(rows.T @ error) / (8 * comm.size)
-        self.velocity[...] = 0.9 * self.velocity + gradient
-        half = self.velocity.size // 2
-        self.weights[:half] -= 0.05 * self.velocity[:half]
-        norm = comm.allreduce(self.velocity[:1].copy())  # in the middle of the update
-        self.weights[half:] -= 0.05 * self.velocity[half:] + 0 * norm[0]
-
-    def hexadecimal(self) -> list[str]:
-        return [float(x).hex() for x in (*self.weights, *self.velocity)]
-
-
-def dump_of(training: Training, done: int) -> dict[str, Any]:
-    return {
-        "done": done,
-        "weights": training.weights.tolist(),
-        "velocity": training.velocity.tolist(),
-        "noise": training.state_dict(),
-    }
 
 
 def trains(deaths: dict[str, list[int]], until: int, within: int = 0) -> dict[str, Any]:
@@ -96,7 +51,7 @@ def trains(deaths: dict[str, list[int]], until: int, within: int = 0) -> dict[st
 
     def changed(comm: Communicator) -> None:
         numbers = comm.allgather(np.array([done]))
-        dumps[int(numbers.min())] = {**dump_of(training, 0), "rank": comm.rank}
+        dumps[int(numbers.min())] = {**training.dump(), "rank": comm.rank}
 
     comm = elastic.run(step, training.state, until=until, on_change=changed)
     return {
@@ -108,11 +63,7 @@ def trains(deaths: dict[str, list[int]], until: int, within: int = 0) -> dict[st
 
 def begins_from(dumps: list[dict[str, Any]], begin: int) -> list[list[str]]:
     comm = commrt.init(deterministic=True)
-    training = Training(99)
-    mine = dumps[comm.rank]
-    training.weights[...] = mine["weights"]
-    training.velocity[...] = mine["velocity"]
-    training.load_state_dict(mine["noise"])
+    training = Training.from_dump(dumps[comm.rank])
     results = []
     for number in range(begin, begin + AFTER):
         training.step(comm, number)

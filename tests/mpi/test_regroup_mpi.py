@@ -42,9 +42,9 @@ def a_rank_is_late(turns: int) -> list[Any]:
                 comm.allreduce(np.ones(3), timeout_s=0.2)
             comm.revoke("a rank is late")
             for _ in range(2):
-                with pytest.raises(TimeoutError_, match="rank 0 neither came nor"):
+                with pytest.raises(TimeoutError_, match=r"ranks? 0\b.* neither came"):
                     comm.shrink(timeout_s=0.05)
-            with pytest.raises(TimeoutError_, match="rank 0 neither came nor"):
+            with pytest.raises(TimeoutError_, match=r"ranks? 0\b.* neither came"):
                 comm.agree(timeout_s=0.05)
             world.meet(others, f"have given up {turn}")
         if comm.rank < 2:  # beside the communicator, which has failed

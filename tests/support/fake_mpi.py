@@ -259,6 +259,7 @@ class MpiRanks(LocalRanks):
             mine = open_world(world.bootstrap(rank), launch, in_process=True)
             mine.timeout_s, mine.nodes = timeout_s, nodes
             mine.mpi = _FIRST_HANDLE + rank
+            mine.mpi_ranks = tuple(range(size))
             identity = mine.agree_id(range(size), "world")
             return Core(mine, range(size), "local", identity)
 

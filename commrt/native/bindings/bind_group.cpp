@@ -216,9 +216,21 @@ void bind_group(nb::module_& m) {
         return g.comm->broken.load(std::memory_order_acquire) && g.comm->failed_by_death;
       })
       .def_rw("_timeout_s", &Group::timeout_s)
+      .def_rw("_nan_check", &Group::nan_check)
       .def_rw("_slow", &Group::slow)
       .def_rw("call_check", &Group::check, nb::arg().none(),
               "Compares calls across ranks before they run; None outside check mode.")
+      .def_prop_rw("has_checksums", [](const Group& g) { return g.comm->checksums; },
+                   [](Group& g, bool wanted) {
+                     const std::lock_guard<std::mutex> lock(g.engine->mutex);
+                     g.comm->checksums = wanted;
+                     g.comm->is_watched = wanted || g.comm->chaos != nullptr;
+                   }, "Whether messages have checksums; equal on all ranks.")
+      .def_prop_rw("guards_arrays", [](const Group& g) { return g.comm->guards; },
+                   [](Group& g, bool wanted) {
+                     const std::lock_guard<std::mutex> lock(g.engine->mutex);
+                     g.comm->guards = wanted;
+                   }, "Whether writes to arrays of nonblocking calls are found.")
       .def_prop_ro("num_plans", [](const Group& g) { return g.plans.num_plans(); })
       .def_prop_ro("plans_nbytes", [](const Group& g) { return g.plans.nbytes(); },
                    "Bytes of the plans that it keeps, and of what new ones are made of.")

@@ -10,6 +10,7 @@
 #include "calls/group.hpp"
 #include "calls/group_methods.hpp"
 #include "engine/p2p.hpp"
+#include "kernels/finite.hpp"
 
 namespace commrt {
 
@@ -48,6 +49,16 @@ class PersistentMessages {
       group_.attr(group_methods::kCheckUsable)();
     }
     if (places_) places_->check(nb::cast<std::string>(operation_));
+    for (size_t i = 0; group.nan_check && i < lists_.sends.size(); ++i) {
+      const Message& one = lists_.sends[i];
+      if (one.type >= kNumDTypes) continue;
+      const auto dtype = static_cast<DType>(one.type);
+      const auto count = static_cast<int64_t>(one.nbytes / item_size(dtype));
+      const int64_t index = first_not_finite(dtype, one.data, count);
+      if (index < 0) continue;
+      group_.attr(group_methods::kRefuseNotFinite)(operation_, "sends[" + std::to_string(i) + "]: x",
+                                                   index, count, is_nan_at(dtype, one.data, index));
+    }
     return run_multi(group_, lists_, keep_sends_, keep_recvs_, result_, operation_, nonblocking,
                      timeout_s);
   }

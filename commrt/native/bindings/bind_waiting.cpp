@@ -13,8 +13,30 @@
 #include "engine/backoff.hpp"
 #include "engine/bell.hpp"
 #include "engine/liveness.hpp"
+#include "engine/rank_states.hpp"
 
 namespace commrt {
+
+namespace {
+
+// The wait of a loop in Python: its rank tells others of the node that it waits.
+class LoopWait : public Backoff {
+ public:
+  LoopWait(Engine* engine, int spins) : Backoff(engine, spins), teller_(engine) {}
+  void pause_until(double until_s, bool rests) {
+    {
+      nb::gil_scoped_release release;
+      const bool looks_at_clock = rests ? rest(until_s) : pause(until_s);
+      if (looks_at_clock) teller_.tell(now_s());
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+
+ private:
+  WaitTeller teller_;
+};
+
+}  // namespace
 
 void bind_waiting(nb::module_& m) {
   nb::class_<Bells>(m, "Bells", "Words by which ranks of a node wake each other.")
@@ -34,9 +56,10 @@ void bind_waiting(nb::module_& m) {
         nb::arg("own"), "Return bells for ranks that are threads of this process.");
 
   nb::class_<Liveness>(m, "Liveness", "Which ranks of a world are gone, and how that was noticed.")
-      .def(nb::init<std::vector<int>, std::vector<std::string>>(), nb::arg("descriptors"),
-           nb::arg("names"),
-           "For each rank, take over a descriptor of its process (os.pidfd_open); -1: it has none.")
+      .def(nb::init<std::vector<int>, std::vector<std::string>, std::vector<int>>(),
+           nb::arg("descriptors"), nb::arg("names"), nb::arg("numbers") = std::vector<int>(),
+           "For each rank, take over a descriptor of its process (os.pidfd_open); -1: it has none. "
+           "The numbers are those of the processes here; 0 or left out: not known.")
       .def("ask_mpi",
            [](Liveness& self, uint64_t comm, const std::vector<int>& places) {
              self.ask_mpi(static_cast<Handle>(comm), places);
@@ -48,6 +71,8 @@ void bind_waiting(nb::module_& m) {
            "Whether it has ended without a word, or cannot be reached, as far as is known.")
       .def("how", &Liveness::how, nb::arg("member"),
            "How it was noticed that a rank is gone; empty where it lives, as far as is known.")
+      .def("is_stopped", &Liveness::is_stopped, nb::arg("member"),
+           "Whether the kernel says now that it is stopped, by a signal or a debugger.")
       .def("name", &Liveness::name, nb::arg("member"), "What messages call the process.");
 
   m.def("load_mpi_failures",
@@ -57,33 +82,19 @@ void bind_waiting(nb::module_& m) {
         }, nb::arg("found"),
         "Take addresses and constants by which MPI says which ranks have failed.");
 
-  nb::class_<Backoff>(m, "Backoff",
-                      "How a thread waits that looks again and again. The engine's bell wakes it; "
-                      "None is the engine of this process, if it has one.")
+  nb::class_<LoopWait>(m, "Backoff",
+                       "How a thread waits that looks again and again. The engine's bell wakes it; "
+                       "None is the engine of this process, if it has one.")
       .def("__init__",
-           [](Backoff* self, Engine* engine, int spins) {
-             new (self) Backoff(engine != nullptr ? engine : Engine::only_one(), spins);
+           [](LoopWait* self, Engine* engine, int spins) {
+             new (self) LoopWait(engine != nullptr ? engine : Engine::only_one(), spins);
            }, nb::arg("engine").none() = nb::none(), nb::arg("spins") = 0, nb::keep_alive<1, 2>())
-      .def("pause",
-           [](Backoff& self, double limit_s) {
-             const double until_s = now_s() + limit_s;
-             {
-               nb::gil_scoped_release release;
-               self.pause(until_s);
-             }
-             if (PyErr_CheckSignals() != 0) throw nb::python_error();
-           }, nb::arg("limit_s"),
+      .def("pause", [](LoopWait& self, double limit_s) { self.pause_until(now_s() + limit_s, false); },
+           nb::arg("limit_s"),
            "To be called after a look that found nothing: return for the next look, after a "
            "yield or a sleep of at most so long.")
-      .def("rest",
-           [](Backoff& self, double limit_s) {
-             const double until_s = now_s() + limit_s;
-             {
-               nb::gil_scoped_release release;
-               self.rest(until_s);
-             }
-             if (PyErr_CheckSignals() != 0) throw nb::python_error();
-           }, nb::arg("limit_s"), "The same without yields before the sleep.");
+      .def("rest", [](LoopWait& self, double limit_s) { self.pause_until(now_s() + limit_s, true); },
+           nb::arg("limit_s"), "The same without yields before the sleep.");
 
   nb::class_<EndWatch>(m, "EndWatch",
                        "How a thread waits for the first of many operations that ends. With "

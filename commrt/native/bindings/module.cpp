@@ -16,6 +16,8 @@ NB_MODULE(_native, m) {
   commrt::bind_plan(m);
   commrt::bind_relay(m);
   commrt::bind_group(m);
+  commrt::bind_faults(m);
+  commrt::bind_flight(m);
   commrt::bind_waiting(m);
   commrt::bind_fusion(m);
   commrt::bind_tensor_view(m);

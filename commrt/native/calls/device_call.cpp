@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "engine/backoff.hpp"
+#include "engine/rank_states.hpp"
 #include "engine/user_reduction.hpp"
 #include "python_callbacks.hpp"
 
@@ -36,6 +37,7 @@ int wait_for_end(const PyDeviceCall& self, double timeout_s) {
   const double start = now_s();
   const double deadline = start + timeout_s;
   Backoff backoff(engine, 2000);
+  WaitTeller teller(&engine);
   for (;;) {
     const bool ended = guarded([&] {
       const double end = std::min(now_s() + kSignalPeriod_s, deadline);
@@ -62,6 +64,7 @@ int wait_for_end(const PyDeviceCall& self, double timeout_s) {
       return work.has_ended(*self.call);
     });
     if (has_failed) return 0;
+    teller.tell(now_s());
     if (PyErr_CheckSignals() != 0) return 2;
     if (now_s() > deadline) return 1;
   }

@@ -51,7 +51,10 @@ Backoff& EndWatch::backoff(const std::vector<Watched>& watched) {
 std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_curious,
                                    double limit_s) {
   constexpr double kLongestNap_s = 5e-4;
+  // A process that ends rings nobody.
+  constexpr double kBetweenLooks_s = 0.1;
   const double deadline = now_s() + limit_s;
+  double next_look = now_s() + kBetweenLooks_s;
   double nap_s = Bells::kNap_s;
   for (;;) {
     if (is_woken_.exchange(false, std::memory_order_acquire)) break;
@@ -78,7 +81,11 @@ std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_
     // Gloo's operations end in calls that need the GIL.
     const bool in_gloo = GlooGroup::is_running();
     const bool has_rested =
-        pausing.pause(std::min(deadline, engine_->timed_due_s.load()), looked);
+        pausing.pause(std::min({deadline, next_look, engine_->timed_due_s.load()}), looked);
+    if (now_s() >= next_look) {
+      fail_after_peers(watched);
+      next_look = now_s() + kBetweenLooks_s;
+    }
     if (pausing.take_ring()) {
       // For nothing that came: a peer may have given up.
       fail_after_peers(watched);

@@ -12,8 +12,11 @@
 #include "engine/device_work.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/p2p.hpp"
+#include "engine/rank_states.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
+#include "engine/starvation.hpp"
+#include "python_callbacks.hpp"
 #include "recording/record_ring.hpp"
 
 namespace commrt {
@@ -119,7 +122,9 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
     if (lock.owns_lock()) engine.step_locked(kSliceBytes);
   }
   const double start = now_s();
-  const double deadline = start + timeout_s;
+  double deadline = start + timeout_s;
+  LookWatch looks(start);
+  WaitTeller teller(&engine);
   double next_signal_check = start + kSignalPeriod_s;
   uint64_t steps_seen = kNoLimit;  // none yet
   Backoff backoff(engine, spins);
@@ -166,9 +171,14 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       }
     }
     if (finished || op->finished()) return WaitResult::Done;
+    const double looked = now_s();
+    if (looks.is_late(looked)) {
+      deadline = std::max(deadline, looked + std::min(timeout_s, LookWatch::kSecondLook_s));
+    }
     if (wants_gil(engine)) {
       if (!run_wanted(engine)) return WaitResult::Interrupted;
       backoff.reset();
+      looks.leave_out(now_s());
     }
     if (engine.is_timed_due() && !look_at_timed(engine)) return WaitResult::Interrupted;
     {
@@ -176,6 +186,8 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       if (!op->finished() && group.comm->fail_after_peer(op)) return WaitResult::Done;
       if (steps_seen != kNoLimit && op->steps_done() != steps_seen) op->moved_s = now_s();
       steps_seen = op->steps_done();
+      op->starved = looks.found;
+      teller.tell(looked, *group.comm, *op);
     }
     if (PyErr_CheckSignals() != 0) return WaitResult::Interrupted;
     const double now = now_s();
@@ -222,7 +234,16 @@ nb::object Request::outcome() {
     ring_->end(first_record_, num_records_);
     ring_.reset();
   }
+  if (op_->was_changed) {
+    if (!error_.is_valid()) error_ = group_.attr(group_methods::kChangedInFlight)(what(), site_);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr())), error_.ptr());
+    throw nb::python_error();
+  }
   return result_;
+}
+
+void Request::note_site() {
+  site_ = callback(Callback::CallSite)();
 }
 
 namespace {
@@ -253,7 +274,8 @@ nb::object Request::outcome_after(WaitResult ended, double seconds) {
       if (!op_->finished() && all_here) waits_for = says_it_moves(*op_);
     }
     try {
-      group_.attr(group_methods::kTimedOut)(what(), op_->seq, seconds, waits_for, nb::find(*this));
+      group_.attr(group_methods::kTimedOut)(what(), op_->seq, seconds, waits_for, nb::find(*this),
+                                            op_->starved.longest_s, op_->starved.process_ran);
     } catch (nb::python_error& error) {  // it stays in flight
       if (ring_ != nullptr) RecordRing::tell(error.value());
       throw;
@@ -450,7 +472,10 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   if (nonblocking) {
     if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
     if (engine.has_thread()) engine.wake();
-    return make_request(group_object, std::move(op), result, operation, timeout_s);
+    const bool guarded = op->in_flight != nullptr;
+    nb::object made = make_request(group_object, std::move(op), result, operation, timeout_s);
+    if (guarded) nb::inst_ptr<Request>(made)->note_site();
+    return made;
   }
   // The engine may touch the buffers until the operation ends, which may be never.
   auto keep_while_needed = [&] {

@@ -34,6 +34,7 @@ class Group {
   std::shared_ptr<Engine> engine;
   std::unique_ptr<Comm> comm;
   double timeout_s = 600;
+  bool nan_check = false;  // refuses calls whose arrays have NaN or infinity
   bool slow = false;  // a closed communicator: every call goes through Python
   std::shared_ptr<CallCheck> check;  // compares calls across ranks; null outside check mode
   std::unique_ptr<Fusion> fusion;  // of an open comm.fused(), else null
@@ -57,6 +58,7 @@ class Request {
   ~Request();
 
   nb::object wait(nb::object stream, nb::object timeout_s);
+  void note_site();  // of the program's line that makes the call
   bool test();
   bool peers_gave_up();
   bool done() const { return op_->finished(); }
@@ -100,6 +102,7 @@ class Request {
   nb::object operation_;
   double timeout_s_;
   nb::object error_;
+  nb::object site_;  // the line of the call, where its array is guarded
   bool observed_ = false;
   std::shared_ptr<RecordRing> ring_;  // null where nobody records it, or its end was seen
   uint64_t first_record_ = 0;

@@ -13,6 +13,8 @@ inline constexpr char kCheckUsable[] = "check_usable";
 inline constexpr char kCheckProcess[] = "check_process";
 // Raises an error where an array of a bound collective has other memory.
 inline constexpr char kCheckPlaces[] = "check_places";
+// Raises an error where a bound call would send NaN or infinity.
+inline constexpr char kRefuseNotFinite[] = "refuse_not_finite";
 // Arguments that are not plain.
 inline constexpr char kCheckTimeout[] = "_check_timeout";
 inline constexpr char kStreamOnHost[] = "_stream_on_host";
@@ -23,6 +25,7 @@ inline constexpr char kRefuseCall[] = "refuse_call";
 inline constexpr char kCheckFailed[] = "check_failed";
 // Errors in words.
 inline constexpr char kOperationError[] = "operation_error";
+inline constexpr char kChangedInFlight[] = "changed_in_flight";
 inline constexpr char kTimedOut[] = "timed_out";
 inline constexpr char kWhoIsMissing[] = "who_is_missing";
 // An attribute: what calls on device arrays ask.
@@ -31,8 +34,8 @@ inline constexpr char kDevices[] = "devices";
 inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
-  return {kCheckUsable, kCheckProcess, kCheckPlaces, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
-          kOperationError, kTimedOut, kWhoIsMissing, kDevices, kFusion};
+  return {kCheckUsable, kCheckProcess, kCheckPlaces, kRefuseNotFinite, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
+          kOperationError, kChangedInFlight, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 
 }  // namespace commrt::group_methods

@@ -13,6 +13,7 @@
 #include "calls/group_methods.hpp"
 #include "calls/device_call_cache.hpp"
 #include "calls/method_descriptor.hpp"
+#include "kernels/finite.hpp"
 
 #include <algorithm>
 #include <new>
@@ -303,6 +304,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
                          out_object != nullptr ? args[1] : nullptr, nullptr,
                          out_object != nullptr ? out_object : args[1], timeout_s};
     if (group.fusion->takes(call.nbytes()) && factor == nullptr) {
+      if (group.nan_check && first_not_finite(x.dtype, x.data, x.count) >= 0) return slow();
       if (group.check != nullptr || !group.fusion->knows(x.dtype, reduction) || out.count != x.count || !out.writable ||
           (out.data != x.data && overlaps(x, out))) {
         return slow();
@@ -352,6 +354,8 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       }
     }
   }
+  const bool sends = plan->in_elems != 0;
+  if (group.nan_check && sends && first_not_finite(x.dtype, x.data, x.count) >= 0) return slow();
   if (group.check != nullptr) {
     const int64_t* const counts = self->num_counts != 0 ? group.plans.last_counts().data() : nullptr;
     try {

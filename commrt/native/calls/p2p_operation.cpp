@@ -8,8 +8,11 @@
 #include "calls/front.hpp"
 #include "calls/group.hpp"
 #include "calls/method_descriptor.hpp"
+#include "engine/in_flight.hpp"
 #include "engine/p2p.hpp"
+#include "kernels/finite.hpp"
 
+#include <algorithm>
 #include <new>
 
 namespace commrt {
@@ -169,6 +172,14 @@ bool parse_multi(PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames, int
          found.lists.settle_overlaps(in_place);
 }
 
+// The values of a message that is to be sent.
+bool all_finite(const Message& one) {
+  if (one.type >= kNumDTypes) return true;
+  const auto dtype = static_cast<DType>(one.type);
+  const auto count = static_cast<int64_t>(one.nbytes / item_size(dtype));
+  return first_not_finite(dtype, one.data, count) < 0;
+}
+
 PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
                       PyObject* kwnames) {
   auto* self = reinterpret_cast<MessageMethod*>(callable);
@@ -184,6 +195,10 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
     try {
       MultiArguments a;
       if (!parse_multi(args, nargs, kwnames, group.comm->size, a)) return slow();
+      const auto is_finite = [](const Message& one) { return all_finite(one); };
+      if (group.nan_check && !std::all_of(a.lists.sends.begin(), a.lists.sends.end(), is_finite)) {
+        return slow();
+      }
       return run_multi(group_object, a.lists, a.sent, a.received, a.received, self->head.name,
                        a.nonblocking, group.timeout_s).release().ptr();
     } catch (nb::python_error& e) {
@@ -199,6 +214,7 @@ PyObject* call_method(PyObject* callable, PyObject* const* args, size_t nargsf,
   if (!parse(self->kind, args, nargs, kwnames, group.comm->size, a)) return slow();
   Side x{}, out{};
   if (a.x != nullptr && !side_of(a.x, a.dest, a.sendtag, false, x)) return slow();
+  if (group.nan_check && a.x != nullptr && !all_finite(x.message)) return slow();
   if (a.out != nullptr && !side_of(a.out, a.source, a.recvtag, true, out)) return slow();
   if (self->kind == Kind::SendRecv && overlap(x.message, out.message)) return slow();
   try {
@@ -262,6 +278,18 @@ std::shared_ptr<Op> start(Engine& engine, std::unique_lock<std::mutex>& lock, bo
   return op;
 }
 
+// What finds out, in check mode, whether the program writes to a message that is sent.
+std::shared_ptr<InFlight> guard_of(const Comm& comm, const Message& leaving) {
+  if (!comm.guards) return nullptr;
+  return std::make_shared<InFlight>(static_cast<const unsigned char*>(leaving.data), leaving.nbytes,
+                                    nullptr, 0);
+}
+
+std::shared_ptr<Op> guarded(std::shared_ptr<Op> op, const std::shared_ptr<InFlight>& guard) {
+  if (!op->finished()) op->in_flight = guard;
+  return op;
+}
+
 // Called after a message that needed no operation. Its rest (answers, packets on their way) is
 // left to the progress thread, if there is one.
 void tidy(Comm& comm, std::unique_lock<std::mutex>& lock) {
@@ -282,8 +310,9 @@ nb::object run_send(nb::handle group_object, const Side& x, nb::handle operation
     return nb::none();
   }
   const bool brief = lock.owns_lock() && comm.p2p->calm(x.message);
+  const auto guard = nonblocking ? guard_of(comm, x.message) : nullptr;
   auto op = start(comm.engine, lock, brief, nonblocking ? x.keep : nb::handle(), {}, [&] {
-    return comm.p2p->send(x.message);
+    return guarded(comm.p2p->send(x.message), guard);
   });
   return finish_call(group_object, std::move(op), x.keep, {}, nb::none(), operation, nonblocking,
                      timeout_s);
@@ -327,9 +356,10 @@ nb::object run_sendrecv(nb::handle group_object, const Side& x, const Side& out,
   }
   const bool brief =
       lock.owns_lock() && comm.p2p->calm(x.message) && comm.p2p->calm(out.message);
+  const auto guard = nonblocking ? guard_of(comm, x.message) : nullptr;
   auto op = start(comm.engine, lock, brief, nonblocking ? x.keep : nb::handle(),
                   nonblocking ? out.keep : nb::handle(), [&] {
-    return comm.p2p->sendrecv(x.message, out.message, sent);
+    return guarded(comm.p2p->sendrecv(x.message, out.message, sent), guard);
   });
   return finish_call(group_object, std::move(op), x.keep, out.keep, result, operation,
                      nonblocking, timeout_s, spins && sent);

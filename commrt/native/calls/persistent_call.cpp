@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "calls/group_methods.hpp"
+#include "kernels/finite.hpp"
 
 namespace commrt {
 
@@ -37,6 +38,13 @@ nb::object PersistentCall::run(bool nonblocking, double timeout_s) {
   }
   if (places_ && !places_->hold()) group_.attr(group_methods::kCheckPlaces)(places_, operation_);
   if (source_ != nullptr) std::memcpy(const_cast<void*>(in_), source_, nbytes_);
+  if (group.nan_check && plan_->in_elems != 0 && plan_->most_slots == 0) {
+    const int64_t index = first_not_finite(plan_->dtype, in_, plan_->in_elems);
+    if (index >= 0) {
+      group_.attr(group_methods::kRefuseNotFinite)(operation_, "x", index, plan_->in_elems,
+                                                   is_nan_at(plan_->dtype, in_, index));
+    }
+  }
   return run_plan(group_, plan_, in_, out_, keep_x_, keep_out_, result_, operation_, nonblocking,
                   timeout_s);
 }

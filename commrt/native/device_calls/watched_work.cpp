@@ -2,6 +2,10 @@
 // Lets the thread that makes progress see calls that the device ends (watched_work.hpp).
 #include "device_calls/watched_work.hpp"
 
+#include <chrono>
+#include <thread>
+
+#include "engine/chaos.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 
@@ -21,8 +25,26 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
   record.blocking = orders;
   record.stream = stream;
   record.device = 0;
-  const std::lock_guard<std::mutex> own(engine_.mutex);
-  made.seq = comm_->count_elsewhere(record);
+  std::shared_ptr<Fault> fault;
+  {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    made.seq = comm_->count_elsewhere(record);
+    if (comm_->chaos == nullptr) return;
+    const std::string what = called(plan.code) + " #" +
+                             std::to_string(made.seq) + " on " + comm_->name;
+    fault = comm_->chaos->next(plan.code, what);
+    if (fault == nullptr || !comm_->chaos->strike_process(*fault)) return;
+    const bool can = fault->kind == FaultKind::Fail || fault->kind == FaultKind::Delay;
+    comm_->chaos->log(*fault, can ? "" : "not injected: a device runs this operation by itself");
+    if (!can) return;
+  }
+  if (fault->kind == FaultKind::Delay) {  // before the device has it
+    std::this_thread::sleep_for(std::chrono::duration<double>(fault->seconds));
+    return;
+  }
+  const std::string why = Chaos::why(*fault);
+  give_up("backend", why, made.seq);
+  throw CallFailure("backend", fault->what + ", rank " + std::to_string(comm_->rank) + ": " + why);
 }
 
 void WatchedWork::watch(const WatchedPtr& made, void* const* keep) {

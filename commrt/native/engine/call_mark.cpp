@@ -75,6 +75,24 @@ bool call_has_root(int coll) {
   return call != nullptr && call->has_root;
 }
 
+const char* name_of_call(int coll) {
+  const CallName* const call = name_of(coll);
+  return call != nullptr ? call->name : nullptr;
+}
+
+bool call_reduces(int coll) {
+  const CallName* const call = name_of(coll);
+  return call != nullptr && call->reduces;
+}
+
+const char* name_of_reduction(int redop) {
+  constexpr std::array<const char*, kNumRedOps> names = {
+      "sum", "prod", "min", "max", "avg", "land", "lor", "lxor", "band", "bor", "bxor",
+      "premul_sum"};
+  const auto code = static_cast<size_t>(redop);
+  return code < names.size() ? names[code] : nullptr;
+}
+
 const char* name_of_type(DType dtype) {
   constexpr std::array<const char*, kNumDTypes> names = {
       "bool",    "int8",    "int16",    "int32",   "int64",     "uint8",
@@ -85,9 +103,6 @@ const char* name_of_type(DType dtype) {
 }
 
 std::string describe_mark(uint64_t mark) {
-  constexpr std::array<const char*, kNumRedOps> reductions = {
-      "sum", "prod", "min", "max", "avg", "land", "lor", "lxor", "band", "bor", "bxor",
-      "premul_sum"};
   const int code = code_of(mark);
   const uint64_t type = low_bits(mark >> kMarkTypeShift, kMarkTypeBits);
   const uint64_t reduction = low_bits(mark >> kMarkReductionShift, kMarkReductionBits);
@@ -96,8 +111,8 @@ std::string describe_mark(uint64_t mark) {
   if (call == nullptr) return "an operation of number " + std::to_string(code);
   std::string said = std::string(call->name) + " of " + name_of_type(static_cast<DType>(type));
   if (call->reduces) {
-    said += reduction < reductions.size() ? std::string(", op='") + reductions[reduction] + "'"
-                                          : ", a reduction of the program";
+    const char* const name = name_of_reduction(static_cast<int>(reduction));
+    said += name != nullptr ? std::string(", op='") + name + "'" : ", a reduction of the program";
   }
   if (call->has_root) said += ", root=" + std::to_string(root);
   return said;

@@ -60,6 +60,11 @@ bool call_has_root(int coll);
 // The low bits of the call's number that a mark has.
 constexpr uint64_t order_of(uint64_t mark) { return low_bits(mark >> kMarkOrderShift, 16); }
 
+// The name of the operation of this number, or null; whether it reduces, and a reduction's name.
+const char* name_of_call(int coll);
+bool call_reduces(int coll);
+const char* name_of_reduction(int redop);
+
 // A mark in words, such as "reduce of float32, op='max', root=2", and a type's name.
 std::string describe_mark(uint64_t mark);
 const char* name_of_type(DType dtype);

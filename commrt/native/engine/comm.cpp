@@ -3,30 +3,20 @@
 #include "engine/comm.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 
+#include "engine/chaos.hpp"
 #include "engine/engine.hpp"
+#include "engine/in_flight.hpp"
 #include "engine/mpi_turn.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 
 namespace commrt {
 
-uint64_t ticks() {
-#if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
-#elif defined(__aarch64__)
-  uint64_t value;
-  asm volatile("mrs %0, cntvct_el0" : "=r"(value));
-  return value;
-#else
-#error "commrt runs on x86-64 and arm64"
-#endif
-}
-
 const char* Op::failure_kind() const {
   return by_user    ? "reduction"
+         : by_damage ? "integrity"
          : by_death ? "peer"
          : by_mpi   ? "backend"
          : given_up ? "revoked"
@@ -49,10 +39,6 @@ Comm::~Comm() {
   // Dropped with operations in flight: MPI may still read and write what belongs to them.
   static_cast<void>(new std::vector<std::shared_ptr<Op>>(std::move(active_)));
   static_cast<void>(p2p.release());
-}
-
-RankHeader* Comm::header(int member) const {
-  return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
 }
 
 unsigned char* Comm::lane_base(int lane) const {
@@ -119,6 +105,7 @@ void Comm::wake_peers(const Plan& plan) {
 }
 
 bool Comm::tells_nobody() const {
+  if (chaos != nullptr) return true;  // an operation may wait for its time
   const bool by_mpi = mpi_comm != 0 && !off_node->is_relay;
   if (by_mpi && !p2p->idle()) return true;
   return std::any_of(active_.begin(), active_.end(), [by_mpi](const auto& op) {
@@ -132,6 +119,7 @@ bool Comm::tells_nobody() const {
 void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
+  flight.close();
   if (idle()) leave(Farewell::Freed);
   refusals.detach();
   for (auto& link : links_) link = Link{};
@@ -177,24 +165,12 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->moved_s = 0;
   op->agreement.reset();
   op->gate = {};
+  op->fault.reset();
+  op->in_flight.reset();
+  op->was_changed = false;
   op->stream = 0;
-  op->was_refused = op->by_death = op->has_told = false;
+  op->was_refused = op->by_death = op->has_told = op->by_damage = false;
   return op;
-}
-
-void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
-  Record& record = records[seq % kRecords];
-  record.seq = seq;
-  record.count = std::max(plan.in_elems, plan.out_elems);
-  record.start_ticks = ticks();
-  record.end_ticks = 0;
-  record.coll = static_cast<int16_t>(plan.coll);
-  record.root = static_cast<int16_t>(plan.root);
-  record.dtype = static_cast<uint8_t>(plan.dtype);
-  record.redop = static_cast<uint8_t>(plan.redop);
-  record.state = 0;
-  record.stream = stream;
-  record.device = plan.device;
 }
 
 uint64_t Comm::take_number() {
@@ -206,22 +182,14 @@ uint64_t Comm::take_number() {
   return seq;
 }
 
-uint64_t Comm::count_elsewhere(const Record& what) {
-  const uint64_t seq = take_number();
-  Record& record = records[seq % kRecords];
-  record = what;
-  record.seq = seq;
-  record.start_ticks = ticks();
-  return seq;
-}
-
 std::shared_ptr<Op> Comm::start(const std::shared_ptr<const Plan>& plan, const void* in,
                                 void* out, void* const* keep, bool timed, uint64_t limit) {
   if (refusals.is_due() || refusals.disturb()) refusals.look();
   std::shared_ptr<Op> op = fresh_op();
   op->bind(plan, in, out);  // first: without memory for scratch, nothing has happened
   op->seq = next_seq++;
-  if (plan->shows_result && has_heap()) op->find_in_heap();
+  if (guards && keep != nullptr && keep[0] != nullptr) guard(*op);
+  if (plan->shows_result && has_heap() && !checksums) op->find_in_heap();
   op->store = store_for_run(*plan, timed, op->uses_heap());
   op->timed_from = timed && plan->learns() ? ticks() : 0;
   op->keep[0] = keep != nullptr ? keep[0] : nullptr;
@@ -237,7 +205,7 @@ std::shared_ptr<Op> Comm::start_gated(const std::shared_ptr<const Plan>& plan, c
   op->seq = next_seq++;
   op->gate = gate;
   op->stream = stream;
-  if (plan->shows_result && has_heap()) op->find_in_heap();
+  if (plan->shows_result && has_heap() && !checksums) op->find_in_heap();
   op->store = store_for_run(*plan, false, op->uses_heap());
   op->timed_from = 0;
   op->keep[0] = op->keep[1] = nullptr;
@@ -267,10 +235,8 @@ std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
 // Keeps the books, and does the first of the work.
 std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
   if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
-  if (arena != nullptr) {
-    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
-  }
   note(op->seq, *op->plan, op->stream);
+  if (chaos != nullptr) inject(*op);
 
   // Issue order decides: an operation may not overtake an older one that waits for a lane. While
   // others are in flight, the refusals of the last pass still hold.
@@ -288,6 +254,7 @@ bool Comm::advance_first(const std::shared_ptr<Op>& op, uint64_t limit) {
     refusals.end_new(*op);
     return true;
   }
+  if (op->finished()) return true;
   if (op->plan->gloo != nullptr) begin_agreement(*op);
   active_.push_back(op);
   try {
@@ -437,12 +404,14 @@ bool Comm::fail_after_own(Op& op) {
   if (const Op* const first = op.agreement.get(); first != nullptr && first->has_failed()) {
     op.given_up = first->given_up;
     op.by_death = first->by_death;
+    op.by_damage = first->by_damage;
     op.by_mpi = first->by_mpi;
     op.fail(first->error);
     return true;
   }
   op.given_up = true;
   op.by_death = failed_by_death;
+  op.by_damage = is_damaged;
   op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
   return true;
 }
@@ -457,44 +426,6 @@ std::vector<int> Comm::not_started(uint64_t seq) const {
     }
   }
   return missing;
-}
-
-double Comm::probe_latency(int peer, int rounds, double timeout_s) {
-  using clock = std::chrono::steady_clock;
-  const auto deadline = clock::now() + std::chrono::duration<double>(timeout_s);
-  auto probe_word = [this](int of, int towards) -> std::atomic<uint64_t>& {
-    unsigned char* region = arena + static_cast<size_t>(member_index_[of]) * region_nbytes;
-    return reinterpret_cast<Ack*>(region + layout.probes)[member_index_[towards]].consumed;
-  };
-  std::atomic<uint64_t>& mine = probe_word(rank, peer);
-  const std::atomic<uint64_t>& theirs = probe_word(peer, rank);
-  // A word holds the number of the probe above and its round below. Both ranks make the
-  // same probes, so one that ran out of time is told from the next; its last round says so.
-  constexpr int kShift = 32;
-  constexpr uint64_t kGaveUp = (uint64_t{1} << kShift) - 1;
-  const uint64_t probe = ((mine.load(std::memory_order_relaxed) >> kShift) + 1) << kShift;
-  const bool first = rank < peer;
-  double best_ns = -1;
-  for (int i = 1; i <= rounds; ++i) {
-    const auto begin = clock::now();
-    const uint64_t value = probe + static_cast<uint64_t>(i);
-    if (first) mine.store(value, std::memory_order_release);
-    uint64_t seen;
-    for (unsigned spin = 0; (seen = theirs.load(std::memory_order_acquire)) < value; ++spin) {
-      if ((spin & 255) == 255 && clock::now() > deadline) {
-        seen = probe + kGaveUp;
-        break;
-      }
-    }
-    if (seen >= probe + kGaveUp) {  // out of time, here or there
-      mine.store(probe + kGaveUp, std::memory_order_release);
-      return -1;
-    }
-    if (!first) mine.store(value, std::memory_order_release);
-    const double ns = std::chrono::duration<double, std::nano>(clock::now() - begin).count() / 2;
-    if (i > rounds / 4 && (best_ns < 0 || ns < best_ns)) best_ns = ns;
-  }
-  return best_ns;
 }
 
 }  // namespace commrt

@@ -13,19 +13,29 @@
 
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
+#include "engine/flight_files.hpp"
+#include "engine/gate.hpp"
 #include "engine/layout.hpp"
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
+#include "engine/mpi_messages.hpp"
 #include "engine/parts.hpp"
 #include "engine/plan.hpp"
+#include "engine/record.hpp"
 #include "engine/refusals.hpp"
+#include "engine/starvation.hpp"
 
 namespace commrt {
 
+class Chaos;
 class Comm;
 class Engine;
+class InFlight;
 class Relay;
+struct Fault;
 struct GlooCall;
+struct RankState;
+struct ToldWait;
 
 enum class LinkKind : uint8_t { Self, Shared, Mpi };
 
@@ -80,53 +90,6 @@ enum class OpState : int { Running = 0, Done = 1, Failed = 2 };
 // Point-to-point messages have peers and tags instead of a plan.
 struct P2PTask;
 
-struct MpiEnd {  // how a receive has ended
-  bool known = false;
-  bool may_be_cancelled = false;
-  bool cancelled = false;
-  int code = 0;        // of MPI_Test
-  int count_code = 0;  // of MPI_Get_count
-  int count = -1;
-};
-
-bool has_ended(const MpiApi& api, MpiRequest& request, MpiEnd& end);
-
-struct MpiInput {  // one message of an instruction that comes over MPI
-  MpiRequest request;
-  MpiEnd end;
-  size_t index = 0;  // of the instruction's inputs
-  bool posted = false, done = false;
-  bool is_empty = false;  // its sender has left the call
-  MpiRequest stamp_request;  // of the stamp before it; `stamp` is null where there is none
-  MpiEnd stamp_end;
-  std::unique_ptr<Stamp> stamp;
-  bool stamp_posted = false, stamp_done = false;
-  std::unique_ptr<unsigned char[]> staging;  // null: received where it belongs
-};
-
-struct MpiStep {  // an instruction with MPI's messages, until it has run
-  std::vector<MpiInput> inputs;
-  std::vector<unsigned char*> sources;  // per input of the instruction
-};
-
-struct MpiSend {  // a message on its way; nothing but the end of the operation waits for it
-  MpiRequest request;
-  int peer = 0;
-  int64_t fragment = 0;
-  std::unique_ptr<unsigned char[]> staging;  // null: sent from where it lies
-};
-
-// An operation begins only once its gate is open. Somebody else raises the count `opened`, which
-// is compared with `value` cyclically.
-struct Gate {
-  const std::atomic<uint32_t>* opened = nullptr;  // null: open
-  uint32_t value = 0;
-  bool is_open() const {
-    return opened == nullptr ||
-           static_cast<int32_t>(opened->load(std::memory_order_acquire) - value) >= 0;
-  }
-};
-
 // One operation in flight. Owned by shared_ptr: the communicator's list and the request.
 class Op {
  public:
@@ -137,6 +100,7 @@ class Op {
   Store store = Store::Plain;
   uint64_t timed_from = 0;  // ticks at the start of a run that is timed, else 0
   double moved_s = 0;       // when a wait has last seen it come further; 0: never
+  Starvation starved;       // of its last wait that ran out of time
   const unsigned char* in = nullptr;
   unsigned char* out = nullptr;
   unsigned char* tmp = nullptr;
@@ -147,6 +111,7 @@ class Op {
   bool by_death = false;  // failed because a peer's process has ended
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
+  bool by_damage = false;  // failed because a message did not fit its checksum
   // Another rank's call was refused. It has failed, or fails once nothing touches its arrays.
   bool was_refused = false;
   bool has_told = false;  // peers of other nodes know that it has left (afar.hpp)
@@ -164,6 +129,9 @@ class Op {
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
   std::shared_ptr<GlooCall> gloo;  // once gloo has been asked for it
+  std::shared_ptr<InFlight> in_flight;  // of a nonblocking call in check mode, or null
+  bool was_changed = false;             // the program wrote to its array meanwhile
+  std::shared_ptr<Fault> fault;  // that is injected into what it sends (chaos.hpp), or null
 
   // How far it has come, in steps; of a library's collective always 0 of 0.
   uint64_t steps_done() const { return head_; }
@@ -316,6 +284,11 @@ class Op {
   void fail(std::string message);
   void end_record(OpState how);
   void fail_by_length(int peer, size_t expected);
+  bool fits(const unsigned char* value, size_t nbytes, uint64_t sum, int peer);
+  size_t tail_nbytes(size_t nbytes) const;  // behind the value of a message to another node
+  void damage(unsigned char* value, size_t nbytes);
+  void damage_input();
+  void repeat_message(int peer, uint64_t id);
   void finish();
   uint64_t in_id(const Ref& ref, int64_t fragment) const {
     return in_base_[ref.peer] +
@@ -352,19 +325,6 @@ struct Lane {
   size_t at = 0;    // where the slots of the operation that has it begin
   size_t next = 0;  // and those of the next one
   std::vector<uint64_t> last;  // per rank: one past the last message published from here
-};
-
-// A finished operation, kept for messages and dumps.
-struct Record {
-  uint64_t seq = 0;
-  int64_t count = 0;
-  uint64_t start_ticks = 0;
-  uint64_t end_ticks = 0;  // 0: in flight, or run from the caller's stack
-  int16_t coll = 0, root = 0;  // for a message kSendCode or kRecvCode
-  uint8_t dtype = 0, redop = 0, state = 0, blocking = 0;
-  uint64_t stream = 0;  // of an operation on a device
-  int32_t device = kHost;
-  int32_t peer = -1, tag = -1;  // of a message
 };
 
 class Comm {
@@ -440,7 +400,7 @@ class Comm {
   Store store_for_run(const Plan& plan, bool timed, bool in_heap = false);
   void report_run(const Plan& plan, uint64_t took_ticks, bool in_heap = false);
   bool quiet() const {
-    return active_.empty() && messages_in_flight == 0 && !refusals.disturb();
+    return active_.empty() && messages_in_flight == 0 && !refusals.disturb() && !is_watched;
   }
   void recycle(std::shared_ptr<Op> op);  // a finished operation nobody refers to
   // One pass, with at most `limit` bytes of every operation.
@@ -473,8 +433,16 @@ class Comm {
   void break_down(const std::string& why, bool by_death = false);
   // True if an operation can fail on all ranks without harm to the next one.
   bool can_take_back(const Op& op) const;
+  // What a rank does, as it says itself and the kernel says of its process (rank_states.hpp).
+  RankState state_of(int peer) const;
+  // Tells ranks of this node what this one waits for; null: nothing.
+  void show_wait(const ToldWait* wait);
   // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
   uint64_t take_number();
+  // What a try of faults does to an operation that has its number (chaos.cpp).
+  void inject(Op& op);
+  // Remembers what an operation's array holds, in check mode (in_flight.cpp).
+  void guard(Op& op);
   // An operation in flight whose value wants Python, marked as Running, or null.
   std::shared_ptr<Op> take_wanted();
 
@@ -516,6 +484,12 @@ class Comm {
   size_t region_nbytes = 0;
   RegionLayout layout;
   std::vector<int> members;
+  // Faults are injected, or messages have checksums. Then no operation runs from the caller's stack.
+  bool is_watched = false;
+  bool checksums = false;        // of messages, equal on all ranks
+  bool is_damaged = false;       // a message did not fit its checksum, here or elsewhere
+  bool guards = false;           // arrays of nonblocking calls against writes of the program
+  std::shared_ptr<Chaos> chaos;  // injects faults; null outside of tries
   const MpiApi* off_node = &mpi();  // what carries messages to other nodes
   Handle mpi_comm = 0;
   int mpi_tag = 0;
@@ -553,10 +527,13 @@ class Comm {
   // is none of these.
   bool show_ordinary(const Plan& plan, const void* in, const void* out);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
+  void show_latest(const Record& record);
   int acquire_lane(const Plan& plan);
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
-  RankHeader* header(int member) const;
+  RankHeader* header(int member) const {
+    return reinterpret_cast<RankHeader*>(arena + static_cast<size_t>(member) * region_nbytes);
+  }
   bool has_left(int peer) const;
   bool has_ended(int peer) const;
   CallLine& call_line(int member, uint64_t seq) const;
@@ -590,8 +567,7 @@ class Comm {
  public:
   Refusals refusals{*this};
   std::unique_ptr<class P2P> p2p;
+  FlightEntry flight{*this};  // the last one: it refers to the others
 };
-
-uint64_t ticks();
 
 }  // namespace commrt

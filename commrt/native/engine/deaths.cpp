@@ -79,7 +79,12 @@ GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
     }
     return {who_died(one), true};
   }
-  return {who, by_death};
+  const auto tells_damage = [&](int one) {
+    const RankHeader& its = *header(member_of(one));
+    return one != rank && Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees) &&
+           its.damaged.load(std::memory_order_relaxed) != 0;
+  };
+  return {who, by_death, std::any_of(members.begin(), members.end(), tells_damage)};
 }
 
 std::string Comm::who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const {
@@ -118,6 +123,7 @@ bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   }
   op.given_up = true;
   op.by_death = found.has_died;
+  op.by_damage = is_damaged = is_damaged || found.is_damage;
   op.fail(found.why);
   return true;
 }
@@ -142,6 +148,7 @@ void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   if (told == 0) {
     publish_why();
     mine.failed_by_death.store(failed_by_death ? who_is_dead() : 0, std::memory_order_relaxed);
+    mine.damaged.store(is_damaged ? 1 : 0, std::memory_order_relaxed);
   }
   if (told == 0 || told > word) failed.store(word, std::memory_order_release);
   // Before the caller writes to buffers that peers still read (gave_up()).
@@ -153,12 +160,14 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
   if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
   if (!attached_) attach();
   if (!channels_[rank].failure.empty() || comm_.is_gone(rank)) return;
-  const PacketHeader header{PacketKind::Ended, kAnyType, 0, 0, seq, dead, 0};
+  const PacketHeader header{
+      PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, dead, 0};
   // At once, if it can be: this rank may not call for long.
   if (dead != 0 && push(rank, header, nullptr, 0)) {
     lingering_ = true;
   } else if (channels_[rank].failure.empty()) {
     answer(rank, header);
+    urgent_ = true;
   }
 }
 
@@ -177,7 +186,11 @@ std::string Comm::who_died_as_told(int rank, int by) const {
 
 void P2P::hear_of_end(int source, const PacketHeader& header) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
-  std::string why = who + " has ended it: look for the error of that rank";
+  comm_.is_damaged = comm_.is_damaged || header.tag != 0;
+  const char* const damage = header.tag != 0 ? ", as a message to it was damaged on its way: its "
+                                               "checksum does not fit"
+                                             : "";
+  std::string why = who + " has ended it" + damage + ": look for the error of that rank";
   const bool by_death = header.recv_id != 0;
   if (by_death) {
     const int dead = static_cast<int>((header.recv_id - 1) % comm_.links_.size());
@@ -192,6 +205,7 @@ void P2P::hear_of_end(int source, const PacketHeader& header) {
   }
   comm_.break_down(why, by_death);
   comm_.tell_failure(header.send_id);
+  take_all_back("this rank gave up: " + comm_.failure);
 }
 
 }  // namespace commrt

@@ -61,6 +61,9 @@ class Engine {
   void wake();
   bool idle();
 
+  // Tells the ranks of the node, on each communicator, what this one waits for; null: nothing.
+  void tell_wait_locked(const ToldWait* wait);
+
   // -- threads that sleep (backoff.hpp) --
   // Adds the bells of a world's ranks on this node. By the first ones threads sleep: worlds of the
   // same ranks, or of some of them, use them, too.

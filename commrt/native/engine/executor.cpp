@@ -8,8 +8,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/chaos.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
+#include "engine/in_flight.hpp"
+#include "kernels/checksum.hpp"
 
 namespace commrt {
 
@@ -195,6 +198,7 @@ bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
       const GaveUp found = comm->who_gave_up(seq);
       given_up = found.is_any();
       by_death = found.has_died;
+      by_damage = comm->is_damaged = comm->is_damaged || found.is_damage;
       fail(given_up ? found.why : describe_marks(rank_of(ref), word - id, mark(), seq));
     }
     return false;
@@ -335,6 +339,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       gather(whole_of, line, link.in_more[in_id(ref, fragment) & (kLines - 1)], total);
       messages[i] = whole_of;
     }
+    if (comm->checksums && !fits(messages[i], total, link.in_more[in_id(ref, fragment) & (kLines - 1)].sum,
+                                 p.peers[ref.peer].rank)) {
+      return;
+    }
     if ((meta & (kExposedFlag | kDeliveredFlag)) == 0) continue;
     Shown shown;
     std::memcpy(&shown, line.payload, sizeof shown);
@@ -448,6 +456,11 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     return;
   }
 
+  const uint64_t sum = comm->checksums && slot != nullptr ? checksum(slot, total) : 0;
+  if (fault != nullptr) {
+    if (slot != nullptr) damage(slot, total);
+    for (unsigned char* const target : targets) damage(target, total);
+  }
   // Peers read the slot, and after the end another thread of this rank may read the result.
   if (store != Store::Plain) store_fence();
   for (size_t s = 0; s < ins.sends.size(); ++s) {
@@ -462,6 +475,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
       }
       continue;
     }
+    if (comm->checksums) link.out_more[id & (kLines - 1)].sum = sum;
     if (!inline_send) comm->lanes_[lane_].last[p.peers[ref.peer].rank] = id + 1;
     if (inline_send && total > kInlineBytes) {
       spread(line, link.out_more[id & (kLines - 1)], small, total);
@@ -470,6 +484,7 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
     }
     publish(line, id + mark(), inline_send,
             inline_send ? 0 : static_cast<uint64_t>(slot - comm->arena), total);
+    if (fault != nullptr) repeat_message(p.peers[ref.peer].rank, id);
   }
   if (exposes && !source_.constant) expose(ins, fragment, total);
   // At once: this pass may have much more to do.
@@ -542,7 +557,9 @@ void Op::finish() {
   if (timed_from != 0) comm->report_run(p, ticks() - timed_from, uses_heap());
   comm->release_lane(*this);
   stop_showing();
+  if (in_flight != nullptr) was_changed = in_flight->has_changed();
   end_record(OpState::Done);
+  if (fault != nullptr) comm->chaos->settle(*fault);
 }
 
 }  // namespace commrt

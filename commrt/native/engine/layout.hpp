@@ -34,6 +34,7 @@ static_assert(sizeof(Line) == kLineBytes);
 // line pointed to it.
 struct alignas(kLineBytes) More {
   unsigned char payload[kMoreBytes];
+  uint64_t sum;  // the checksum of the message's value, wherever that is, where messages have one
 };
 
 // Payloads of more than kInlineBytes and at most kMostInlineBytes, to and from such lines.
@@ -118,8 +119,21 @@ struct alignas(kLineBytes) CallLine {
 
 enum class Farewell : uint64_t { None = 0, Left = 1, Freed = 2 };
 
+// What a rank waits for, on whichever communicator, while it waits for long (rank_states.hpp).
+struct alignas(kLineBytes) Waits {
+  std::atomic<uint64_t> looked_ns;  // CLOCK_MONOTONIC of its last look; 0: it does not wait
+  std::atomic<uint64_t> since_ns;
+  std::atomic<uint64_t> what;  // the operation's code, and the peer of a message
+  std::atomic<uint64_t> seq;
+  std::atomic<uint64_t> on[4];  // the communicator's name
+};
+static_assert(sizeof(Waits) == kLineBytes);
+
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
+  // The latest one: its code, and ticks() of its start. They are on the line of the count, which
+  // each call writes anyway.
+  std::atomic<uint64_t> latest_code, latest_ticks;
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
@@ -127,11 +141,13 @@ struct alignas(kLineBytes) RankHeader {
   // The rank says here that it leaves, or that it has freed the communicator, once it has done its
   // part in all that it had started. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;
+  std::atomic<uint64_t> damaged;  // 1: it failed by a message that did not fit its checksum
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // Refusals by ranks of other nodes, of operations that this rank was in.
   alignas(kLineBytes) std::atomic<uint64_t> num_heard_afar;
   // Both of all ranks of the node; in the first member's header only.
   alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;
+  Waits waits;
 };
 
 // A call that a rank has refused (refusals.hpp).

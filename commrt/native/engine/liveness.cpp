@@ -2,10 +2,12 @@
 // The words of the kernel, of connections and of other ranks on who is gone.
 #include "engine/liveness.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "engine/engine.hpp"
@@ -24,12 +26,15 @@ bool was_closed(const std::string& error) {
 
 }  // namespace
 
-Liveness::Liveness(std::vector<int> descriptors, std::vector<std::string> names)
+Liveness::Liveness(std::vector<int> descriptors, std::vector<std::string> names,
+                   std::vector<int> numbers)
     : descriptors_(std::move(descriptors)),
       names_(std::move(names)),
+      numbers_(std::move(numbers)),
       fates_(names_.size()),
       hows_(names_.size()) {
   descriptors_.resize(names_.size(), -1);
+  numbers_.resize(names_.size(), 0);
   has_descriptors_ = std::any_of(descriptors_.begin(), descriptors_.end(),
                                  [](int descriptor) { return descriptor >= 0; });
 }
@@ -119,6 +124,27 @@ std::string Liveness::fate(int member) const {
                            : found == Fate::Ended ? "has died: "
                                                   : "cannot be reached: ";
   return word + how(member);
+}
+
+bool Liveness::is_stopped(int member) const {
+  const int number = numbers_[static_cast<size_t>(member)];
+  if (number <= 0 || has_ended(member)) return false;
+  char path[32] = "/proc/", digits[12];
+  size_t at = std::strlen(path), count = 0;
+  for (int rest = number; rest != 0; rest /= 10) digits[count++] = static_cast<char>('0' + rest % 10);
+  while (count != 0) path[at++] = digits[--count];
+  std::strcpy(path + at, "/stat");
+  const int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  char text[128];
+  const ssize_t nbytes = read(file, text, sizeof text - 1);
+  close(file);
+  if (nbytes <= 0) return false;
+  text[nbytes] = 0;
+  // The state follows the name, which is in parentheses and may hold some itself.
+  const char* const name_end = std::strrchr(text, ')');
+  if (name_end == nullptr || name_end[1] != ' ') return false;
+  return name_end[2] == 'T' || name_end[2] == 't';
 }
 
 }  // namespace commrt

@@ -27,16 +27,19 @@ namespace commrt {
 struct GaveUp {
   std::string why;
   bool has_died = false;  // a rank has died or left
+  bool is_damage = false;  // a message did not fit its checksum
   bool is_any() const { return !why.empty(); }
   // The word of the failure for Python.
-  const char* kind() const { return has_died ? "peer" : "revoked"; }
+  const char* kind() const { return has_died ? "peer" : is_damage ? "integrity" : "revoked"; }
 };
 
 class Liveness {
  public:
   // For each rank of the world the descriptor of its process, which this closes at its end, and
   // what messages call the process; -1: it has none to be asked about, such as this rank itself.
-  Liveness(std::vector<int> descriptors, std::vector<std::string> names);
+  // `numbers` are the processes' numbers here, 0 where they are not known.
+  Liveness(std::vector<int> descriptors, std::vector<std::string> names,
+           std::vector<int> numbers = {});
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
@@ -54,6 +57,9 @@ class Liveness {
   std::string fate(int member) const;
   // The same without the word for it: "process 4711 on node7 has ended".
   std::string how(int member) const;
+  // True if the kernel says now that the process is stopped, by a signal or a debugger. It may be
+  // called by a handler of a signal.
+  bool is_stopped(int member) const;
   const std::string& name(int member) const { return names_[static_cast<size_t>(member)]; }
 
   // What others know. The first word on a rank stays. Returns whether it was that.
@@ -80,6 +86,7 @@ class Liveness {
   bool has_descriptors_ = false;
   std::unique_ptr<MpiFailures> by_mpi_;
   const std::vector<std::string> names_;
+  std::vector<int> numbers_;
   std::vector<std::atomic<Fate>> fates_;
   std::atomic<bool> any_{false};
   std::atomic<double> next_s_{0};

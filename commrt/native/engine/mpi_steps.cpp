@@ -11,6 +11,7 @@
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 #include "engine/p2p.hpp"
+#include "kernels/checksum.hpp"
 
 namespace commrt {
 
@@ -79,7 +80,7 @@ bool Op::all_posted(MpiStep& step, const Instr& ins, int64_t fragment, size_t nb
       if (!post(one.stamp.get(), sizeof(Stamp), one.stamp_request)) return false;
       one.stamp_posted = true;
     }
-    const size_t length = nbytes + (ends_with_stamp(nbytes) ? sizeof(Stamp) : 0);
+    const size_t length = nbytes + tail_nbytes(nbytes);
     if (!post(step.sources[one.index], length, one.request)) return false;
     one.posted = true;
     ++link.mpi_in;
@@ -175,11 +176,16 @@ bool Op::all_arrived(MpiStep& step, const Instr& ins, int64_t fragment, size_t n
     if (!one.posted || one.done) continue;
     const bool stamped = ends_with_stamp(nbytes);
     const unsigned char* const at = step.sources[one.index];
-    if (has_come(one.request, one.end, one.done, nbytes + (stamped ? sizeof(Stamp) : 0), at) &&
-        stamped) {
+    const bool here = has_come(one.request, one.end, one.done, nbytes + tail_nbytes(nbytes), at);
+    if (here && stamped) {
       Stamp stamp;
       std::memcpy(&stamp, at + nbytes, sizeof stamp);
       is_stamped_so(stamp, ref, fragment, nbytes);
+    }
+    if (here && comm->checksums && !is_over()) {
+      uint64_t sum;
+      std::memcpy(&sum, at + nbytes + tail_nbytes(nbytes) - sizeof sum, sizeof sum);
+      fits(at, nbytes, sum, rank);
     }
     if (is_over()) return false;
   }
@@ -231,6 +237,8 @@ void Op::abandon_mpi() {
     static_cast<void>(send.staging.release());
   }
   if (native_started_) held = true;
+  if (held && in_flight != nullptr) static_cast<void>(new std::shared_ptr<InFlight>(in_flight));
+  if (held && fault != nullptr) static_cast<void>(new std::shared_ptr<Fault>(fault));
   if (held) static_cast<void>(tmp_storage.release());
 }
 
@@ -239,7 +247,8 @@ MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool 
   MpiStep step;
   step.sources.assign(ins.inputs.size(), nullptr);
   const bool direct = one_piece && !ins.boxed && ins.inputs.size() == 1 &&
-                      ins.local_outs.size() == 1 && ins.sends.empty() && !ends_with_stamp(nbytes);
+                      ins.local_outs.size() == 1 && ins.sends.empty() && !ends_with_stamp(nbytes) &&
+                      !comm->checksums;
   for (size_t i = 0; i < ins.inputs.size(); ++i) {
     if (!over_mpi(ins.inputs[i])) continue;
     MpiInput& one = step.inputs.emplace_back();
@@ -248,7 +257,7 @@ MpiStep Op::prepare_mpi(const Instr& ins, int64_t fragment, size_t nbytes, bool 
     if (direct) {
       step.sources[i] = start_of(ins, ins.local_outs[0], fragment);
     } else {
-      one.staging.reset(new unsigned char[nbytes + sizeof(Stamp)]);
+      one.staging.reset(new unsigned char[nbytes + sizeof(Stamp) + sizeof(uint64_t)]);
       step.sources[i] = one.staging.get();
     }
   }
@@ -326,7 +335,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
   const Ref& source = ins.local_outs.empty() ? ins.inputs[0] : ins.local_outs[0];
   const bool stays = one_piece && !ins.boxed && !ends_with_stamp(nbytes) &&
                      ins.local_outs.empty() && ins.scaled() == nullptr && !source.is_message && p.spaces[source.space].kind == SpaceKind::In &&
-                     static_cast<const void*>(in) != static_cast<void*>(out);
+                     static_cast<const void*>(in) != static_cast<void*>(out) && fault == nullptr && !comm->checksums;
   for (const Ref& ref : ins.sends) {
     if (!over_mpi(ref)) continue;
     const uint64_t id = out_id(ref, fragment);
@@ -343,14 +352,21 @@ bool Op::run_mpi(int64_t fragment, int index) {
     if (stays) {
       if (!post_send(ref, fragment, start_of(ins, source, fragment), nbytes, nullptr)) return true;
     } else {
-      const size_t length = nbytes + (ends_with_stamp(nbytes) ? sizeof stamp : 0);
+      const size_t length = nbytes + tail_nbytes(nbytes);
       std::unique_ptr<unsigned char[]> staging(new unsigned char[length]);
       unsigned char* const at = staging.get();
       pack(ins, fragment, at);
-      if (length != nbytes) std::memcpy(at + nbytes, &stamp, sizeof stamp);
+      if (comm->checksums) {
+        const uint64_t sum = checksum(at, nbytes);
+        std::memcpy(at + length - sizeof sum, &sum, sizeof sum);
+      }
+      if (fault != nullptr) damage(at, nbytes);
+      if (ends_with_stamp(nbytes)) std::memcpy(at + nbytes, &stamp, sizeof stamp);
       if (!post_send(ref, fragment, at, length, std::move(staging))) return true;
     }
     ++comm->link(rank_of(ref)).mpi_out;
+    if (fault != nullptr) repeat_message(rank_of(ref), id);
+    if (is_over()) return true;
   }
   mpi_steps_.erase(it);
   return true;

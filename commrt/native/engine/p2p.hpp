@@ -30,9 +30,6 @@ namespace commrt {
 constexpr uint64_t kEagerBytes = 4 << 20;
 constexpr uint64_t kEagerOverhead = 192;
 
-// Codes of messages in a record, in place of a collective's code.
-constexpr int16_t kSendCode = 64, kRecvCode = 65;
-
 // Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
 // other nodes of a call that was refused. Heard answers that, Left says that a rank has left the call
 // of others, and Ended says that the communicator ends by it.
@@ -48,7 +45,7 @@ inline bool types_meet(TypeCode sent, TypeCode received) {
 struct PacketHeader {
   PacketKind kind;
   TypeCode type;  // of a message (Eager, Rts)
-  int32_t tag;
+  int32_t tag;  // Ended: 1 by a message that did not fit its checksum, else 0
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
   // the first one that fails, for Ended, which has in recv_id 1 + the rank whose death is the reason.
@@ -190,6 +187,8 @@ class P2P {
   void tell_death(uint64_t seq);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
   void take_back(const std::shared_ptr<Op>& op, const std::string& why);
+  // The same for all messages of this rank: the communicator has ended.
+  void take_all_back(const std::string& why);
   // "from rank 3, tag 7", and what an operation waits for.
   static std::string whom(const Op& op);
   std::string waits_for(const Op& op) const;
@@ -264,6 +263,8 @@ class P2P {
   void launch(const std::shared_ptr<Op>& op);  // a send, which its peer is then told of
   void post(const std::shared_ptr<Op>& op);    // a receive; then what its peer says is read
   void queue_send(const std::shared_ptr<Op>& op);
+  void queue(const std::shared_ptr<Op>& op);     // a send, as it is
+  bool strike(const std::shared_ptr<Op>& op);    // by a fault that is injected (chaos.cpp)
   void queue_recv(const std::shared_ptr<Op>& op);
   bool serve(int peer);
   bool drain(int peer);

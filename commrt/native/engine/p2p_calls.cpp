@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/engine.hpp"
+#include "engine/in_flight.hpp"
 #include "engine/p2p.hpp"
 
 namespace commrt {
@@ -106,6 +107,10 @@ void P2P::post(const std::shared_ptr<Op>& op) {
 }
 
 void P2P::queue_send(const std::shared_ptr<Op>& op) {
+  if (comm_.chaos == nullptr || !strike(op)) queue(op);
+}
+
+void P2P::queue(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   if (task.peer == comm_.rank) {
     channels_[task.peer].unannounced.push_back(op);
@@ -117,6 +122,7 @@ void P2P::queue_send(const std::shared_ptr<Op>& op) {
 }
 
 void P2P::queue_recv(const std::shared_ptr<Op>& op) {
+  if (comm_.chaos != nullptr && strike(op)) return;
   P2PTask& task = *op->p2p;
   if (refused(op, task.peer)) return;
   const auto it = unexpected_.find(key(task.peer, task.tag));
@@ -156,6 +162,7 @@ void P2P::complete(const std::shared_ptr<Op>& op, std::string error) {
 
 void P2P::end(const std::shared_ptr<Op>& op, std::string error) {
   op->error = std::move(error);
+  if (op->in_flight != nullptr) op->was_changed = op->in_flight->has_changed();
   const OpState state = op->error.empty() ? OpState::Done : OpState::Failed;
   op->state.store(static_cast<int>(state), std::memory_order_release);
   comm_.engine.ring();

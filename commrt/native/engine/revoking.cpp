@@ -2,6 +2,8 @@
 // A rank ends a communicator on all of its ranks, and says why.
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "engine/comm.hpp"
 #include "engine/p2p.hpp"
@@ -33,6 +35,21 @@ void Comm::revoke(const std::string& why) {
     if (!op->is_over()) first = std::min(first, op->seq);
   }
   end_everywhere(first, why);
+  p2p->take_all_back("this rank gave up: " + failure);
+}
+
+void P2P::take_all_back(const std::string& why) {
+  std::vector<std::shared_ptr<Op>> waiting;
+  for (const auto& [of, ops] : posted_) waiting.insert(waiting.end(), ops.begin(), ops.end());
+  for (const auto& [id, op] : announced_) waiting.push_back(op);
+  for (const Channel& c : channels_) {
+    waiting.insert(waiting.end(), c.unannounced.begin(), c.unannounced.end());
+  }
+  for (const auto& op : waiting) {
+    if (op->finished()) continue;
+    op->by_death = comm_.failed_by_death;
+    take_back(op, why);
+  }
 }
 
 }  // namespace commrt

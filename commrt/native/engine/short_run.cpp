@@ -108,9 +108,6 @@ std::shared_ptr<Op> Comm::run_short(const std::shared_ptr<const Plan>& plan, con
   auto note_start = [&] {
     if (noted) return;
     noted = true;
-    if (arena != nullptr) {
-      header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
-    }
     note(seq, p, 0);
   };
   auto wait_longer = [&](const ShortInstr& ins) {

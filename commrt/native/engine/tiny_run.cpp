@@ -92,9 +92,6 @@ std::shared_ptr<Op> Comm::run_tiny(const std::shared_ptr<const Plan>& plan, cons
   bool noted = false;
   auto keep_books = [&](OpState state) {
     noted = true;
-    if (arena != nullptr) {
-      header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
-    }
     note(seq, p, 0);
     records[seq % kRecords].state = static_cast<uint8_t>(state);
   };

@@ -7,12 +7,15 @@ terminal. A full run tries 10,200 mutations of each kind, an ordinary one 300.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dump_cases import call as dumped_call
+from dump_cases import dump_of, message, seen, write_dumps
 from mutated_files import (
     Mutate,
     bytes_changed,
@@ -159,6 +162,32 @@ def mutate_tables(
         check(draw.choice(commands), mutated, capsys)
 
 
+def mutate_dumps(
+    mutate: Mutate, folder: Path, draw: random.Random, capsys: Capture
+) -> None:
+    states = [seen(0, "waiting", 3, "bcast"), seen(1, "dead", 0)]
+    entries = [
+        dumped_call("allreduce", 0),
+        dumped_call("bcast", 1, root=1, state="started"),
+        message("send", 0, 1, state="started"),
+        message("recv", 1, -1, duration_ms=0.25),
+    ]
+    dumps = [dump_of(rank, 3, entries[rank:], states) for rank in range(2)]
+    paths = write_dumps(folder, dumps)
+    texts = [json.dumps(one, indent=1) for one in dumps]
+    commands: list[Command] = [
+        (commrt_main, ["analyze", str(folder)]),
+        (commrt_main, ["analyze", "--json", str(folder)]),
+        (commrt_main, ["analyze", "--flight", str(folder / "out"), str(folder)]),
+    ]
+    for _ in range(MUTATIONS):
+        at = draw.randrange(2)
+        mutated = mutate(texts[at], draw)
+        paths[at].write_bytes(mutated)
+        check(draw.choice(commands), mutated, capsys)
+        paths[at].write_text(texts[at])
+
+
 @pytest.mark.full(sample=1)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_logs_with_changed_bytes(
@@ -213,3 +242,12 @@ def test_tables_with_changed_lines(
     block: int, tmp_path: Path, seed: int, capsys: Capture
 ) -> None:
     mutate_tables(lines_changed, tmp_path, drawn(seed, block), capsys)
+
+
+@pytest.mark.full(sample=1)
+@pytest.mark.parametrize("mutate", [bytes_changed, lines_changed, fields_changed])
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_dumps_with_changes(
+    block: int, mutate: Mutate, tmp_path: Path, seed: int, capsys: Capture
+) -> None:
+    mutate_dumps(mutate, tmp_path, drawn(seed, block), capsys)

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Binds what ranks do, and the files of their last operations.
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "bindings/bindings.hpp"
+#include "calls/group.hpp"
+#include "engine/flight_files.hpp"
+#include "engine/rank_states.hpp"
+
+namespace commrt {
+
+namespace {
+
+nb::object describe(const ToldWait& wait) {
+  return nb::make_tuple(wait.code == kNoCode ? "" : name_of_operation(wait.code), wait.seq, wait.on,
+                        wait.peer, wait.for_s);
+}
+
+nb::object describe(const RankState& state) {
+  return nb::make_tuple(state.rank, word_for(state.does), state.started,
+                        state.started != 0 ? name_of_operation(state.code) : "", state.age_s,
+                        state.waits ? describe(state.wait) : nb::none());
+}
+
+}  // namespace
+
+void bind_flight(nb::module_& m) {
+  m.def("rank_states",
+        [](const Group& group) {
+          nb::list found;
+          const std::lock_guard<std::mutex> lock(group.engine->mutex);
+          for (int rank = 0; rank < group.comm->size; ++rank) {
+            found.append(describe(group.comm->state_of(rank)));
+          }
+          return found;
+        }, nb::arg("group"),
+        "For each rank: (rank, what it does, collectives that it has started, the latest of them, its "
+        "age in s, what it waits for). The last one is None, or (operation, number, communicator, "
+        "peer, s). Of ranks of other nodes only the first two are known.");
+  m.def("describe_flight",
+        [](Group& group, uint64_t world, uint64_t id, const std::string& key,
+           const std::string& members) { group.comm->flight.describe(world, id, key, members); },
+        nb::arg("group"), nb::arg("world"), nb::arg("id"), nb::arg("key"), nb::arg("members"),
+        "Say how files of last operations call a group, and its ranks in the world of this number.");
+  m.def("write_flight",
+        [](Engine& engine, uint64_t world, const std::string& path, const std::string& facts,
+           const std::string& reason, const std::string& message) {
+          if (flight::write({world, path, facts}, &engine, reason.c_str(), message.c_str())) return;
+          const int why = errno;
+          PyErr_SetObject(PyExc_OSError,
+                          nb::make_tuple(why, std::strerror(why), path).ptr());
+          throw nb::python_error();
+        }, nb::arg("engine"), nb::arg("world"), nb::arg("path"), nb::arg("facts"), nb::arg("reason"),
+        nb::arg("message"),
+        "Write the last operations of a world's groups; `facts` are fields of its JSON. OSError "
+        "where that cannot be done.");
+  m.def("keep_flight",
+        [](uint64_t world, const std::string& path, const std::string& facts) {
+          flight::keep({world, path, facts});
+        }, nb::arg("world"), nb::arg("path"), nb::arg("facts"),
+        "Write such a file when a signal comes, too (write_flight_at_signals).");
+  m.def("forget_flight", &flight::forget, nb::arg("world"), "Do not, any more.");
+  m.def("write_flight_at_signals", &flight::write_at_signals,
+        "Write kept files at SIGTERM, SIGUSR1 and crashes, where nobody else handles these.");
+}
+
+}  // namespace commrt

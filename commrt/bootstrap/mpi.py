@@ -66,13 +66,27 @@ class MpiBootstrap:
         self.mpi_comm = mpi_comm
 
     @classmethod
-    def _of(
-        cls, mpi: Any, mail: Mailbox, places: Sequence[int], prefix: str = ""
+    def of_places(
+        cls,
+        mpi: Any,
+        mail: Mailbox,
+        places: Sequence[int],
+        prefix: str = "",
+        dead: frozenset[int] = frozenset(),
     ) -> MpiBootstrap:
-        """Return the bootstrap of some ranks of a communicator; local."""
+        """Return the bootstrap of some ranks of a communicator; local.
+
+        Args:
+            mpi: the module ``mpi4py.MPI``.
+            mail: the messages of the communicator.
+            places: ranks there.
+            prefix: begins the names of exchanges; empty: no other world shares it.
+            dead: ranks there that have ended, as all of these ranks know.
+        """
         made = cls.__new__(cls)
         made._mpi = mpi
         made._set_up(mail, places, prefix)
+        made._dead = dead
         return made
 
     def _set_up(self, mail: Mailbox, places: Sequence[int], prefix: str) -> None:
@@ -156,8 +170,9 @@ class MpiBootstrap:
         check_in(decision, self.rank)
         ranks = [*decision.said]
         places = [self.places[rank] for rank in ranks]
-        made = MpiBootstrap._of(self._mpi, mail, places, f"{decision.token}.")
-        made._dead = self._dead | {self.places[rank] for rank in decision.gone}
+        dead = self._dead | {self.places[rank] for rank in decision.gone}
+        prefix = f"{decision.token}."
+        made = MpiBootstrap.of_places(self._mpi, mail, places, prefix, dead)
         made.idle, gone = self.idle, self.gone
         if gone is not None:
             made.gone = lambda rank: gone(ranks[rank])
@@ -185,7 +200,7 @@ class MpiBootstrap:
                 f"rank {self.rank}: one of the {self.size} ranks that remained has "
                 f"died while MPI made a communicator of them"
             )
-        made = MpiBootstrap._of(self._mpi, Mailbox(self._mpi, shrunk), kept)
+        made = MpiBootstrap.of_places(self._mpi, Mailbox(self._mpi, shrunk), kept)
         made.idle, made.gone = self.idle, self.gone
         return made
 

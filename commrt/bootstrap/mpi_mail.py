@@ -15,11 +15,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.bootstrap.ballots import Ballot, Vote
 from commrt.bootstrap.base import ByExchange, Identities
 from commrt.mpi.ulfm import Beside, FailedRanks, is_failure, survival
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["TAG", "Mailbox", "Says", "Topic"]
 
@@ -76,7 +79,7 @@ class Mailbox:
         comm: an mpi4py communicator on which nobody else uses ``TAG``.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
         self._mpi = mpi
         self.comm = comm
         self.lock = threading.Lock()

@@ -245,7 +245,7 @@ def test_names_in_the_engine_are_those_of_the_table() -> None:
     quoted = re.search(r"kNumDTypes> names = \{(.*?)\};", text, re.S)
     assert quoted is not None
     assert re.findall(r'"(\w+)"', quoted[1]) == [each.name for each in DTYPES]
-    quoted = re.search(r"kNumRedOps> reductions = \{(.*?)\};", text, re.S)
+    quoted = re.search(r"kNumRedOps> names = \{(.*?)\};", text, re.S)
     assert quoted is not None
     assert re.findall(r'"(\w+)"', quoted[1]) == [each.name.lower() for each in ReduceOp]
 

@@ -130,7 +130,8 @@ examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare
 	cd $(VENV_TORCH); for each in cnn gpt_fsdp gpt_tensor_parallel; do \
 	  OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 \
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
-	done
+	done; \
+	bin/python -m commrt.run -n 3 --restarts 1 -m commrt.examples.elastic_cnn --kill 20
 
 # Programs as they are on PyPI; what pip is given for each.
 CLIENTS := accelerate deepspeed jax lightning megatron transformers

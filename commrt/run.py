@@ -296,7 +296,7 @@ class _Job:
         One that was asked is a rank.
         """
         left = [self._ranks[pid] for pid in living]
-        if not left or not all(rank.joins for rank in left):
+        if not left or not all(rank.joins and not rank.is_ended for rank in left):
             return
         asked = Reception(DirectoryStore(rendezvous, self._size)).invited()
         if any(Process(rank.process.pid).name in asked for rank in left):

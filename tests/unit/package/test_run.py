@@ -310,3 +310,50 @@ def test_the_status_of_a_job_that_keeps_going(
     done = run("-n", "2", "--keep-going", script(ENDS), *ends)
     assert done.returncode == status, done.stderr
     assert "the others were ended" not in done.stderr
+
+
+DIES_ALWAYS = """
+import os, signal, sys
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.environ['RANK']}:{os.environ.get('COMMRT_JOIN', '0')} ")
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+while len(open(sys.argv[1]).read().split()) < 5:
+    os.sched_yield()
+"""
+
+
+def test_a_rank_that_dies_is_started_again_so_many_times(
+    script, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    done = run("-n", "2", "--restarts", "3", script(DIES_ALWAYS), str(said))
+    assert sorted(said.read_text().split()) == ["0:0", "1:0", "1:1", "1:1", "1:1"]
+    assert done.stderr.count("it is started again, to join the others") == 3
+    assert done.returncode == 0, done.stderr
+
+
+WAITS_IN_VAIN = """
+import os, signal
+import commrt
+comm = commrt.init()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.barrier()
+except commrt.errors.PeerFailedError:
+    while not comm.num_waiting():  # then there is nobody left who could ask it
+        pass
+"""
+
+
+def test_who_waits_to_join_ends_when_nobody_is_left(script) -> None:
+    done = run("-n", "2", "--restarts", "1", script(WAITS_IN_VAIN))
+    assert done.stderr.count("waits to join, and no other rank is left") == 1
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_number_of_restarts_is_refused(script) -> None:
+    done = run("-n", "2", "--restarts", "-1", script(ENDS))
+    assert done.returncode == 2
+    assert "--restarts -1: a number from 0 on is needed" in done.stderr

@@ -170,6 +170,16 @@ void Afar::take_back(const Op& op, int peer) {
   }
 }
 
+// Receives from a peer were taken back: what had been drained behind them comes again.
+void Afar::drain_again(int peer) {
+  const uint64_t next = comm_.link(peer).mpi_in;
+  const auto follows = [=](const Drain& one) { return one.peer == peer && one.at >= next; };
+  for (const Drain& one : drained_) {
+    if (follows(one)) drains_.push_back(one);
+  }
+  remove_where(drained_, follows);
+}
+
 // The ids of an operation's messages with its i-th peer.
 Afar::Ids Afar::ids_of(const Op& op, size_t i, bool incoming) const {
   const PeerUse& use = op.plan->peers[i];
@@ -201,6 +211,7 @@ void Afar::leave(Op& op) {
     Link& link = comm_.link(peer);
     if (link.kind != LinkKind::Mpi) continue;
     take_back(op, peer);
+    drain_again(peer);
     Drain coming{ids_of(op, i, true), 0};
     coming.at = std::max(coming.base, link.mpi_in);
     if (coming.at < coming.end) {
@@ -395,6 +406,7 @@ bool Afar::drain(Drain& one) {
     --one.left;
   }
   link.mpi_in = one.end;
+  drained_.push_back(one);
   return true;
 }
 
@@ -436,6 +448,11 @@ void Afar::work() {
     again = fills_.size() + drains_.size() != before;
   }
   finish_remains();
+  remove_where(drained_, [this](const Drain& one) {
+    return std::none_of(comm_.active_.begin(), comm_.active_.end(), [&one](const auto& op) {
+      return op->seq < one.seq && !op->is_over();
+    });
+  });
   remove_where(left_, [this](const Left& one) {
     return std::none_of(comm_.active_.begin(), comm_.active_.end(), [&one](const auto& op) {
       return op->seq == one.seq && !op->is_over();

@@ -117,6 +117,7 @@ class Afar {
 
   bool take_back(MpiRequest& request, MpiEnd& end);
   void take_back(const Op& op, int peer);
+  void drain_again(int peer);
   Ids ids_of(const Op& op, size_t peer, bool incoming) const;
   bool let_go(Op& op, int peer);
   bool has_remains(const Op& op) const;
@@ -132,6 +133,9 @@ class Afar {
   std::vector<Unsettled> unsettled_;
   std::vector<Fill> fills_;
   std::vector<Drain> drains_;
+  // Nothing was left of them while receives of earlier operations still waited. Where those are
+  // taken back, the ids of these follow them once more.
+  std::vector<Drain> drained_;
   std::vector<Left> left_;
   std::vector<Remains> remains_;
 

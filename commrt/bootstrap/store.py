@@ -28,7 +28,11 @@ from commrt.bootstrap.base import (
 )
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.newcomers import Reception
-from commrt.bootstrap.survivors import agree_on_survivors
+from commrt.bootstrap.survivors import (
+    Decision,
+    agree_on_survivors,
+    met_by_survivors,
+)
 from commrt.errors import BackendError, CommError, PeerFailedError
 from commrt.launch import slurm
 from commrt.vocabulary.limits import as_timedelta, deadline_after
@@ -133,32 +137,25 @@ class StoreBootstrap:
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> tuple[StoreBootstrap, dict[int, bytes]]:
         """Return the bootstrap of the members that live, and what they said."""
-        deadline = deadline_after(timeout_s)
-        number = 0
-        while True:
+
+        def agree(number: int, left_s: float) -> Decision:
             turn = self._keys.turn(members, key, timeout_s)
             with self._reaching(), turn as (name, _):
-                decision = agree_on_survivors(
+                return agree_on_survivors(
                     self._store,
                     f"{self.prefix}/{name}/{number}",
                     members,
                     self.rank,
                     blob,
-                    deadline - time.monotonic(),
+                    left_s,
                     self.gone,
                     self.idle,
                 )
-            ranks = list(decision.said)
-            made = self.part(ranks, f"commrt/{decision.token}")
-            try:
-                # Whoever has died since is found here, by all of them alike.
-                made.exchange(
-                    range(len(ranks)), "met", b"", max(0.0, deadline - time.monotonic())
-                )
-            except PeerFailedError:
-                number += 1
-                continue
-            return made, {**decision.said}
+
+        def part(decision: Decision) -> StoreBootstrap:
+            return self.part(list(decision.said), f"commrt/{decision.token}")
+
+        return met_by_survivors(agree, part, timeout_s)
 
     def part(self, ranks: Sequence[int], prefix: str) -> StoreBootstrap:
         """Return a bootstrap of some ranks, this one among them; local."""

@@ -16,10 +16,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from commrt.bootstrap.base import poll_until
-from commrt.errors import RevokedError, TimeoutError_
+from commrt.bootstrap.base import Bootstrap, poll_until
+from commrt.errors import PeerFailedError, RevokedError, TimeoutError_
 from commrt.vocabulary.limits import deadline_after
 
 __all__ = [
@@ -27,8 +27,11 @@ __all__ = [
     "SharedStore",
     "agree_on_survivors",
     "check_in",
+    "met_by_survivors",
     "not_all_came",
 ]
+
+Peers = TypeVar("Peers", bound=Bootstrap)
 
 
 class SharedStore(Protocol):
@@ -110,6 +113,33 @@ def agree_on_survivors(
     if not poll_until(meeting.is_complete, deadline - time.monotonic(), idle):
         raise not_all_came(rank, members, meeting.missing(), timeout_s)
     return meeting.decide()
+
+
+def met_by_survivors(
+    agree: Callable[[int, float], Decision],
+    part: Callable[[Decision], Peers],
+    timeout_s: float,
+) -> tuple[Peers, dict[int, bytes]]:
+    """Return the bootstrap of those who go on and have met, and what they said.
+
+    Args:
+        agree: decides, given how often the ranks have decided before, and a limit.
+        part: makes the bootstrap of the ranks of a decision.
+        timeout_s: limit of the whole.
+    """
+    deadline = deadline_after(timeout_s)
+    number = 0
+    while True:
+        decision = agree(number, deadline - time.monotonic())
+        made = part(decision)
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            # All ranks alike find here that one has died since.
+            made.exchange(range(made.size), "met", b"", left_s)
+        except PeerFailedError:
+            number += 1
+            continue
+        return made, {**decision.said}
 
 
 def not_all_came(

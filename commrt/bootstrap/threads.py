@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, Keys, timed_out, with_heed
-from commrt.bootstrap.survivors import agree_on_survivors
+from commrt.bootstrap.survivors import (
+    Decision,
+    agree_on_survivors,
+    met_by_survivors,
+)
 from commrt.errors import PeerFailedError
 from commrt.vocabulary.limits import deadline_after
 
@@ -177,11 +181,6 @@ class ThreadWorld:
                         del self._waiting[name]
 
 
-def _numbered(gone: Callable[[int], str], ranks: list[int]) -> Callable[[int], str]:
-    """Return what says of a part's ranks why they come no more."""
-    return lambda number: gone(ranks[number])
-
-
 class _ThreadBootstrap:
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.rank = rank
@@ -211,33 +210,29 @@ class _ThreadBootstrap:
     def regroup(
         self, members: Sequence[int], key: str, blob: bytes, timeout_s: float
     ) -> tuple[Bootstrap, dict[int, bytes]]:
-        deadline = deadline_after(timeout_s)
-        number = 0
-        while True:
+        def agree(number: int, left_s: float) -> Decision:
             with self._keys.turn(members, key, timeout_s) as (name, _):
-                decision = agree_on_survivors(
+                return agree_on_survivors(
                     self._world.store,
                     f"{name}/{number}",
                     members,
                     self.rank,
                     blob,
-                    deadline - time.monotonic(),
+                    left_s,
                     self.gone,
                     self.idle,
                 )
-            ranks = list(decision.said)
-            part, gone = self._world.part(decision.token, ranks), self.gone
-            made = part.bootstrap(ranks.index(self.rank))
+
+        def part(decision: Decision) -> Bootstrap:
+            ranks, gone = list(decision.said), self.gone
+            world = self._world.part(decision.token, ranks)
+            made = world.bootstrap(ranks.index(self.rank))
             made.idle = self.idle
             if gone is not None:
-                made.gone = _numbered(gone, ranks)
-            left_s = max(0.0, deadline - time.monotonic())
-            try:
-                made.exchange(range(len(ranks)), "met", b"", left_s)
-            except PeerFailedError:
-                number += 1
-                continue
-            return made, {**decision.said}
+                made.gone = lambda number: gone(ranks[number])
+            return made
+
+        return met_by_survivors(agree, part, timeout_s)
 
     def forget(self, key: str) -> None:
         pass

@@ -114,7 +114,7 @@ class TimeoutError_(CommError, builtins.TimeoutError):
     request: Any = None
     """The request, which stays in flight and can be waited for again; or None."""
     ranks: tuple[Any, ...] = ()
-    """What each rank of the communicator was doing then, as a ``RankState`` of
+    """The state of each rank of the communicator then, as a ``RankState`` of
     ``commrt.group.rank_states``; empty for errors of other waits than those for an
     operation."""
 

@@ -26,7 +26,7 @@ _MADE = b"made"
 
 @dataclass(frozen=True)
 class Founder(Generic[Plain]):
-    """What a communicator shall be like, whoever its ranks will be."""
+    """Makes communicators that are alike, whoever their ranks will be."""
 
     make: Callable[..., Plain]
     """Makes one, from a world, its ranks, a name and an identity."""

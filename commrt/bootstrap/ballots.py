@@ -28,7 +28,7 @@ __all__ = ["Ballot", "Vote", "Voter"]
 
 
 class Vote(IntEnum):
-    """What a message of an agreement says."""
+    """A kind of message in an agreement."""
 
     CAME = 16
     """The sender goes on; with its blob."""
@@ -42,7 +42,7 @@ class Vote(IntEnum):
 
 @dataclass
 class Ballot:
-    """What one rank has heard of one agreement; it may not have come to it itself."""
+    """One agreement as one rank knows it; the rank may not have come to it itself."""
 
     said: dict[int, bytes] = field(default_factory=dict)
     """Blobs of those that came."""

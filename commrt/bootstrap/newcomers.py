@@ -50,7 +50,7 @@ class Invitation:
     rank: int
     size: int
     words: str
-    """What the ranks that invite say to it."""
+    """A text from the ranks that invite, as JSON."""
 
 
 class Reception:

@@ -99,7 +99,7 @@ def run(
 
 @dataclass
 class _Where:
-    """What this rank has."""
+    """This rank's progress, and its part of the model."""
 
     done: int | None
     """Steps completed; None where it has the state of none."""

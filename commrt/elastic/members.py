@@ -13,7 +13,7 @@ __all__ = ["Plan", "Said", "choose"]
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank tells the others."""
+    """A rank tells this to the others."""
 
     done: int | None
     """Steps whose state it has whole; None where it has none."""
@@ -25,7 +25,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do, as each of them computes it from what all said."""
+    """The change, which each rank computes from what all of them said."""
 
     members: list[int]
     """Ranks that go on, in their new order: replica by replica."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training program keeps from step to step, and how a half step is undone."""
+"""The state of a training program, which can undo a half step."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class _Generators:
 
 
 class _Updates:
-    """Whether an optimizer of torch has begun an update in this step."""
+    """Notes that an optimizer of torch begins an update."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self.begun = False

@@ -23,7 +23,7 @@ __all__ = ["ConnectionsMade"]
 _LISTENS = "0A"
 """A state of /proc/net/tcp."""
 _SHARED: dict[int, int] = {}
-"""What children close: descriptors, and which sockets they are."""
+"""Children close these: descriptors, and the inodes of their sockets."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Group(_native.Group):
     checker: CallChecker | None = None
     """Compares calls across ranks in check mode."""
     remedy: str = "call shrink()"
-    """What ranks do to go on where it has failed, for messages."""
+    """Messages tell this cure to ranks whose group has failed."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import pytest
 from run_ranks import RunRanks
 
 import commrt
-import commrt.recovery
+import commrt.founding
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.comm import Communicator, core_of
 from commrt.errors import CommError, PeerFailedError, RevokedError, TimeoutError_
@@ -124,15 +124,15 @@ def _die_at(where: str) -> None:
             )
         )
     if where == "connecting":
-        commrt.recovery.connect_world = dies
+        commrt.founding.connect_world = dies
     if where == "made":
-        made = commrt.recovery.Recovery._founded
+        made = commrt.founding.Founder._made_with
 
         def founded(*arguments: Any) -> Any:
             made(*arguments)
             die()
 
-        commrt.recovery.Recovery._founded = founded  # type: ignore[method-assign]
+        commrt.founding.Founder._made_with = founded  # type: ignore[method-assign]
 
 
 @pytest.mark.full(sample=2)

@@ -114,11 +114,35 @@ test-torch-newer: ## Reconfiguration, which the tests' own torch has not: with t
 test-of-newer-torch: $(VENV_TORCH)/.installed
 	$(VENV_TORCH)/bin/pytest $(wildcard tests/pytorch/test_reconfigure*.py) $(PYTEST_ARGS)
 
-# make chaos KILLS=100 SEED=7
+# make chaos KILLS=100 SEED=7 KINDS='numpy ddp': the kinds of training share the kills.
 KILLS ?= 1000
+KINDS ?= numpy ddp hsdp tensor
+CHAOS = --kills $$(( $(KILLS) / $(words $(KINDS)) )) $(if $(SEED),--seed $(SEED))
 .PHONY: chaos
-chaos: $(VENV)/.installed ## Kill ranks of a training at random moments, 1,000 times; see that the others go on rightly.
-	$(VENV)/bin/python tests/support/chaos_campaign.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+chaos: $(VENV)/.installed $(VENV_TORCH)/.installed ## Kill ranks of trainings at random moments, 1,000 times; see that the others go on rightly.
+	$(if $(filter numpy,$(KINDS)),$(VENV)/bin/python tests/support/chaos_campaign.py $(CHAOS))
+	for kind in $(filter-out numpy,$(KINDS)); do \
+	  $(VENV_TORCH)/bin/python tests/support/chaos_torch.py --kinds $$kind $(CHAOS); done
+
+# make soak SMALL=300000 LARGE=300
+SMALL ?= 10000000
+LARGE ?= 10000
+.PHONY: soak
+soak: $(VENV)/.installed ## Run ten million mixed calls on 4 processes; see that memory and descriptors stay flat.
+	@# Not from here: this folder's commrt has no engine, and -m would find it first.
+	cd $(VENV); bin/python -m commrt.run -n 4 $(CURDIR)/tests/support/soak.py --small $(SMALL) --large $(LARGE)
+
+# make chaos-peers KILLS=20 SEED=7
+TORCHFT := torchft-nightly==2026.10.26
+.PHONY: chaos-peers
+chaos-peers: KILLS := 40
+chaos-peers: $(VENV)/.installed ## The same kills under gloo's reconfigure and torchft, too (gigabytes).
+	$(MAKE) torchft-beside-newer-torch TORCH=$(TORCH_NEWER)
+	$(VENV)/bin/python tests/support/chaos_peers.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+.PHONY: torchft-beside-newer-torch
+torchft-beside-newer-torch: $(VENV_TORCH)/.installed
+	$(VENV_TORCH)/bin/python -m pip install $(PIP_OPTIONS) $(TORCHFT)
 
 .PHONY: test-gpu-libraries
 test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, cuda.core and nccl4py (600 MB), without a GPU.
@@ -131,7 +155,11 @@ examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare
 	  OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 \
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
 	done; \
-	bin/python -m commrt.run -n 3 --restarts 1 -m commrt.examples.elastic_cnn --kill 20
+	bin/python -m commrt.run -n 3 --restarts 1 -m commrt.examples.elastic_cnn --kill 20; \
+	for each in ddp hsdp tensor; do \
+	  bin/python -m commrt.run -n 4 --restarts 2 \
+	    -m commrt.examples.elastic_gpt --parallel $$each --kill 10; \
+	done
 
 # Programs as they are on PyPI; what pip is given for each.
 CLIENTS := accelerate deepspeed jax lightning megatron transformers
@@ -157,7 +185,7 @@ preload = $(shell g++ -print-file-name=lib$(1).so)
 ASAN_ENV = LD_PRELOAD="$(call preload,asan) $(call preload,ubsan)" PYTHONMALLOC=malloc \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
-  TSAN_OPTIONS=halt_on_error=1:suppressions=$(CURDIR)/tests/support/tsan.supp
+  TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:suppressions=$(CURDIR)/tests/support/tsan.supp
 
 # Instrumented vector kernels take most of the compiler's time, so an ordinary run has
 # only the plain ones, which do the same by the same source; a full run has all.

@@ -7,13 +7,16 @@
     mpiexec -n 4 python -m commrt.bench.price order --op allreduce
     mpiexec -n 4 python -m commrt.bench.price algorithms --op allreduce \\
         --algorithm shm/ring --algorithm shm/direct
+    mpiexec -n 2 python -m commrt.bench.price comparison --op allreduce,bcast
 
 ``counts``: the vector form with equal counts, the same tuples in every call, beside the
 plain operation. ``types``: other element types beside float32, the same bytes.
 ``slots``: payloads that move on through shared memory beside ones that do not, whatever
 this machine chose.
 ``order``: ``deterministic=True`` beside without. ``algorithms``: every one named after
-the first beside the first. Both calls take turns in one launch.
+the first beside the first. ``comparison``: the MPI library's own collective, which
+ranks compare now and then, beside one that they do not. Both calls take turns in one
+launch.
 With ``--out`` a launch is added to what the file holds; ``--load`` prints a file.
 """
 
@@ -49,9 +52,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "measure"]
 
-_WHAT = ("counts", "types", "slots", "order", "algorithms")
+_WHAT = ("counts", "types", "slots", "order", "algorithms", "comparison")
 _SCHEMA = "commrt-price/1"
 _BESIDE = " beside "
+_LIBRARY = "mpi/native"
 _VECTOR_FORM = {str(spec.vector_of): spec for spec in OPERATIONS if spec.vector_of}
 _MEASURED = tuple(s.name for s in OPERATIONS if not s.vector_of and not s.is_empty)
 Call = Callable[[], Any]
@@ -114,6 +118,15 @@ def measure(
             arrays = _arrays(comm, coll, kind, max(1, nbytes // kind.itemsize))
             first, second = (_plan_on(c, coll, *arrays) for c in (still, moving))
             took = time_pair(comm, first, second, turns)
+    elif what == "comparison":
+        with comm.dup() as unseen, comm.dup() as compared:
+            core_of(unseen).compare_every = 0
+            first, second = (
+                _plan(each, coll, "float32", nbytes, algorithm=_LIBRARY)
+                for each in (unseen, compared)
+            )
+            took = time_pair(comm, first, second, turns)
+            detail = f"every {core_of(compared).compare_every} calls"
     elif what == "types":
         first, second = (_plan(comm, coll, t, nbytes) for t in ("float32", detail))
         took = time_pair(comm, first, second, turns)
@@ -239,6 +252,7 @@ def _text(found: Mapping[str, Any]) -> str:
         "slots": ("the same slots", "moving"),
         "order": ("any order", "one order"),
         "algorithms": ("first", "second"),
+        "comparison": ("not compared", "compared"),
     }
     first, second = heads[found["what"]]
     lines = [
@@ -252,8 +266,8 @@ def _text(found: Mapping[str, Any]) -> str:
         link, ranks, coll, detail, nbytes = key
         lines.append(
             f"| {link} | {ranks} | {coll} | {detail} | {nbytes} | {us[0]:.2f} | "
-            f"{us[1]:.2f} | {statistics.median(ratios):.2f} ({min(ratios):.2f}, "
-            f"{max(ratios):.2f}) | {len(cells)} |"
+            f"{us[1]:.2f} | {statistics.median(ratios):.3f} ({min(ratios):.3f}, "
+            f"{max(ratios):.3f}) | {len(cells)} |"
         )
     return "\n".join([*lines, "", *_means(_by_cell(found["launches"]))])
 

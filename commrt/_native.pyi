@@ -754,6 +754,18 @@ class Group:
 
     @call_check.setter
     def call_check(self, arg: CallCheck | None, /) -> None: ...
+    @property
+    def calls_differ(self) -> bool:
+        """Whether it has ended because its ranks made different calls; `failure` says
+        which.
+        """
+
+    @property
+    def compare_every(self) -> int:
+        """The number of calls to a library after which ranks compare them; 0: never."""
+
+    @compare_every.setter
+    def compare_every(self, arg: int, /) -> None: ...
     def drop_family(self, family: PlanFamily) -> None:
         """Drop a family with its plans."""
 
@@ -783,6 +795,11 @@ class Group:
 
     @has_checksums.setter
     def has_checksums(self, arg: bool, /) -> None: ...
+    def has_given_up(self, rank: int) -> bool:
+        """Return whether another rank of this node does not take part in the next
+        operation.
+        """
+
     @property
     def idle(self) -> bool: ...
     def keep_plan(
@@ -792,6 +809,12 @@ class Group:
 
     def kept_plans(self) -> list[Plan]:
         """Return the plans that it keeps, the last used first."""
+
+    def known_end(self, later: bool = False) -> tuple[str, bool]:
+        """Return why the next operation, or one that is later, cannot be done, and
+        whether a rank's death is the reason; empty: no rank has failed, as far as
+        is known. Ranks that have left by themselves count for the next one alone.
+        """
 
     @property
     def least_spins(self) -> int:
@@ -928,11 +951,6 @@ class Group:
     def who_died(self, peer: int = -1) -> str:
         """Return which rank's process has ended; empty: none. One that has left counts
         only as the peer.
-        """
-
-    def why_over(self) -> str:
-        """Return why the next operation cannot be done; empty: no rank has failed, as
-        far as is known.
         """
 
 class HostWork(DeviceWork):
@@ -2456,6 +2474,7 @@ def nccl_phases_plan(
     elements: int = 0,
     element_type: int = 0,
     reduction: int = 0,
+    facts: int = 0,
 ) -> NcclPlan:
     """A plan of messages among neighbours, one phase behind the other."""
 
@@ -2478,6 +2497,8 @@ def nccl_plan(
     elements: int,
     element_type: int,
     reduction: int,
+    facts: int,
+    length: int,
 ) -> NcclPlan:
     """Make the plan of a call by NCCL."""
 
@@ -2494,6 +2515,8 @@ def nccl_program_plan(
     elements: int,
     element_type: int,
     reduction: int,
+    facts: int,
+    length: int,
 ) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
@@ -2526,6 +2549,8 @@ def peer_plan(
     elements: int,
     element_type: int,
     reduction: int,
+    facts: int,
+    length: int,
 ) -> PeerPlan:
     """Make the plan of a call over memory of peers."""
 

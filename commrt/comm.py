@@ -246,10 +246,7 @@ class Communicator(_native.Front, Operations):
         return self._core.joined
 
     def _replaced_by(self, core: Core) -> Communicator:
-        tell, self._core.when_replaced = self._core.when_replaced, None
-        if tell is not None:
-            tell(core)
-        core.when_replaced = tell
+        self._core.replaced_by(core)
         return Communicator(core)
 
     @_described_by(Recovery.shrink)
@@ -270,7 +267,6 @@ class Communicator(_native.Front, Operations):
         made = self._core.growth.grow(count, name=name, timeout_s=timeout_s)
         if made is self._core:
             return self
-        made.joined = range(self.size, made.size)
         return self._replaced_by(made)
 
     # -- symmetric memory --------------------------------------------------------

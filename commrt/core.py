@@ -77,8 +77,6 @@ class Core(Channel):
     devices: DeviceCollectives
     fusion: Fusion
     checker: Checker | None = None
-    joined: range = range(0)
-    """The ranks that came by the ``grow`` that made this one."""
     when_replaced: Callable[[Core], None] | None = None
     """Is told of the core that replaces this one after a fault, and moves on to it."""
 
@@ -183,9 +181,17 @@ class Core(Channel):
 
     def _host_channel(self, timeout_s: float) -> HostCalls:
         """Return what runs the host's parts of calls on device arrays; collective."""
-        return HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
+        with self.making():
+            return HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
 
     # -- ending ------------------------------------------------------------------
+
+    def replaced_by(self, core: Core) -> None:
+        """Let who follows this communicator go on with one that takes its place."""
+        tell, self.when_replaced = self.when_replaced, None
+        if tell is not None:
+            tell(core)
+        core.when_replaced = tell
 
     def free(self) -> None:
         """Release the communicator; local, idempotent. Wait for its requests first.

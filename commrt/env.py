@@ -80,6 +80,13 @@ def _count(raw: str) -> float:
     return float(raw)
 
 
+def _number(raw: str) -> float:
+    """Parse a whole number of at most 9 digits."""
+    if not raw.isdecimal() or not raw.isascii() or len(raw) > 9:
+        raise ValueError("must be a whole number from 0 to 999999999")
+    return float(raw)
+
+
 def _chaos(raw: str) -> str:
     parse_chaos(raw)
     return raw
@@ -138,6 +145,15 @@ VARIABLES: tuple[Variable, ...] = (
         "Checksums of messages, so that one that is damaged on its way is found.",
         True,
         _flag,
+    ),
+    Variable(
+        "COMMRT_COMPARE_EVERY",
+        "whole number",
+        "128",
+        "After so many of its collectives that an MPI library, NCCL or kernels over "
+        "peers' memory ran, a rank compares them with the others' ones; 0: never.",
+        True,
+        _number,
     ),
     Variable(
         "COMMRT_CUDA_AWARE_MPI",

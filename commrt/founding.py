@@ -47,11 +47,13 @@ class Founder(Generic[Plain]):
     """Injects faults into its operations, and goes on counting them; None: nobody asks.
     """
 
-    def found(self, peers: Bootstrap, deadline: float) -> Plain:
+    def found(self, peers: Bootstrap, deadline: float) -> tuple[Plain, list[int]]:
         """Return a communicator of these ranks, or of those of them that live.
 
         All that return have the same one: no rank uses it before all have made it.
+        Returns with it which of the ranks of ``peers`` are in it, in its order.
         """
+        living = list(range(peers.size))
         while True:
             made: Plain | None = None
             said = _MADE
@@ -67,7 +69,7 @@ class Founder(Generic[Plain]):
                 wrong = [rank for rank, blob in all_said.items() if blob != _MADE]
                 if made is not None and not wrong:
                     rest.close()
-                    return made
+                    return made, living
                 if failure is None:
                     why = all_said[wrong[0]].decode()
                     failure = BackendError(f"rank {wrong[0]} of {self.name}: {why}")
@@ -75,7 +77,7 @@ class Founder(Generic[Plain]):
             if made is not None:  # somebody has died meanwhile
                 made.give_up("a rank died before all had made it")
                 made.free()
-            peers = rest
+            peers, living = rest, [living[rank] for rank in all_said]
 
     def _made_with(self, peers: Bootstrap, limit_s: float) -> Plain:
         world = self._world_of(peers, limit_s)

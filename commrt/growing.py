@@ -131,7 +131,9 @@ class Growth(Generic[Plain]):
         assert isinstance(peers, StoreBootstrap)
         founder = self._recovery.founder(own_name or name_after(comm.name))
         grown = _with_newcomers(peers, newcomers, said, reception, _words(founder))
-        return founder.found(grown, deadline)
+        made, living = founder.found(grown, deadline)
+        made.joined = _newcomers(living, comm.size)
+        return made
 
     def _wait_for(self, reception: Reception, count: int, limit_s: float) -> None:
         comm = self._comm
@@ -139,7 +141,7 @@ class Growth(Generic[Plain]):
         def there() -> bool:
             # Where another rank calls shrink(), this one hears of it when they meet.
             found = len(_living(reception.waiting()))
-            return found >= count or bool(comm.why_over())
+            return found >= count or bool(comm.known_end()[0])
 
         if not poll_until(there, limit_s, comm.world.bootstrap.idle):
             found = len(_living(reception.waiting()))
@@ -154,8 +156,8 @@ def join(
     engine: Any,
     make: Callable[..., Plain],
     deterministic: bool | None,
-) -> tuple[Plain, int]:
-    """Return the communicator that takes this process in, and its first new rank.
+) -> Plain:
+    """Return the communicator that takes this process in.
 
     Waits until the ranks of the job call ``grow``.
 
@@ -186,7 +188,14 @@ def join(
         timeout_s=words["timeout_s"],
         node=pretended_nodes(launch.size)[launch.rank],
     )
-    return founder.found(peers, deadline), words["first"]
+    made, living = founder.found(peers, deadline)
+    made.joined = _newcomers(living, words["first"])
+    return made
+
+
+def _newcomers(living: Sequence[int], old: int) -> range:
+    """Return which ranks are new; some of the ``old`` ones may have died meanwhile."""
+    return range(sum(rank < old for rank in living), len(living))
 
 
 def _words(founder: Founder[Any]) -> dict[str, Any]:

@@ -72,7 +72,8 @@ class Recovery(Generic[Plain]):
         comm.check_open()
         if not isinstance(why, str):
             raise UsageError(f"revoke: why={shown(why)} must be a text")
-        self.end(f"revoke() was called{f': {why}' if why else ''}")
+        said = why.encode(errors="backslashreplace").decode()
+        self.end(f"revoke() was called{f': {said}' if said else ''}")
 
     def end(self, why: str) -> None:
         """End the communicator and those made from it, on all of their ranks."""
@@ -130,7 +131,8 @@ class Recovery(Generic[Plain]):
         Collective over the ranks that live.
 
         Raises:
-            UsageError: the communicator has not failed; ``revoke()`` ends one.
+            UsageError: neither the communicator has failed, nor has a rank died in one
+                that was made from it; ``revoke()`` ends one.
             TimeoutError_: a rank neither came nor ended in time; all may call again.
             RevokedError: the others go on without this rank.
         """
@@ -138,7 +140,7 @@ class Recovery(Generic[Plain]):
         comm.check_open()
         own_name = check_name("shrink", name)
         limit_s = comm.limit("shrink", timeout_s)
-        if not comm.why_over():
+        if not self.has_ended():
             raise UsageError(
                 f"shrink: {comm.name} has not failed, and all of its ranks can use it; "
                 f"call revoke() first to replace it all the same"
@@ -147,7 +149,23 @@ class Recovery(Generic[Plain]):
         self.end("a rank called shrink()")
         peers, _ = self.regroup("shrink", b"", limit_s)
         new_name = own_name or name_after(comm.name)
-        return self.founder(new_name).found(peers, deadline)
+        made, _ = self.founder(new_name).found(peers, deadline)
+        return made
+
+    def has_ended(self) -> bool:
+        """Return whether the communicator has failed, as far as this rank knows."""
+        return bool(self._comm.known_end()[0]) or self.has_lost_a_rank()
+
+    def has_lost_a_rank(self) -> bool:
+        """Return whether a rank's death is known, here or in what was made from this.
+
+        Where a death is told by messages, a part of the ranks may hear of it first.
+        """
+        comm = self._comm
+        if comm.is_over:
+            return False
+        is_known = bool(comm.who_died()) or comm.failed_by_death
+        return is_known or any(each.has_lost_a_rank() for each in self._descendants())
 
     def founder(self, name: str) -> Founder[Plain]:
         """Return what makes a communicator that is like this one."""

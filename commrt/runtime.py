@@ -135,9 +135,8 @@ def init(
 def _joined(launch: LaunchInfo, deterministic: bool | None) -> Communicator:
     """Return the communicator of a running job that takes this process in."""
     engine = _engine_of(launch)
-    core, first = join(launch, engine, Core, deterministic)
+    core = join(launch, engine, Core, deterministic)
     _leave_at_end(launch)
-    core.joined = range(first, core.size)
     core.when_replaced = _go_on_with
     install_excepthook(core.world)
     _RUNTIME.world, _RUNTIME.core = core.world, core

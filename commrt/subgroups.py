@@ -22,6 +22,7 @@ _LARGEST = 2**63 - 1
 Plain = TypeVar("Plain", bound=Channel)
 Cart = TypeVar("Cart", bound=Channel)
 Graph = TypeVar("Graph", bound=Channel)
+Made = TypeVar("Made", bound=Channel)
 
 
 @dataclass(frozen=True)
@@ -243,20 +244,13 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         own_name, lists = self._comparison.together("graph", check)
         self._check_edges(*lists)
         label, title = self._comparison.label("graph")
-        limit = self._comm.timeout_s
-        identity = self._comm.world.agree_id(
-            self._comm.world_ranks, label, timeout_s=limit, once=True
-        )
-        made = self._kinds.graph(
-            self._comm.world,
+        return self._make(
+            self._kinds.graph,
             self._comm.world_ranks,
+            label,
             own_name or title,
-            identity,
-            timeout_s=limit,
             around=make_neighborhood(*lists),
         )
-        self._made.add(made)
-        return made
 
     def _check_ranks(self, argument: str, given: Any) -> list[int]:
         ranks = as_items(given)
@@ -310,15 +304,9 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         once: bool = True,
     ) -> Plain:
         wish = self._comm.deterministic if deterministic is None else deterministic
-        limit = self._comm.timeout_s
-        same = f"deterministic={wish}"
-        identity = self._comm.world.agree_id(ranks, label, same, limit, once=once)
-        world = self._comm.world
-        made = self._kinds.plain(
-            world, ranks, name, identity, deterministic=wish, timeout_s=limit
+        return self._make(
+            self._kinds.plain, ranks, label, name, once=once, deterministic=wish
         )
-        self._made.add(made)
-        return made
 
     def _derive_cart(
         self,
@@ -331,26 +319,46 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         """Return a communicator over a grid of ``ranks`` of this one."""
         world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
         wish = self._comm.deterministic if deterministic is None else deterministic
-        world, limit = self._comm.world, self._comm.timeout_s
-        same = f"deterministic={wish}"
-        identity = world.agree_id(world_ranks, label, same, limit, once=True)
-        made = self._kinds.cart(
-            world,
-            world_ranks,
-            name,
-            identity,
-            deterministic=wish,
-            timeout_s=limit,
-            grid=grid,
+        return self._make(
+            self._kinds.cart, world_ranks, label, name, deterministic=wish, grid=grid
         )
-        self._made.add(made)
-        return made
 
     def _derive_from(self, ranks: Sequence[int], label: str, name: str) -> Plain:
         """Return a communicator of ``ranks`` of this one; collective over them."""
         return self._derive(
             [self._comm.world_ranks[rank] for rank in ranks], label, name
         )
+
+    def _make(
+        self,
+        kind: Callable[..., Made],
+        ranks: Sequence[int],
+        label: str,
+        name: str,
+        *,
+        once: bool = True,
+        **given: Any,
+    ) -> Made:
+        """Return a communicator of ranks of the world; collective over them.
+
+        ``once``: these ranks have never used the label, and never will again.
+        """
+        world, limit = self._comm.world, self._comm.timeout_s
+        same = f"deterministic={given.get('deterministic')}"
+        comm = self._comm
+        places = [comm.world_ranks.index(rank) for rank in ranks]
+        # Where a rank had died before, those that remain make one all the same.
+        deaths = not (comm.failed_by_death or comm.who_died())
+        with comm.making(places, deaths=deaths):
+            identity = world.agree_id(ranks, label, same, limit, once=once)
+            made: Any = kind(world, ranks, name, identity, timeout_s=limit, **given)
+        self.adopt(made)
+        found: Made = made
+        return found
+
+    def adopt(self, made: Plain | Cart | Graph) -> None:
+        """Let a communicator of some of these ranks end where this one is ended."""
+        self._made.add(made)
 
 
 def _check_integer(what: str, argument: str, value: Any) -> int:

@@ -95,8 +95,8 @@ ENTRIES = (
         "MismatchError",
         "Ranks called different things. Check mode (`COMMRT_DEBUG=check`) and calls "
         "that make or plan something raise the same text on every rank, and nothing "
-        "was sent. Without check mode, ranks that receive a message of another call "
-        "raise it.",
+        "was sent. Without check mode, all ranks raise it, too, once one has found "
+        "that calls differ, and the communicator has ended.",
         "Make the same calls in the same order on all ranks.",
         "if comm.rank == 0:\n    comm.allreduce(np.ones(4))\n"
         "else:\n    comm.allreduce(np.ones(5))",
@@ -124,7 +124,7 @@ ENTRIES = (
         "is gone.",
         "Go on without it, with ``create_group`` of the ranks that remain, or restart "
         "the job from a checkpoint.",
-        'if comm.rank == 1:\n    raise RuntimeError("out of disk space")\ncomm.dup()',
+        "if comm.rank == 0:\n    comm.dup()",
         ranks=2,
     ),
     Entry(

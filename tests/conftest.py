@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -63,6 +64,15 @@ _OWNED_TARGETS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 # Far away: only a leak waits so long. What another worker of pytest-xdist holds in
 # /dev/shm looks like ours until then.
 _GRACE_S = 60.0
+
+
+def pytest_unconfigure() -> None:
+    """Let the system end a process that does not end by itself after its tests.
+
+    What waits then is native code, after Python has ended; only a signal ends it.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(_GRACE_S))
 
 
 class RunThreads(Protocol):

@@ -175,9 +175,10 @@ def _failures(recording: Recording) -> list[str]:
 
 def describe_failure(failure: Failure) -> str:
     """Return what failed where, and the first line of why."""
+    why, *_ = failure.reason.strip().splitlines() or ["no reason is written down"]
     return (
         f"{failure.candidate} for {failure.op} with {failure.ranks} ranks: "
-        f"{failure.reason.splitlines()[0].rstrip(':')} "
+        f"{why.rstrip(':')} "
         f"at {human_nbytes(failure.nbytes)}"
     )
 

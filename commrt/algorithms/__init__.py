@@ -11,6 +11,7 @@ from commrt.algorithms._nested import run as run_nested
 from commrt.algorithms._registry import (
     Algorithm,
     algorithm,
+    exists,
     get,
     import_files,
     names,
@@ -23,6 +24,7 @@ from commrt.algorithms._registry import (
 __all__ = [
     "Algorithm",
     "algorithm",
+    "exists",
     "get",
     "names",
     "offered_params",

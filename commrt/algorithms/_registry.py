@@ -227,6 +227,17 @@ def names(
     )
 
 
+def exists(
+    coll: str, name: str, size: int | None = None, nodes: Nodes | None = None
+) -> bool:
+    """Return whether ``names`` has a name; quicker."""
+    plain = operation(coll).vector_of
+    one = _ALGORITHMS.get((plain or coll, name))
+    if one is None or not (size is None or one.supports(size, nodes)):
+        return False
+    return plain is None or carries_counts(one)
+
+
 def simplest_first(coll: str, found: Iterable[str]) -> list[str]:
     """Return names of algorithms of ``coll``, this package's and the simplest first."""
 

@@ -42,6 +42,7 @@ def meet(
         f"comm{group.identity}/devices",
         json.dumps({"what": what, "told": told}).encode(),
         timeout_s,
+        group.heed_end,
     )
     said = [json.loads(blob) for blob in blobs]
     _check_same_call(group, give_up, [each["what"] for each in said])

@@ -206,7 +206,7 @@ class Attached:
     def predicted_us(self, query: Query, candidate: Candidate) -> float:
         """Return the predicted microseconds of a candidate; ``inf`` means never."""
         coll, name = query.coll, candidate.algorithm
-        if name in algorithms.names(coll):
+        if algorithms.exists(coll, name):
             root, (own, _) = query.root or 0, host_plans.split_params(candidate.params)
             if host_plans.why_not(self.group, coll, name, root, own) is not None:
                 return math.inf

@@ -50,7 +50,7 @@ def transport_variants(
     run the same: chunks that cut messages into as many fragments, or how fragments
     overlap where there is only one.
     """
-    if candidate.algorithm not in algorithms.names(coll):
+    if not algorithms.exists(coll, candidate.algorithm):
         return []
     own, transport = split_params(candidate.params)
     if transport != TransportParams():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from commrt.errors import PeerFailedError, TimeoutError_, UsageError
+from commrt.errors import PeerFailedError, RevokedError, TimeoutError_, UsageError
 from commrt.vocabulary.limits import deadline_after
 
 __all__ = [
@@ -208,7 +208,12 @@ def poll_until(
         if now >= deadline:
             return False
         if idle is not None:
-            idle()
+            try:
+                idle()
+            except (PeerFailedError, RevokedError):  # the rank may have come before
+                if done():
+                    return True
+                raise
         polls += 1
         if polls <= _YIELDS:
             time.sleep(0)

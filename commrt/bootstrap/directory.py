@@ -27,6 +27,7 @@ class DirectoryStore:
     def __init__(self, folder: str | os.PathLike[str], size: int) -> None:
         self._folder = Path(folder)
         self._size = size
+        self._prefix = f"{folder}/key-"
         if not self._folder.is_dir():
             raise BackendError(
                 f"COMMRT_MEETING={self._folder} is no folder: python -m commrt.run, "
@@ -81,4 +82,5 @@ class DirectoryStore:
 
     def _path(self, key: str) -> str:
         # A string: pathlib interns the parts of each path, and there are many keys.
-        return f"{self._folder}/key-{quote(key, '')}"
+        name = key.replace("%", "%25").replace("/", "%2F")
+        return f"{self._prefix}{name}"

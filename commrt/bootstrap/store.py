@@ -41,8 +41,6 @@ __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
 _HOST_S = 0.5
 """Seconds in which it is heard that the rank has ended that hosts the store."""
-_VERDICT_S = 10.0
-"""Seconds in which the rank that counted first writes its verdict, unless it died."""
 
 
 class StoreBootstrap:
@@ -74,8 +72,10 @@ class StoreBootstrap:
         """Begins its keys."""
         self.reception = Reception(store)
         """Where processes ask to join the job."""
-        self._why_no_host: Callable[[], str] = lambda: self.gone(0) if self.gone else ""
-        """Why rank 0 of the job, which may host the store, is gone."""
+        self._host: int | None = 0
+        """Which rank may host the store; None: one that is not among these."""
+        self._why_no_other_host: Callable[[], str] = lambda: ""
+        """Why that one is gone; empty where it lives, or may."""
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -101,6 +101,12 @@ class StoreBootstrap:
                 f"{text}: look whether the process that hosts it runs, the launcher "
                 f"or rank 0, and restart the job if it does not"
             ) from error
+
+    def _why_no_host(self) -> str:
+        """Return why rank 0 of the job, which may host the store, is gone."""
+        if self._host is None:
+            return self._why_no_other_host()
+        return self.gone(self._host) if self.gone else ""
 
     def exchange(
         self,
@@ -162,7 +168,11 @@ class StoreBootstrap:
         mine = ranks.index(self.rank)
         made = StoreBootstrap(self._store, mine, len(ranks), prefix)
         made.idle = self.idle
-        made._why_no_host = self._why_no_host
+        made._host = ranks.index(self._host) if self._host in ranks else None
+        if made._host is None:
+            # A host that has ended stays so. For another one, this is asked again.
+            why = self._why_no_host()
+            made._why_no_other_host = (lambda: why) if why else self._why_no_host
         gone = self.gone
         if gone is not None:
             made.gone = lambda rank: gone(ranks[rank])
@@ -172,6 +182,7 @@ class StoreBootstrap:
         """Return a bootstrap of these ranks and of others that follow them; local."""
         made = StoreBootstrap(self._store, self.rank, size, f"{self.prefix}/grown")
         made.idle = self.idle
+        made._host, made._why_no_other_host = self._host, self._why_no_other_host
         return made
 
     def forget(self, key: str) -> None:
@@ -209,8 +220,7 @@ class _Attempt:
         self._store = store
         self._names = {member: f"{base}/{member}" for member in members}
         self._rank = rank
-        self._votes, self._verdict = f"{base}/votes", f"{base}/verdict"
-        self._readers = f"{base}/readers"
+        self._verdict, self._readers = f"{base}/verdict", f"{base}/readers"
         self.is_over = False
         """True if this rank knows its verdict."""
         self.came: set[int] = set()
@@ -228,16 +238,15 @@ class _Attempt:
         def met() -> bool:
             return bool(store.check(everybody)) or bool(store.check([self._verdict]))
 
-        vote = b"withdrawn"
+        vote = "withdrawn"
         try:
             if poll_until(met, deadline - time.monotonic(), idle):
-                vote = b"done"
+                vote = "done"
         finally:
-            if not store.check([self._verdict]) and store.add(self._votes, 1) == 1:
-                store.set(self._verdict, vote)
+            # In one step: a rank may die between two, and others would wait for it.
+            store.compare_set(self._verdict, "", vote)
             self.came = {r for r, name in self._names.items() if store.check([name])}
-            decided = poll_until(lambda: store.check([self._verdict]), _VERDICT_S)
-            said = self._end() if decided else None
+            said = self._end()
         return said
 
     def has_come(self, rank: int) -> bool:
@@ -252,12 +261,7 @@ class _Attempt:
         if bytes(store.get(self._verdict)) == b"done":
             said = [bytes(store.get(name)) for name in self._names.values()]
         if store.add(self._readers, 1) == len(self._names):
-            for name in (
-                *self._names.values(),
-                self._votes,
-                self._verdict,
-                self._readers,
-            ):
+            for name in (*self._names.values(), self._verdict, self._readers):
                 store.delete_key(name)
         return said
 

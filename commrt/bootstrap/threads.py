@@ -14,7 +14,7 @@ from commrt.bootstrap.survivors import (
     agree_on_survivors,
     met_by_survivors,
 )
-from commrt.errors import PeerFailedError
+from commrt.errors import PeerFailedError, RevokedError
 from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["ThreadWorld"]
@@ -170,7 +170,11 @@ class ThreadWorld:
                     waited_s = timeout_s - left_s
                     idle_s = min(max(_IDLE_S, waited_s / 50), _LONGEST_IDLE_S)
                     self._changed.wait(min(left_s, idle_s))
-                    idle()
+                    try:
+                        idle()
+                    except (PeerFailedError, RevokedError):  # of one that has come
+                        if mine.said is None:
+                            raise
                 return mine.said, []
             finally:
                 if mine.said is None:

@@ -185,6 +185,7 @@ class DeviceBoxes:
                 ],
                 coll=coll,
                 reduction=int(ReduceOp.SUM if reduction is None else reduction),
+                facts=facts,
             )
             return
         parts = [

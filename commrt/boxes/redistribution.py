@@ -165,7 +165,7 @@ class Redistributions:
         by a reduction of 8 bytes whether their arguments fit, and a nonblocking call
         waits for it, too. With arrays on devices they compare them on the way.
         """
-        limit = self._group.limit(_NAME, timeout_s)
+        limit = self._comparison.limit(_NAME, timeout_s)
         moved = self._moved(x, source, target, out, nonblocking, stream)
         arrays = [moved.sent, moved.taken]
 

@@ -62,6 +62,9 @@ class Channel(Group, Operations):
     seen before (``native/calls/operation.cpp``), and asks ``_call`` for all others.
     """
 
+    joined: range = range(0)
+    """The ranks that came by the ``grow`` that made this one."""
+
     def __init__(
         self,
         world: World,
@@ -134,19 +137,20 @@ class Channel(Group, Operations):
         # With the number of the next call: a rank whose call was refused is ahead.
         label = f"comm{self.identity}/{purpose}/{self.next_seq}"
         identity = self.world.agree_id(
-            self.world_ranks, label, timeout_s=timeout_s, heed=self.heed_refusals
+            self.world_ranks, label, timeout_s=timeout_s, heed=self.heed_others
         )
         return f"{self.name}.{purpose}", identity
 
     def private(self, purpose: str, timeout_s: float) -> Channel:
         """Return a channel of the same ranks for commrt's own use; collective."""
-        made = Channel(
-            self.world,
-            self.world_ranks,
-            *self.agree_private(purpose, timeout_s),
-            timeout_s=timeout_s,
-        )
-        made.settle()
+        with self.making():
+            made = Channel(
+                self.world,
+                self.world_ranks,
+                *self.agree_private(purpose, timeout_s),
+                timeout_s=timeout_s,
+            )
+            made.settle()
         return made
 
     @contextmanager

@@ -156,6 +156,8 @@ class Checker:
         except TimeoutError_:
             self._start(fields)[1].be_quiet()  # the others ask for it when they come
             raise error from None
+        except UsageError as beside:
+            raise self.failed(what, beside, self._limit(timeout_s)) from error
         try:
             self._said(fields, timeout_s)
         except TimeoutError_:
@@ -202,6 +204,8 @@ class Checker:
         self, what: str, error: BaseException, timeout_s: float
     ) -> BaseException:
         """Return the error of a call whose comparison failed with ``error``."""
+        if type(error) is UsageError:  # of two threads; others are ClosedError
+            return self._beside_another(what)
         if not isinstance(error, TimeoutError_):
             return error
         late = self._late(what, self.channel.next_seq - 1, timeout_s)
@@ -220,7 +224,7 @@ class Checker:
         limit = self._limit(timeout_s)
         try:
             return self.numbers.are_same(number, pairs, limit)
-        except TimeoutError_ as error:
+        except (TimeoutError_, UsageError) as error:
             raise self.failed(what, error, limit) from error
 
     def _numbers(self, call: Call, bound: Bound) -> tuple[int, int]:
@@ -342,6 +346,20 @@ class Checker:
         rows = np.empty((self._comm.size, _NBYTES), np.uint8)
         request = self.channel.allgather(mine, out=rows, nonblocking=True)
         return rows, request
+
+    def _beside_another(self, operation: str) -> UsageError:
+        """Give the communicator up: two threads call at once, in any order."""
+        comm = self._comm
+        what = f"{operation} #{comm.next_seq} on {comm.name}"
+        comm.give_up(f"two threads called at once in check mode, one of them {what}")
+        error = UsageError(
+            f"{what}, rank {comm.rank}: another thread of this rank is making a call "
+            f"on this communicator, so the ranks' calls have no common order; give "
+            f"each thread a communicator of its own, by comm.dup() (check mode: "
+            f"nothing of it was sent, and the communicator cannot be used any more)"
+        )
+        error.on_all_ranks = True  # the others raise RevokedError, and need no word
+        return error
 
     def _late(self, operation: str, seq: int, limit: float) -> TimeoutError_:
         """Give the communicator up: the others may go on to the operation."""

@@ -110,7 +110,7 @@ def _import_file(path: Path) -> ModuleType:
 
 def collectives_of(name: str, coll: str | None) -> list[str]:
     """Return the operations that have the algorithm, or the one asked for."""
-    having = [one for one in SCHEDULED if name in algorithms.names(one)]
+    having = [one for one in SCHEDULED if algorithms.exists(one, name)]
     if not having:
         known = {each for one in SCHEDULED for each in algorithms.names(one)}
         raise UsageError(f"unknown algorithm {name!r}{suggest(name, known)}")

@@ -267,7 +267,8 @@ class Compression:
             one, make = self._channel, self._make_channel
             alone = one.size == 1
             names = ("compress.shares", "compress.sums")
-            pair = [one if alone else make(name, timeout_s) for name in names]
+            with one.making():
+                pair = [one if alone else make(name, timeout_s) for name in names]
             channels = self._channels = _Channels(pair[0], pair[1], alone)
         return channels
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from commrt.elastic.copies import difference
 from commrt.errors import RecoveryError
 
 __all__ = ["Plan", "Said", "choose"]
@@ -16,11 +17,13 @@ class Said:
     """A rank tells this to the others."""
 
     done: int | None
-    """Steps whose state it has whole; None where it has none."""
+    """Steps that it has completed; None for a newcomer."""
+    steps: tuple[int, ...]
+    """At the begin of which steps it can be."""
     part: int | None
     """Its part of the model; None for a newcomer."""
-    arrays: tuple[str, ...]
-    """Name, type and shape of each array of its model."""
+    arrays: tuple[str, ...] | None
+    """Name, type and shape of each array of its model; None: it is made later."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Plan:
 def choose(said: Sequence[Said], replica_size: int) -> Plan:
     """Return who goes on; raise RecoveryError, on all alike, where nobody can.
 
-    The step is the last one that all ranks completed: the lowest of those that have a
-    state. A rank that is ahead returns to it.
+    They go on from the last step that all of them completed. A rank that is ahead
+    returns to it.
     """
     parts = range(replica_size)
     known: dict[int, list[int]] = {part: [] for part in parts}
@@ -62,7 +65,7 @@ def choose(said: Sequence[Said], replica_size: int) -> Plan:
         )
     step = _step_of(said, known)
     first = {
-        part: next(rank for rank in known[part] if said[rank].done == step)
+        part: next(rank for rank in known[part] if step in said[rank].steps)
         for part in parts
     }
     leavers = _strangers(said, known, new, first)
@@ -87,22 +90,28 @@ def choose(said: Sequence[Said], replica_size: int) -> Plan:
         members,
         owner,
         [members.index(first[owner[rank]]) for rank in members],
-        [said[rank].done != step for rank in members],
+        [step not in said[rank].steps for rank in members],
         step,
         leavers,
     )
 
 
 def _step_of(said: Sequence[Said], known: Mapping[int, Sequence[int]]) -> int:
-    """Return the lowest step whose state some rank of each part has whole."""
-    steps = [{said[rank].done for rank in ranks} - {None} for ranks in known.values()]
-    found = sorted(step for step in set.intersection(*steps) if step is not None)
+    """Return the step to go on from, whose begin some rank of each part has whole."""
+    steps = [
+        {s for rank in ranks for s in said[rank].steps} for ranks in known.values()
+    ]
+    found = set.intersection(*steps)
     if not found:
         raise RecoveryError(
-            "no step's state is whole on the ranks that live: their optimizers were "
-            "in the middle of an update; undo='copy' keeps what it needs"
+            "no step's state is whole on the ranks that live: their optimizers have "
+            "begun or made an update that others have not; undo='copy' keeps what it "
+            "takes to return"
         )
-    return found[0]
+    # A rank has its local state only of steps that it completed.
+    done = [one.done for one in said if one.done is not None]
+    of_all = [step for step in found if step <= min(done)]
+    return max(of_all) if of_all else min(found)
 
 
 def _strangers(
@@ -117,16 +126,9 @@ def _strangers(
         part = said[rank].part
         theirs = said[first[0 if part is None else part]].arrays
         mine = said[rank].arrays
-        if mine != theirs:
-            found[rank] = f"its model is another: {_difference(mine, theirs)}"
+        if mine is not None and theirs is not None and mine != theirs:
+            found[rank] = f"its model is another: {difference(mine, theirs)}"
     return found
-
-
-def _difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    odd = sorted({*mine} ^ {*theirs})
-    lines = [f"{line} ({'here' if line in mine else 'there'})" for line in odd[:4]]
-    more = f", and {len(odd) - 4} more" if len(odd) > 4 else ""
-    return ", ".join(lines) + more if lines else "its arrays come in another order"
 
 
 def _listed(numbers: Sequence[int]) -> str:

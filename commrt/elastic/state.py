@@ -6,14 +6,26 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from commrt.elastic.copies import copied, description, filled
+from commrt.elastic.copies import (
+    Axes,
+    address,
+    assembled,
+    copied,
+    description,
+    difference,
+    filled,
+    meshes_of,
+    portable,
+)
 from commrt.errors import UsageError, shown
 
-__all__ = ["State"]
+__all__ = ["Kept", "State"]
 
 _STEPS_KEPT = 2
 """Ranks that call collectives in each step are at most one step apart."""
@@ -24,6 +36,16 @@ class _Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+@dataclass
+class Kept:
+    """Copies that a rank keeps while it has no state."""
+
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Copies of all entries, by the number of the step that begins with them."""
+    local: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Copies of what is local, by the number of the step that began then."""
 
 
 class State:
@@ -55,19 +77,29 @@ class State:
         undo: Literal["copy", "optimizer"] = "copy",
         **entries: Any,
     ) -> None:
-        if undo not in ("copy", "optimizer"):
+        if not isinstance(undo, str) or undo not in ("copy", "optimizer"):
             raise UsageError(f"State: undo={shown(undo)} must be 'copy' or 'optimizer'")
+        if not isinstance(local, Mapping | None):
+            raise UsageError(
+                f"State: local={shown(local)} must be a mapping, such as "
+                f'{{"sampler": sampler}}'
+            )
         self._entries = {name: _holder(name, each) for name, each in entries.items()}
-        own = {name: _holder(name, each) for name, each in (local or {}).items()}
+        own = {
+            name: _holder(f"local[{shown(name)}]", each)
+            for name, each in (local or {}).items()
+        }
         self._local = {**own, "random generators": _Generators()}
         optimizers = [each for each in entries.values() if _is_optimizer(each)]
         self._updates = _Updates(optimizers if undo == "optimizer" else [])
         self._kept: dict[str, Any] = {}
         """Copies of entries as the step began."""
+        self._begun: int | None = None
+        """The number of that step; None: none has begun since it was loaded."""
         self._kept_local: dict[int, dict[str, Any]] = {}
         """Copies of what is local, by the number of the step that began then."""
-        self.is_whole = True
-        """False where a half step cannot be undone here."""
+        self._is_whole = True
+        """False where it is what no step begins with."""
 
     def remember(self, step: int) -> None:
         """Keep what is needed to undo the step that begins."""
@@ -80,21 +112,65 @@ class State:
         self._kept_local[step] = self._local_copies()
         for old in [each for each in self._kept_local if each <= step - _STEPS_KEPT]:
             del self._kept_local[old]
-        self._updates.begun = False
+        self._begun, self._updates.begun = step, False
 
-    def undo(self) -> None:
-        """Return to what was when the step began, as far as that can be done here."""
-        if not self._kept:
-            return  # no step has begun since it was loaded
-        if self._updates.begun:
-            self.is_whole = False
+    def steps(self, done: int) -> tuple[int, ...]:
+        """Return at the begin of which steps this rank can be; it has completed some.
+
+        It has the state of now, unless a step has changed it halfway, and that of when
+        the last step began, if there are copies.
+        """
+        if self._begun is None or done == self._begun:
+            return (done,) if self._is_whole else ()
+        return (done,) if self._updates else (done, self._begun)
+
+    def undo(self, done: int) -> None:
+        """Undo the step that fails, as far as that can be done here.
+
+        Where ``done`` steps are completed and no other has begun, there is nothing to
+        undo.
+        """
+        if done == self._begun:
+            self.return_to(done)
+
+    def return_to(self, step: int) -> None:
+        """Return to what was when a step began that ``steps`` names."""
+        if step != self._begun:
             return
-        managed = self._updates.managed()
+        if self._updates.begun:
+            self._is_whole = False
+            return
+        managed, meshes = self._updates.managed(), self._meshes()
         for name, kept in self._kept.items():
             holder = self._entries[name]
-            again = copied(kept)  # some keep what they are given
+            again = assembled(copied(kept), meshes)  # some keep what they are given
             whole = filled(holder.state_dict(), again) if managed else again
             holder.load_state_dict(whole)
+
+    def kept(self, done: int) -> Kept:
+        """Return copies for a state made later, of all steps that ``steps`` names."""
+        found: dict[int, dict[str, Any]] = {}
+        is_halfway = done == self._begun
+        if self._is_whole and not (is_halfway and self._updates.begun):
+            if not is_halfway or self._updates:
+                found[done] = copied(self.entries())
+            if is_halfway and self._updates:
+                for name, kept in self._kept.items():
+                    found[done][name] = filled(found[done][name], kept)
+            elif self._begun is not None and not self._updates:
+                found[self._begun] = self._kept
+        local = dict(self._kept_local)
+        if not is_halfway:
+            local[done] = self._local_copies()
+        return Kept(found, local)
+
+    def inherit(self, kept: Kept, step: int) -> None:
+        """Take over what another state on this rank has kept of a step's begin."""
+        if step in kept.entries:
+            self.load(kept.entries[step])
+        else:
+            self._is_whole = False
+        self._kept_local = dict(kept.local)
 
     def has_local(self, step: int) -> bool:
         """Return whether this rank knows what was local when a step began."""
@@ -107,14 +183,17 @@ class State:
 
     def entries(self) -> dict[str, Any]:
         """Return the state of all entries, as another rank can load it."""
-        return {name: each.state_dict() for name, each in self._entries.items()}
+        return {
+            name: portable(each.state_dict()) for name, each in self._entries.items()
+        }
 
     def load(self, entries: Mapping[str, Any]) -> None:
         """Take over the entries of another rank."""
+        meshes = self._meshes()
         for name, holder in self._entries.items():
-            holder.load_state_dict(entries[name])
+            holder.load_state_dict(assembled(entries[name], meshes))
         self._kept.clear()
-        self.is_whole = True
+        self._begun, self._is_whole = None, True
 
     def descriptions(self) -> list[str]:
         """Return a line for each array in the entries: its name, type and shape."""
@@ -125,6 +204,26 @@ class State:
             if not _is_optimizer(each.held)
             for line in description(name, each.state_dict())
         ]
+
+    def differences(self, entries: Mapping[str, Any]) -> str:
+        """Return how another rank's entries differ in their arrays; empty: they fit."""
+        theirs = [
+            line
+            for name, each in self._entries.items()
+            if not _is_optimizer(each.held)
+            for line in description(name, entries.get(name))
+        ]
+        mine = self.descriptions()
+        return "" if mine == theirs else difference(mine, theirs)
+
+    def _meshes(self) -> dict[Axes, Any]:
+        """Return the meshes that DTensors of the entries are on."""
+        found: dict[Axes, Any] = {}
+        for each in self._entries.values():
+            # An optimizer's state has DTensors like those that it updates.
+            has = each.held.param_groups if _is_optimizer(each.held) else None
+            found |= meshes_of(each.state_dict() if has is None else has)
+        return found
 
     def _local_copies(self) -> dict[str, Any]:
         return {name: copied(each.state_dict()) for name, each in self._local.items()}
@@ -195,7 +294,7 @@ class _Updates:
     def managed(self) -> set[int]:
         """Return the addresses of the parameters that they update."""
         return {
-            parameter.data_ptr()
+            address(parameter)
             for each in self._optimizers
             for group in each.param_groups
             for parameter in group["params"]
@@ -206,8 +305,9 @@ class _Updates:
 
 
 def _holder(name: str, held: Any) -> Any:
-    if isinstance(held, _Stateful):
-        return _Held(held)
+    with suppress(Exception):  # of an object that cannot be asked
+        if isinstance(held, _Stateful):
+            return _Held(held)
     if isinstance(held, np.ndarray) or _is_tensor(held):
         return _Array(held)
     raise UsageError(
@@ -233,5 +333,5 @@ def _without(state: Any, managed: set[int]) -> Any:
     return {
         key: value
         for key, value in state.items()
-        if not (_is_tensor(value) and value.data_ptr() in managed)
+        if not (_is_tensor(value) and address(value) in managed)
     }

@@ -113,7 +113,9 @@ def _errors_name(path: _Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = os.fspath(path), None
+        error.filename = os.fspath(path)
+        if error.filename2 is not None:
+            del error.filename2  # set to None, it would be a part of the text
         raise
 
 

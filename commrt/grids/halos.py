@@ -193,7 +193,7 @@ class Halos:
         timeout_s: float | None,
         stream: Any,
     ) -> Any:
-        limit = self._group.limit(what, timeout_s)
+        limit = self._comparison.limit(what, timeout_s)
         given = fields, width, axes, corners, direct, op
         halo = self._checked(what, given, nonblocking, stream)
         arrays = halo.arrays

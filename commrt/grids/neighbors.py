@@ -245,7 +245,7 @@ class NeighborCalls:
     ) -> Any:
         group = self._group
         here = f"{what}, rank {group.rank}"
-        limit = group.limit(here, timeout_s)
+        limit = self._comparison.limit(what, timeout_s, here=here)
         arguments = (as_array(x, f"{here}: x"), out, sends, receives)
         bound = self._checked(what, arguments, limit, nonblocking, stream)
         plan = self._plan(bound, limit, stream)

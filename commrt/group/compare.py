@@ -121,6 +121,24 @@ class Comparison:
         checker.compare({"operation": what, **describe(found)}, timeout_s)
         return found
 
+    def limit(
+        self,
+        what: str,
+        timeout_s: float | None,
+        carrier: Refusing | None = None,
+        *,
+        here: str | None = None,
+    ) -> float:
+        """Return a call's limit; where it is wrong, the other ranks' call fails, too.
+
+        ``carrier``: as in ``refuse``. ``here``: name of the call in the error.
+        """
+        try:
+            return self._group.limit(here or what, timeout_s)
+        except UsageError as error:
+            self.refuse(what, error, None, carrier)
+            raise
+
     def refuse(
         self,
         what: str,
@@ -171,7 +189,7 @@ class Comparison:
             rows = [
                 _Said.of(text)
                 for text in group.world.bootstrap.exchange(
-                    group.world_ranks, key, mine.blob(), limit, group.heed_refusals
+                    group.world_ranks, key, mine.blob(), limit, group.heed_others
                 )
             ]
             if all(row.number == number for row in rows):

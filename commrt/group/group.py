@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 from commrt import _native, env
 from commrt.errors import (
@@ -28,6 +28,7 @@ from commrt.errors import (
 )
 from commrt.group import faults
 from commrt.group.finite_values import not_finite
+from commrt.group.missing_ranks import have, missing_elsewhere, starved
 from commrt.group.rank_states import (
     Elsewhere,
     RankState,
@@ -51,6 +52,7 @@ __all__ = ["CallChecker", "Group"]
 
 _KINDS: dict[str, type[Exception]] = {
     "backend": BackendError,
+    "calls": MismatchError,
     "integrity": IntegrityError,
     "mismatch": MismatchError,
     "peer": PeerFailedError,
@@ -61,7 +63,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-_FAULTS = {"mismatch": "mismatch", "peer": "death"}
+_FAULTS = {"calls": "mismatch", "mismatch": "mismatch", "peer": "death"}
 """Kinds of errors that faults are told of, by the engine's word."""
 _REST_S = 1.0
 _MOST_REFUSALS = 64
@@ -180,6 +182,10 @@ class Group(_native.Group):
         self.timeout_s = world.timeout_s
         self.nan_check = env.read_bool("COMMRT_NAN_CHECK")
         self.has_checksums = env.read_bool("COMMRT_CHECKSUM")
+        # Check mode compares each call before that.
+        checks = env.read_str("COMMRT_DEBUG") != "off"
+        every = env.read_float("COMMRT_COMPARE_EVERY")
+        self.compare_every = 0 if checks else int(every)
         self.arena: Arena | None = None
         self.own_refusals: Latest = Latest()
         """Why this rank's last refused calls were, by their numbers."""
@@ -187,6 +193,7 @@ class Group(_native.Group):
         """Gives back what the group holds, the latest first."""
         # Keys of exchanges of this group, and of groups made from it, begin with it.
         self._resources.callback(world.bootstrap.forget, f"comm{identity}")
+        world.heeds.begin(self.set_failure)
         self._attach(self.timeout_s if limit_s is None else limit_s)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
@@ -296,10 +303,10 @@ class Group(_native.Group):
         ``elsewhere``: what ranks of other nodes have said; None: ask them.
         """
         missing = self.not_started(seq) if self.arena is not None else []
-        said = [_have(missing, "on this node", "not started it")] if missing else []
+        said = [have(missing, "on this node", "not started it")] if missing else []
         if self.is_relayed:
             found = self.asked_elsewhere() if elsewhere is None else elsewhere
-            said += _missing_elsewhere(found, seq)
+            said += missing_elsewhere(found, seq)
             started = "all ranks have started it and one does not make progress"
             return "; ".join(said) or started
         if said:
@@ -368,9 +375,11 @@ class Group(_native.Group):
             )
 
     def check_usable(self) -> None:
-        """Raise ClosedError, RevokedError or PeerFailedError unless it can be used."""
+        """Raise the error of its end, as later calls do, unless it can be used."""
         self.check_open()
         if self.failure:
+            if self.calls_differ:
+                raise MismatchError(self.failure)
             if self.failed_by_death:
                 raise PeerFailedError(
                     f"{self.name} cannot be used any more, because {self.failure}: "
@@ -454,6 +463,51 @@ class Group(_native.Group):
         if why:
             raise self.refused_next(why)
 
+    def heed_end(
+        self, ranks: Sequence[int] | None = None, *, deaths: bool = True
+    ) -> None:
+        """Raise RevokedError or PeerFailedError where a rank has ended the group.
+
+        ``ranks``: these are waited for; None: all. ``deaths``: a dead rank ends it,
+        too.
+        """
+        why, by_death = self.known_end()
+        if not why or not self._has_end(ranks):
+            return
+        died = by_death or self.who_died()
+        if died and not deaths:
+            return
+        if not (died or self.failure or self._others_gave_up()):
+            return  # ranks have left, and may have done their part before
+        if not self.failure:
+            self.set_failure(why, by_death=bool(died))
+        self.check_usable()
+
+    def _others_gave_up(self) -> bool:
+        """Return whether another rank of this node has given the group up."""
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        near = filter(self.shares_memory_with, others)
+        return any(map(self.has_given_up, near))
+
+    def _has_end(self, ranks: Sequence[int] | None) -> bool:
+        """Return whether one of these ranks may have ended the group."""
+        if ranks is None:
+            return True
+        others = [rank for rank in ranks if rank != self.rank]
+        near = [rank for rank in others if self.shares_memory_with(rank)]
+        return len(near) < len(others) or any(map(self.has_given_up, near))
+
+    def heed_others(self) -> None:
+        """Raise what ends this rank's wait for others that come to the next call."""
+        self.heed_refusals()
+        self.heed_end()
+
+    def making(
+        self, ranks: Sequence[int] | None = None, *, deaths: bool = True
+    ) -> AbstractContextManager[None]:
+        """Let waits in here end where the group has ended; as ``heed_end``."""
+        return self.world.heeds.until(lambda: self.heed_end(ranks, deaths=deaths))
+
     def refused_next(self, why: str) -> RefusedError:
         """Count the next operation, which does not happen; return what to raise."""
         error = RefusedError(f"operation #{self.next_seq} on {self.name}: {why}")
@@ -462,7 +516,8 @@ class Group(_native.Group):
 
     def operation_error(self, what: str, error: str, kind: str) -> Exception:
         """Return the error of a failed operation; ``kind`` is the engine's word."""
-        text = f"{what}, rank {self.rank}: {error}"
+        # Calls that differ have the same words on all ranks.
+        text = error if kind == "calls" else f"{what}, rank {self.rank}: {error}"
         if kind in _FAULTS:
             faults.failed(self.world, _FAULTS[kind], text)
         return _KINDS[kind](text)
@@ -516,7 +571,7 @@ class Group(_native.Group):
         states = own_wait(states, self.rank, operation, seq, self.name, seconds)
         error = TimeoutError_(
             f"{what}, rank {self.rank}: not complete within {seconds:g} s: "
-            f"{_starved(starved_s, process_ran)}{who}; it "
+            f"{starved(starved_s, process_ran)}{who}; it "
             f"stays in flight and its buffers stay alive: wait() for it again (the "
             f"request is in the error's .request), or abort()"
             f"{table_of(states, self.name, seq)}"
@@ -533,43 +588,6 @@ class Group(_native.Group):
         return error
 
 
-def _missing_elsewhere(found: Elsewhere, seq: int) -> list[str]:
-    """Return who of other nodes keeps operation ``seq`` waiting."""
-    ended = [rank for rank, said in found.items() if said == "ended"]
-    silent = [rank for rank, said in found.items() if said == "silent"]
-    late = [rank for rank, said in found.items() if isinstance(said, int)]
-    late = [rank for rank in late if cast(int, found[rank]) <= seq]
-    where = "on another node" if len(late + ended + silent) == 1 else "elsewhere"
-    said = []
-    if late:
-        said.append(_have(late, where, "not started it"))
-    if ended:
-        said.append(_have(ended, where, "ended, or cannot be reached"))
-    if silent:
-        said.append(_have(silent, where, "not answered when asked"))
-    return said
-
-
-def _starved(seconds: float, process_ran: bool) -> str:
-    """Return what an error says of a wait that had no chance to look; "" else."""
-    if not seconds:
-        return ""
-    if process_ran:
-        return (
-            f"this rank's wait got no chance to look for {seconds:.0f} s, because "
-            f"other threads of its process kept Python, or one step took so long; "
-        )
-    return (
-        f"this process itself did not run for {seconds:.0f} s of that (it was "
-        f"stopped, or no core was left to it); "
-    )
-
-
 def said_refused(rank: int, why: str) -> str:
     """Return what an error says of a call that ``rank`` has refused (as the engine)."""
     return f"rank {rank} has refused its call, and nothing was delivered: {why}"
-
-
-def _have(ranks: Sequence[int], where: str, what: str) -> str:
-    plural, have = ("s", "have") if len(ranks) > 1 else ("", "has")
-    return f"rank{plural} {', '.join(map(str, ranks))} {where} {have} {what}"

@@ -89,9 +89,10 @@ class NativeMpi:
             return world.mpi_comm
         if self._for_caller is None:
             key = f"comm{group.identity}/mpi"
-            world.meet(group.world_ranks, key, group.timeout_s)
             tag = FIRST_TAG + 2 * group.identity
-            self._for_caller = world.native_comms.create(
-                group.world_ranks, tag, group.timeout_s
-            )
+            with group.making():
+                world.meet(group.world_ranks, key, group.timeout_s)
+                self._for_caller = world.native_comms.create(
+                    group.world_ranks, tag, group.timeout_s
+                )
         return self._for_caller

@@ -63,7 +63,8 @@ class SymmetricMemory:
             check_fits(nbytes)
             memory = np.zeros(nbytes, np.uint8)
         else:
-            memory = self._opened().take(nbytes, group.timeout_s)
+            with group.making():
+                memory = self._opened().take(nbytes, group.timeout_s)
         return as_array(memory, sizes, plain, torch_dtype)
 
     def close(self) -> None:

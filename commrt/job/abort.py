@@ -34,11 +34,23 @@ def end_job(world: World, code: int) -> NoReturn:
 
 
 def _end(mpi: MPI.Intracomm | None, code: int) -> NoReturn:
+    _show_what_is_kept()
     sys.stdout.flush()
     sys.stderr.flush()
     if mpi is not None:
         _native.mpi_abort(library.handle(mpi), code)
     os._exit(code)
+
+
+def _show_what_is_kept() -> None:
+    """Write what another hook keeps of stderr, and would show after this one.
+
+    torch.distributed's does so, to put the rank before each line.
+    """
+    kept = getattr(sys.stderr, "getvalue", None)
+    if kept is not None and sys.__stderr__ is not None:
+        sys.__stderr__.write(kept())
+        sys.__stderr__.flush()
 
 
 def install_excepthook(world: World) -> None:

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from commrt import env
-from commrt.bootstrap.base import Bootstrap
-from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.bootstrap.base import Bootstrap, poll_until
+from commrt.errors import BackendError, MismatchError, PeerFailedError, UsageError
 from commrt.job.memory_limit import check_fits
 from commrt.job.passed_descriptors import DescriptorServer, receive_descriptor
 
@@ -38,6 +38,8 @@ __all__ = [
 
 _PAGE = mmap.PAGESIZE
 _MAP_NORESERVE = 0x4000  # equal on x86-64 and arm64; not in the mmap module
+_HEARD_S = 0.5
+"""Seconds in which it is heard that a rank has ended whose memory cannot be had."""
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -262,6 +264,8 @@ def _try_share(
         answers = _tell(bootstrap, members, f"{key}/offer", said, timeout_s)
         _check_same_size(members, [answer["nbytes"] for answer in answers])
         arena, reason = _map_offer(offer, answers[0], len(members), timeout_s)
+        if reason and not answers[0]["error"]:
+            _check_offerer(bootstrap, members, key, reason)
         said = {"reason": reason}
         reports = _tell(bootstrap, members, f"{key}/mapped", said, timeout_s)
     except BaseException:
@@ -277,6 +281,19 @@ def _try_share(
         if report["reason"]
     }
     return arena, failures
+
+
+def _check_offerer(
+    bootstrap: Bootstrap, members: Sequence[int], key: str, reason: str
+) -> None:
+    """Raise PeerFailedError where memory cannot be had since its owner has died."""
+    gone, owner = bootstrap.gone, members[0]
+    if gone is None or not poll_until(lambda: bool(gone(owner)), _HEARD_S):
+        return
+    raise PeerFailedError(
+        f"ranks {list(members)} share no memory ({key}): rank {owner}, whose it is, "
+        f"does not hand it out ({reason}), because {gone(owner)}"
+    )
 
 
 def _tell(
@@ -341,6 +358,7 @@ class _Offer:
         """Close, and unlink where there is a name; what is mapped stays."""
         if self._server is not None:
             self._server.close()
+            self._server = None
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
@@ -364,7 +382,13 @@ class _Offer:
         self.fd = os.open(path, flags, 0o600)
         self._path = path
         # Unlike ftruncate this fails cleanly where /dev/shm is too small.
-        os.posix_fallocate(self.fd, 0, nbytes)
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            raise BackendError(
+                f"{nbytes} bytes in /dev/shm: {error.strerror}: unset COMMRT_SHM for "
+                f"memory without a name, or make /dev/shm larger"
+            ) from error
         self.described["path"] = path
         self.described["inode"] = os.fstat(self.fd).st_ino
 

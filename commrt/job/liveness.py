@@ -152,12 +152,18 @@ def _pass_own_processes(
 
 
 def _open(pid: int, name: str) -> int:
-    """Return a descriptor of a process, or -1 where there is none."""
+    """Return a descriptor of a process, or -1 where none can be had.
+
+    Of one that has ended already, the descriptor is readable, as its own would be.
+    """
     try:
         descriptor = os.pidfd_open(pid)
-    except (OSError, AttributeError):  # gone already, or Linux below 5.3
+    except ProcessLookupError:
+        return os.eventfd(1)
+    except (OSError, AttributeError):  # Linux below 5.3, or no descriptor is left
         return _UNKNOWN
-    if Process(pid).name != name:  # another process has its number by now
+    # Empty: it ends now, of which its descriptor tells.
+    if Process(pid).name not in (name, ""):  # another process has its number by now
         os.close(descriptor)
-        return _UNKNOWN
+        return os.eventfd(1)
     return descriptor

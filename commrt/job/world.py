@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt import _native, env
-from commrt.bootstrap.base import Bootstrap, Identities
+from commrt.bootstrap.base import Bootstrap, Identities, with_heed
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
@@ -29,6 +29,7 @@ from commrt.job.arena import (
     share,
 )
 from commrt.job.bells import NodeBells, hang_bells, own_bells
+from commrt.job.heeds import Heeds
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
@@ -104,6 +105,8 @@ class World:
     """Wake ranks of this node that sleep; None where this rank is alone there."""
     liveness: JobLiveness | None = None
     """Which ranks are gone; None where this rank is alone, or ranks are threads."""
+    heeds: Heeds = field(default_factory=Heeds)
+    """Checks that end waits in exchanges."""
     identities: Identities = field(default_factory=Identities)
     """Identities of communicators: they name their shared memory and MPI tags."""
     chaos: _native.Chaos | None = None
@@ -353,7 +356,7 @@ def connect_world(
         mpi_comm=getattr(bootstrap, "mpi_comm", None),
         in_process=in_process,
     )
-    bootstrap.idle = world.engine.step
+    bootstrap.idle = with_heed(world.engine.step, world.heeds)
     _agree_cores_and_bells(world)
     if len(nodes) > 1 and mpi is None:
         world.relay = _relay(world)

@@ -58,6 +58,7 @@ _MPI_VARIABLES = (
 )
 
 _SRUN_SAYS = "PMI_SIZE"
+_BY_HAND = "COMMRT_LAUNCH=mpi"
 
 # Those that Open MPI's launcher cannot start; other names may be its descendants.
 _NOT_OPEN_MPI = ("MPICH", "Intel", "MVAPICH")
@@ -172,12 +173,29 @@ def check_mpi_library(launch: LaunchInfo, library: str) -> None:
         )
 
 
-def check_mpi_size(launch: LaunchInfo, mpi_size: int, library: str) -> None:
+def check_mpi_size(
+    launch: LaunchInfo,
+    mpi_size: int,
+    library: str,
+    environ: Mapping[str, str] | None = None,
+) -> None:
     """Raise UsageError where MPI sees another number of ranks than the launcher.
 
     MPICH's mpiexec in front of an mpi4py that is linked to Open MPI starts N worlds of
-    one rank each: every rank would be 0 and nothing would talk.
+    one rank each: every rank would be 0 and nothing would talk. So do launchers that
+    are none of MPI's, where COMMRT_LAUNCH asks for MPI.
     """
+    if launch.source == _BY_HAND and mpi_size == 1:
+        environ = os.environ if environ is None else environ
+        for find in (_from_run, _from_torchrun, _from_slurm):
+            started = find(environ, 2)
+            if started is not None:
+                raise UsageError(
+                    f"{_BY_HAND}, but {started.source} started {started.size} ranks, "
+                    f"and each would be an MPI world of its own: unset COMMRT_LAUNCH, "
+                    f"or start the program with mpiexec (COMMRT_LAUNCH=single asks "
+                    f"for worlds of one)"
+                )
     if launch.kind in ("run", "torchrun") or launch.size in (0, mpi_size):
         return
     if slurm_step(launch) is not None:
@@ -201,7 +219,7 @@ def _forced(kind: str, environ: Mapping[str, str]) -> Iterator[tuple[str, Launch
         yield "", _single("COMMRT_LAUNCH=single")
         return
     if kind == "mpi":
-        unnamed = "", LaunchInfo("mpi", 0, 0, "COMMRT_LAUNCH=mpi")
+        unnamed = "", LaunchInfo("mpi", 0, 0, _BY_HAND)
         yield next(_from_mpi(environ, smallest=1), unnamed)
         return
     find, needs, program = {

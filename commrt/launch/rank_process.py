@@ -91,7 +91,8 @@ class Process:
     @property
     def name(self) -> str:
         """Its number and its start, which no other process of this boot has both."""
-        return f"{self.pid}-{self._stat()[_START]}" if self._stat() else ""
+        stat = self._stat()  # once: it may end between two looks
+        return f"{self.pid}-{stat[_START]}" if stat else ""
 
     @property
     def parent(self) -> Process | None:

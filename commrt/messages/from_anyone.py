@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from commrt import _native
-from commrt.errors import TimeoutError_, UsageError
+from commrt.errors import PeerFailedError, RevokedError, TimeoutError_, UsageError
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import DTYPES
 from commrt.vocabulary.limits import check_timeout, deadline_after
@@ -100,11 +100,32 @@ def _await(
             if (found := _look_once(group, look)) is not None:
                 return found
             group.heed_deaths(source)
+        if source is None and (end := _why_nobody_sends(group))[0]:
+            # A message that it sent before it gave up is taken, too.
+            if (found := _look_once(group, look)) is not None:
+                return found
+            why, by_death = end
+            raise (PeerFailedError if by_death else RevokedError)(
+                f"{what} on {group.name}, rank {group.rank}: {why}; no message with "
+                f"tag {tag} is here"
+            )
         if group.is_relayed:
             backoff.rest(left_s)  # threads of this process carry the message
         else:
             backoff.pause(left_s)
     return found
+
+
+def _why_nobody_sends(group: Group) -> tuple[str, bool]:
+    """Return why no rank is to send any more, and whether by a death; empty: one may.
+
+    A rank that has left by itself counts only where all others have.
+    """
+    why, by_death = group.known_end(later=True)
+    others = (rank for rank in range(group.size) if rank != group.rank)
+    if not why and group.size > 1 and all(map(group.who_died, others)):
+        return "all other ranks have left", False
+    return why, by_death
 
 
 def _late(

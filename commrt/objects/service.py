@@ -159,7 +159,7 @@ class Objects:
         """Run a collective, with a root or without one, to its end."""
         group = self._group
         group.check_usable()
-        limit = group.limit(call, timeout_s)
+        limit = self._comparison.limit(call, timeout_s, self._channel)
 
         def check() -> int:
             return group.check_rank(call, "root", *root) if root else -1

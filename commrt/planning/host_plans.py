@@ -234,7 +234,7 @@ def check_params(
     the choice is automatic a call does not know whether one of them runs.
     """
     known = {*_TRANSPORT_NAMES}
-    if algorithm in algorithms.names(coll):
+    if algorithms.exists(coll, algorithm):
         known.update(algorithms.param_choices(coll, algorithm, size))
     for name in params:
         if name not in known:
@@ -248,7 +248,7 @@ def check_params(
 def allows(nodes: Nodes, query: Query, candidate: Candidate) -> bool:
     """Return whether a schedule may have these parameters on such ranks."""
     coll, name = query.coll, candidate.algorithm
-    if name not in algorithms.names(coll, len(nodes), nodes):
+    if not algorithms.exists(coll, name, len(nodes), nodes):
         return False
     choices = algorithms.param_choices(coll, name, len(nodes), nodes)
     own, _ = split_params(without_compression(candidate).params)
@@ -258,7 +258,7 @@ def allows(nodes: Nodes, query: Query, candidate: Candidate) -> bool:
 def only_by_name(nodes: Nodes, coll: str, candidate: Candidate) -> str | None:
     """Return why nobody has this candidate unasked; None: it needs no asking."""
     size, name = len(nodes), candidate.algorithm
-    if name not in algorithms.names(coll, size, nodes):
+    if not algorithms.exists(coll, name, size, nodes):
         return None
     offered = algorithms.get(coll, name).offered
     if offered is None:
@@ -337,7 +337,7 @@ def distinct(
         if only_by_name(nodes, coll, candidate) is not None:
             continue
         key: Any = candidate
-        known = candidate.algorithm in algorithms.names(coll)
+        known = algorithms.exists(coll, candidate.algorithm)
         if known and size <= _LARGEST_COMPARED:
             own, transport = split_params(candidate.params)
             program = _signature(

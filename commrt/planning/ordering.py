@@ -65,7 +65,7 @@ def why_refused(
     needs = _NEEDS[query.order]
     if query.order == "once" and rounds_at_each_step:
         return f"{needs}, and its kernels add two operands at a time"
-    if candidate.algorithm not in algorithms.names(query.coll):
+    if not algorithms.exists(query.coll, candidate.algorithm):
         return f"{needs}, and it is no schedule whose order could be proved"
     try:
         own, _ = split_params(candidate.params)

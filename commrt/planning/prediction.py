@@ -50,7 +50,7 @@ def _predicted(
     candidate: Candidate,
     only_floor: bool,
 ) -> float:
-    if candidate.algorithm in algorithms.names(query.coll):
+    if algorithms.exists(query.coll, candidate.algorithm):
         own, _ = split_params(candidate.params)
         on_node = facts.nodes == 1 and candidate.algorithm != "native"
         carrier: Carrier = "memory" if on_node else "messages"

@@ -21,7 +21,7 @@ import numpy as np
 from commrt import _native
 from commrt.errors import UsageError
 from commrt.planning import host_plans, vectors
-from commrt.planning.facts import number_of_facts
+from commrt.planning.compared import facts_of
 from commrt.planning.footprint import LANE_NBYTES, Own, footprint
 from commrt.planning.host_plans import (
     check_params,
@@ -134,7 +134,7 @@ def call_shape(comm: Ranks, spec: PlanSpec) -> _native.CallShape:
         redop=int(spec.reduction),
         root=spec.root,
         label=str(spec.candidate),
-        facts=_facts(spec),
+        facts=facts_of(spec),
         returns_out=spec.has_output,
         counts=len(op.count_arguments),
         x_part=(1, size if gathers else 1),
@@ -145,19 +145,6 @@ def call_shape(comm: Ranks, spec: PlanSpec) -> _native.CallShape:
         has_out=has_array and (op.output_on != "root" or is_root),
         divides=not op.count_arguments and (scatters or op.by_pair),
     )
-
-
-def _facts(spec: PlanSpec) -> int:
-    """Return what messages say of how a call runs.
-
-    Of an alltoallv no rank knows what the others choose by. Parameters of the transport
-    change lengths, which are compared, or nothing that others would see.
-    """
-    if spec.op.by_pair and spec.op.count_arguments:
-        return 0
-    own, _ = split_params(spec.candidate.params)
-    user = None if spec.user is None else spec.user.reduction.label
-    return number_of_facts(spec.candidate.algorithm, sorted(own.items()), user)
 
 
 def schedule_template(comm: Ranks, spec: PlanSpec) -> _native.PlanTemplate:

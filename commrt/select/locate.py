@@ -56,7 +56,26 @@ class LocatedTable:
             raise TableError(self.error)
         if self.text is None:
             return None
-        return parse(self, self.text, known)
+        return _PARSED.of(self, self.text, known)
+
+
+class _Parsed:
+    """The table that was checked last: a world that replaces another has the same."""
+
+    def __init__(self) -> None:
+        self._last: tuple[LocatedTable, Catalog, Table] | None = None
+
+    def of(self, located: LocatedTable, text: str, known: Catalog) -> Table:
+        """Return the checked table: the same again while the same names exist."""
+        last = self._last
+        if last is not None and last[:2] == (located, known):
+            return last[2]
+        table = parse(located, text, known)
+        self._last = located, known, table
+        return table
+
+
+_PARSED = _Parsed()
 
 
 def locate(

@@ -42,7 +42,6 @@ from commrt.sparse.shared import Room, make_room
 from commrt.sparse.topk import Largest, check_largest, topk_allreduce
 from commrt.sparse.vector import SparseArgument, SparseVector, parse, parts_on_device
 from commrt.vocabulary.checks import check_flag
-from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import other_call
 
 __all__ = ["SparseSums"]
@@ -138,11 +137,7 @@ class SparseSums:
         what = "sparse_allreduce"
         here = f"{what}, rank {self._group.rank}"
         self._group.check_usable()
-        limit = (
-            self._group.timeout_s
-            if timeout_s is None
-            else check_timeout(here, timeout_s)
-        )
+        limit = self._comparison.limit(what, timeout_s, self._state, here=here)
         parts = parts_on_device(what, x)
         if parts is not None or holds_device_arrays(what, out=out):
             arrays = x if parts is None else parts[:2]
@@ -197,11 +192,7 @@ class SparseSums:
         what = "topk_allreduce"
         here = f"{what}, rank {self._group.rank}"
         self._group.check_usable()
-        limit = (
-            self._group.timeout_s
-            if timeout_s is None
-            else check_timeout(here, timeout_s)
-        )
+        limit = self._comparison.limit(what, timeout_s, self._state, here=here)
         if holds_device_arrays(what, x=x, residual=residual):
             refuse_host_arrays(f"{what}: x", x)
             refuse_host_arrays(f"{what}: residual", residual)
@@ -338,8 +329,9 @@ class SparseSums:
         """Return the state of sparse operations; the ranks make it together."""
         state = self._state
         if state is None:
-            channel = self._make_channel("sparse", timeout_s)
-            room = make_room(channel, timeout_s)
+            with self._group.making():
+                channel = self._make_channel("sparse", timeout_s)
+                room = make_room(channel, timeout_s)
             state = self._state = _Sparse(channel, room)
         return state
 

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from commrt.torch.registration import register
 
-__all__ = ["Options", "explain", "register", "using"]
+__all__ = ["Options", "explain", "init_process_group", "register", "using"]
 
 _HOME = {
     "Options": "commrt.torch.group_options",
     "explain": "commrt.torch.explaining",
+    "init_process_group": "commrt.torch.default_group",
     "using": "commrt.torch.per_call",
 }
 
 if TYPE_CHECKING:
+    from commrt.torch.default_group import init_process_group as init_process_group
     from commrt.torch.explaining import explain as explain
     from commrt.torch.group_options import Options as Options
     from commrt.torch.per_call import using as using

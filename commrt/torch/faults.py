@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import ErrorType
 
-from commrt.errors import CommError, PeerFailedError, RevokedError, TimeoutError_
+from commrt.errors import (
+    CommError,
+    MismatchError,
+    PeerFailedError,
+    RevokedError,
+    TimeoutError_,
+)
 
 if TYPE_CHECKING:
     from commrt.core import Core
@@ -30,6 +36,7 @@ _KINDS: dict[type[CommError], ErrorType] = {
     TimeoutError_: ErrorType.TIMEOUT,
     PeerFailedError: ErrorType.REMOTE_ERROR,
     RevokedError: ErrorType.COMM_ERROR,
+    MismatchError: ErrorType.COMM_ERROR,
 }
 
 

@@ -3,13 +3,16 @@
 
 The default group's ranks are a world, and a later group a communicator of some of them,
 made by its members alone. A group whose default group is another backend's is a world
-by itself. All of them share the process's engine, so that who waits in one serves the
-others.
+by itself. A program may also give the communicator whose ranks the default group gets,
+and then all groups are communicators made from that one. All of them share the
+process's engine, so that who waits in one serves the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from commrt.vocabulary.operations import COLLECTIVES
 
 __all__ = [
     "Member",
+    "giving",
     "join",
     "join_anew",
     "lead",
@@ -84,6 +88,12 @@ class _Jobs:
         self.alone: World | None = None
         self.in_use: list[World] = []
         """The world of each group; of some more than once."""
+        self.given: Core | None = None
+        """The communicator of the program's that the next default group gets."""
+        self.parent: Core | None = None
+        """Communicator from which the default group, and all others, are made."""
+        self.of_parents: weakref.WeakSet[Core] = weakref.WeakSet()
+        """Groups whose world is the program's own."""
 
 
 _JOBS = _Jobs()
@@ -91,6 +101,11 @@ _JOBS = _Jobs()
 
 def join(member: Member) -> Core:
     """Return the communicator of a group; collective over its ranks."""
+    if member.is_default and _JOBS.given is not None:
+        _JOBS.parent, _JOBS.given = _JOBS.given, None
+        return _of_parent(_JOBS.parent, range(member.size), member)
+    if member.size > 1 and not member.is_default and _JOBS.parent is not None:
+        return _of_parent(_JOBS.parent, member.ranks, member)
     if member.size == 1:
         comm = _alone(member)
     elif _JOBS.default is not None and not member.is_default:
@@ -101,6 +116,19 @@ def join(member: Member) -> Core:
             _JOBS.default = comm.world
     _JOBS.in_use.append(comm.world)
     return comm
+
+
+@contextmanager
+def giving(comm: Core) -> Iterator[None]:
+    """Make the default group that torch makes in the block of a communicator's ranks.
+
+    Its other groups are made from that communicator, too, and end with it.
+    """
+    _JOBS.given = comm
+    try:
+        yield
+    finally:
+        _JOBS.given = None
 
 
 def join_anew(member: Member, meeting: Bootstrap, limit_s: float) -> Core:
@@ -134,12 +162,26 @@ def lead(comm: Core) -> None:
 def leave(comm: Core, is_default: bool) -> None:
     """Forget a group's world, unless other groups use it: the next is another job."""
     world = comm.world
+    if comm in _JOBS.of_parents:
+        if is_default:
+            _JOBS.parent = None
+        return
     if is_default and _JOBS.default is world:
         _JOBS.default = None
     _forget(world)
     is_used = _JOBS.default is world or any(each is world for each in _JOBS.in_use)
     if not is_used and world.relay is not None:
         world.relay.close()
+
+
+def _of_parent(parent: Core, ranks: Sequence[int], member: Member) -> Core:
+    """Return the communicator of some ranks of the one that the program gave."""
+    of_world = [parent.world_ranks[rank] for rank in ranks]
+    with parent.making(ranks):
+        comm = _communicator(parent.world, of_world, member, parent)
+    parent.subgroups.adopt(comm)
+    _JOBS.of_parents.add(comm)
+    return comm
 
 
 def _forget(world: World) -> None:
@@ -185,7 +227,9 @@ def _bootstrap(member: Member) -> Bootstrap:
     return StoreBootstrap(member.store, member.rank, member.size)
 
 
-def _communicator(world: World, ranks: Sequence[int], member: Member) -> Core:
+def _communicator(
+    world: World, ranks: Sequence[int], member: Member, parent: Core | None = None
+) -> Core:
     limit, options = member.timeout_s, member.options
     name = f"torch group {member.name}"
     # Options are checked only once all ranks are known to have the same.
@@ -194,6 +238,9 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Core:
         same = f"{same}, {_DETAIL}"
     # torch numbers its groups, unless it names them by their ranks.
     key, is_new = f"torch/{member.name}", member.name.isdecimal()
+    is_exact = read_bool("COMMRT_DETERMINISTIC")
+    if parent is not None:
+        key, is_exact = f"comm{parent.identity}/{key}", parent.deterministic
     identity = world.agree_id(ranks, key, same, timeout_s=limit, once=is_new)
     settings = _settings(world, ranks, member, name, identity)
     wanted = options.deterministic
@@ -202,7 +249,7 @@ def _communicator(world: World, ranks: Sequence[int], member: Member) -> Core:
         ranks,
         name,
         identity,
-        deterministic=read_bool("COMMRT_DETERMINISTIC") if wanted is None else wanted,
+        deterministic=is_exact if wanted is None else wanted,
         timeout_s=limit,
         settings=settings,
     )

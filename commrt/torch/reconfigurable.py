@@ -253,7 +253,7 @@ class ReconfigurableGroup(Reconfigures, CommrtProcessGroup):
         joined = self._joined
         if isinstance(joined, JoinedGroup):
             comm = joined.comm
-            if not comm.is_over and (comm.why_over() or not comm.idle):
+            if not comm.is_over and (comm.known_end()[0] or not comm.idle):
                 joined.revoke(f"rank {comm.rank} reconfigures the process group")
 
     def _met(self, generation: Generation, deadline: float) -> list[dict[str, int]]:

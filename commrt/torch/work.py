@@ -139,6 +139,8 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
     def _fail(self, error: CommError) -> None:
         self._error = as_torch_error(error)
         self._notice(error)
+        # Its frames hold the work, and with it a group that has failed.
+        error.__traceback__ = None
 
     def _notice(self, error: CommError) -> None:
         """Tell the group's abort hooks, if it is the first such error."""

@@ -111,6 +111,7 @@ def counts_until_all_are_there() -> list[Any]:
     training = Training(first)
     together = np.zeros(1)
     state = elastic.State(
+        counter=training.counter,
         weights=training.weights,
         velocity=training.velocity,
         together=together,
@@ -160,13 +161,14 @@ def has_a_part(dies: list[int]) -> list[Any]:
         )
     except RecoveryError as error:
         return [str(error)]
-    return [comm.rank, comm.size, mine[0]]
+    return [comm.rank, comm.size, mine[0], commrt.init().size]
 
 
 def test_whole_replicas_go_on(ranks: RunRanks) -> None:
     found = ranks.survivors(6, has_a_part, dies=[3])
     assert "its replica lacks other ranks, and 2 go on" in found.pop(4)[0]
-    expected = {0: [0, 4, 6.0], 1: [1, 4, 7.0], 2: [2, 4, 6.0], 5: [3, 4, 7.0]}
+    weights = {0: 6.0, 1: 7.0, 2: 6.0, 5: 7.0}
+    expected = {old: [new, 4, weights[old], 4] for new, old in enumerate(weights)}
     assert found == expected
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -203,6 +204,33 @@ def test_exit_with_an_operation_that_never_ends_does_not_hang(
     done = mpirun.failing(2, exits_with_hopeless, env=env)
     assert not done.timed_out
     assert "commrt: rank 0 ends with operations in flight" in done.stderr
+
+
+def exits_while_a_thread_waits() -> None:
+    comm = commrt.init()
+    comm.barrier()
+    if comm.rank == 0:
+        begun = threading.Event()
+        request = comm.allreduce(np.ones(X), nonblocking=True)
+
+        def wait() -> None:
+            begun.set()
+            request.wait()
+
+        threading.Thread(target=wait, daemon=True).start()
+        begun.wait()
+
+
+@pytest.mark.parametrize("where", ["", "1,1"])
+@pytest.mark.parametrize("progress", ["on", "off"])
+def test_exit_while_a_daemon_thread_waits_does_not_hang(
+    mpirun: Any, where: str, progress: str
+) -> None:
+    env = {"COMMRT_PROGRESS": progress, **({"COMMRT_NODES": where} if where else {})}
+    done = mpirun.failing(2, exits_while_a_thread_waits, env=env)
+    assert not done.timed_out
+    # The thread may learn of an end before its process has ended, or not.
+    assert re.search("rank 0 ends with operations in flight|in thread", done.stderr)
 
 
 def lengths_differ_on_three() -> str:

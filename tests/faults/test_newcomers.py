@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -128,10 +129,59 @@ def test_ranks_grow(ranks: RunRanks, count: int) -> None:
     assert told == [[rank, size, new, total, 300] for rank in new]
 
 
+def changes_often(rounds: int) -> list[int]:
+    """Ranks take one in and lose it again; returns the descriptors at each time."""
+    comm = commrt.init()
+    sum_of(comm)
+    counts = [len(os.listdir("/proc/self/fd"))]
+    for _ in range(rounds):
+        started = [newcomer()] if comm.rank == 0 else []
+        grown = comm.grow(1)
+        comm.free()
+        sum_of(grown)
+        assert [said_by(each) for each in started] != [None]
+        with pytest.raises(PeerFailedError):  # it has left
+            sum_of(grown)
+        comm = grown.shrink()
+        grown.free()
+        del grown
+        sum_of(comm)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_what_ranks_hold_stays_the_same_however_often_they_change(
+    ranks: RunRanks,
+) -> None:
+    for counts in ranks.survivors(2, changes_often, rounds=3).values():
+        assert len({*counts}) == 1, counts
+
+
 def test_a_newcomer_that_dies_meanwhile_is_left_out(ranks: RunRanks) -> None:
     found = ranks.survivors(2, takes_in, hows=["connecting", ""])
     assert [said[1:] for said, _ in found.values()] == [[3, 7.0, 3.0]] * 2
     assert [each for each in found[0][1] if each] == [[2, 3, [2], 7.0, 300]]
+
+
+def loses_one_meanwhile(dying: int) -> Any:
+    comm = commrt.init()
+    process = newcomer() if comm.rank == 0 else None
+    if comm.rank == dying:
+        commrt.founding.connect_world = lambda *_, **__: os.kill(os.getpid(), 9)
+    made = comm.grow(1)
+    said = [made.size, sum_of(made), list(made.joined)]
+    return [said, said_by(process) if process else None]
+
+
+@pytest.mark.parametrize("dying", [1, 2])
+def test_newcomers_are_known_where_a_rank_dies_meanwhile(
+    ranks: RunRanks, dying: int
+) -> None:
+    found = ranks.survivors(3, loses_one_meanwhile, dying=dying)
+    assert len(found) == 2
+    assert [said for said, _ in found.values()] == [[3, 7.0, [2]]] * 2
+    assert found[0][1][:4] == [2, 3, [2], 7.0]
 
 
 def test_one_that_asks_for_something_else_is_refused(ranks: RunRanks) -> None:

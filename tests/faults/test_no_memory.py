@@ -6,6 +6,7 @@ from __future__ import annotations
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 import commrt
 from commrt.comm import core_of
+from commrt.errors import CommError
 
 LONG = 16_000_000
 
@@ -57,3 +59,36 @@ def test_a_call_without_memory_leaves_nothing_behind(mpirun: Any) -> None:
     first, *others = mpirun(4, without_memory)
     assert first == ["MemoryError", 0, 4.0, 4.0]
     assert others == [[4.0, 4.0]] * 3
+
+
+def asks_without_memory() -> list[str]:
+    """Rank 0 has no memory for what the calls make or return; then it has."""
+    comm = commrt.init()
+    x = np.ones(LONG, np.float32)
+    calls: list[Callable[[], Any]] = [
+        comm.dup,
+        lambda: comm.empty(LONG),
+        lambda: comm.allgather(x),
+    ]
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    comm.barrier()
+    if comm.rank == 0:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + (8 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    said = []
+    for call in calls:
+        try:
+            call()
+        except CommError as error:
+            said.append(f"{type(error).__name__} {'rank 0' in str(error)}")
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    return [*said, str(comm.allreduce(np.ones(3))[2])]
+
+
+def test_all_ranks_hear_of_one_without_memory_and_go_on(mpirun: Any) -> None:
+    made = ["BackendError True"] * 2  # in the same words on all
+    first, *others = mpirun(3, asks_without_memory)
+    assert first == [*made, "MemoryError_ False", "3.0"]
+    assert others == [[*made, "RefusedError True", "3.0"]] * 2

@@ -186,9 +186,5 @@ def test_what_one_side_does_not_expect_is_not_taken_by_later_calls(
     mpirun: Any, where: str
 ) -> None:
     first, second = mpirun(2, expect_nothing, env=nodes(where))
-    assert second == [
-        MismatchError.__name__,
-        RevokedError.__name__,
-        RevokedError.__name__,
-    ]
+    assert second == [MismatchError.__name__] * 3
     assert "" not in first[1:]

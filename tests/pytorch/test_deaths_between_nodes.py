@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -419,3 +420,33 @@ def test_a_child_of_the_rank_keeps_no_connection_open(
     for kind, text in found.values():
         assert kind == "PeerFailedError"
         assert re.search(ENDED.format(1), text)
+
+
+# -- the end of a process, of which a thread waits ------------------------------------
+
+
+def exits_while_threads_wait() -> str:
+    comm = commrt.init()
+    sum_of(comm)
+    other = comm.dup()
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.recv(np.empty(3), source=1 - comm.rank),
+        lambda: other.recv(np.empty(3), source=1 - comm.rank),
+    ]
+    for call in calls:
+        begun = threading.Event()
+
+        def wait(call: Callable[[], Any] = call, begun: Any = begun) -> None:
+            begun.set()
+            error_of(call)
+
+        threading.Thread(target=wait, daemon=True).start()
+        begun.wait()
+    return "leaves"
+
+
+@pytest.mark.parametrize("nodes", ["2", "1,1"])
+def test_a_process_ends_while_its_daemon_threads_wait(
+    ranks: RunRanks, nodes: str
+) -> None:
+    assert ranks(2, exits_while_threads_wait, env=on_nodes(nodes)) == ["leaves"] * 2

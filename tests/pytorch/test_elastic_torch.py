@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from run_ranks import RunRanks
@@ -16,6 +17,8 @@ from torch import nn
 import commrt
 from commrt import elastic
 from commrt.comm import Communicator
+from commrt.errors import RecoveryError
+from commrt.local import run
 
 AFTER = 4
 Undo = Literal["copy", "optimizer"]
@@ -150,15 +153,40 @@ def test_a_fresh_world_gets_the_same_bits(
 def test_an_update_that_has_begun_cannot_be_undone() -> None:
     job = Job("optimizer")
     job.state.remember(0)
-    job.state.undo()
-    assert job.state.is_whole
+    job.state.undo(0)
+    assert job.state.steps(0) == (0,)
     job.state.remember(0)
     job.optimizer.zero_grad()
     job.model(torch.ones(4, 5)).mean().backward()
     before = job.model.layers[1].running_mean.clone()
     job.optimizer.step()
-    job.state.undo()
-    assert not job.state.is_whole
+    assert job.state.steps(1) == (1,)
+    job.state.undo(0)
+    assert job.state.steps(0) == ()
     job.state.load(Job("optimizer").state.entries())
-    assert job.state.is_whole
+    assert job.state.steps(0) == (0,)
     assert not torch.equal(job.model.layers[1].running_mean, before)
+
+
+def test_with_optimizers_of_torch_nobody_returns_to_before_an_update() -> None:
+    """A collective after the update fails on all ranks: none has the step's begin."""
+
+    def main(comm: Communicator) -> str:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step(comm: Communicator, number: int) -> None:
+            weight.grad = torch.ones(3)
+            optimizer.step()
+            if number == 2:
+                comm.revoke("a try")
+            comm.allreduce(np.ones(1))
+
+        state = elastic.State(undo="optimizer", weight=weight.data, optimizer=optimizer)
+        with pytest.raises(RecoveryError) as caught:
+            elastic.run(step, state, until=6, comm=comm)
+        return str(caught.value)
+
+    for said in run(2, main):
+        assert "no step's state is whole" in said
+        assert "undo='copy'" in said

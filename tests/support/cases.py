@@ -442,9 +442,9 @@ class Attempt:
         edge = CANARY * numpy_dtype(self.case.dtype).itemsize
         return bool((raw[:edge] == 0xA5).all() and (raw[-edge:] == 0xA5).all())
 
-    def start(self, comm: Any, *, nonblocking: bool = False) -> Any:
-        """Make the call; return what it returned."""
-        arguments = self.case.arguments(self.rank)
+    def start(self, comm: Any, *, nonblocking: bool = False, **more: Any) -> Any:
+        """Make the call, with more arguments; return what it returned."""
+        arguments = self.case.arguments(self.rank) | more
         if nonblocking:
             arguments["nonblocking"] = True
         method = getattr(comm, self.case.coll)

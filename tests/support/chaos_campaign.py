@@ -12,12 +12,10 @@ same bits. In the end no process and no memory of the job may be left.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,95 +24,68 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from elastic_training import Training
+from kill_loop import (
+    AFTER,
+    Diary,
+    Kill,
+    has_taken_steps,
+    kill_one,
+    lines_of,
+    steps_of,
+    taken_again,
+    wait_for,
+)
 
 import commrt
-from commrt import elastic, local
+from commrt import elastic
 from commrt.comm import Communicator
 from commrt.launch.mpiexec import child_environment
 
-AFTER = 5
-"""Steps after a change that are taken again."""
 DEADLINE_S = 240.0
 
 
 def rank(folder: Path) -> None:
     """Train until a file says that it is enough; say what happens, line by line."""
     comm = commrt.init(deterministic=True)
-    first = comm.rank
-    training = Training(first)
-    left = 0
+    training = Training(comm.rank)
+    diary = Diary(folder, comm.rank)
 
-    with open(folder / f"rank{first}.jsonl", "w") as log:
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            diary.say(error=record.getMessage())
 
-        def say(**what: Any) -> None:
-            log.write(json.dumps(what) + "\n")
-            log.flush()
+    def changed(comm: Communicator) -> None:
+        diary.enter(comm.name, comm.rank, comm.size, training)
 
-        class Noted(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                say(error=record.getMessage())
+    def step(comm: Communicator, number: int) -> None:
+        training.step(comm, number)
+        if diary.left:
+            diary.step(number, training)
+        elif number % 200 == 0:
+            is_enough = comm.rank == 0 and (folder / "enough").exists()
+            if comm.allreduce(np.array([float(is_enough)]))[0]:
+                raise StopIteration
 
-        def changed(comm: Communicator) -> None:
-            nonlocal left
-            left = AFTER
-            say(world=comm.name, rank=comm.rank, size=comm.size, state=training.dump())
-
-        def step(comm: Communicator, number: int) -> None:
-            nonlocal left
-            training.step(comm, number)
-            if left:
-                now = time.monotonic()
-                bits = training.hexadecimal()
-                say(step=number, world=comm.name, bits=bits, at=now, left=left)
-                left -= 1
-            elif number % 200 == 0:
-                is_enough = comm.rank == 0 and (folder / "enough").exists()
-                if comm.allreduce(np.array([float(is_enough)]))[0]:
-                    raise StopIteration
-
-        logging.getLogger("commrt.elastic").addHandler(Noted())
-        say(pid=os.getpid())
-        try:
-            elastic.run(step, training.state, until=10**9, on_change=changed)
-        except StopIteration:
-            say(end=True)
-
-
-@dataclass
-class Kill:
-    """One rank that was killed."""
-
-    rank: int
-    at: float
-    pid: int
+    logging.getLogger("commrt.elastic").addHandler(Noted())
+    try:
+        elastic.run(step, training.state, until=10**9, on_change=changed)
+    except StopIteration:
+        diary.say(end=True)
+    finally:
+        diary.close()
 
 
 @dataclass
 class Job:
-    """What one job did."""
+    """The kills of one job, and how long the others took."""
 
     size: int
     kills: list[Kill] = field(default_factory=list)
     recovered_s: list[float] = field(default_factory=list)
     """From each kill to the first step of all others."""
-
-
-def lines_of(folder: Path, number: int) -> list[dict[str, Any]]:
-    path = folder / f"rank{number}.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def wait_for(condition: Any, what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"nobody {what}"
-        time.sleep(0.005)
-    return found
 
 
 def run_job(draw: random.Random, folder: Path, most: int) -> Job:
@@ -131,16 +102,17 @@ def run_job(draw: random.Random, folder: Path, most: int) -> Job:
     try:
         living = list(range(job.size))
         names = ["world"]
-        wait_for(lambda: all_took_steps(folder, living, names[-1]), "began")
+        wait_for(
+            lambda: has_taken_steps(folder, living, names[-1]), "began", DEADLINE_S
+        )
         while len(living) > 2 and len(job.kills) < most:
-            time.sleep(draw.uniform(0.0, 0.2))
-            number = draw.choice(living)
-            pid = lines_of(folder, number)[0]["pid"]
-            living.remove(number)
-            job.kills.append(Kill(number, time.monotonic(), pid))
-            os.kill(pid, signal.SIGKILL)
+            job.kills.append(kill_one(draw, folder, living))
             names.append(f"world.{len(names) + 1}")
-            wait_for(lambda: all_took_steps(folder, living, names[-1]), "went on")
+            wait_for(
+                lambda: has_taken_steps(folder, living, names[-1]),
+                "went on",
+                DEADLINE_S,
+            )
         (folder / "enough").touch()
         _, words_said = launched.communicate(timeout=DEADLINE_S)
         assert launched.returncode == 0, words_said
@@ -149,13 +121,6 @@ def run_job(draw: random.Random, folder: Path, most: int) -> Job:
         launched.wait()
     check(job, folder, living, names)
     return job
-
-
-def all_took_steps(folder: Path, living: list[int], name: str) -> bool:
-    return all(
-        sum(each.get("world") == name and "step" in each for each in lines) == AFTER
-        for lines in (lines_of(folder, number) for number in living)
-    )
 
 
 def check(job: Job, folder: Path, living: list[int], names: list[str]) -> None:
@@ -189,25 +154,6 @@ def check(job: Job, folder: Path, living: list[int], names: list[str]) -> None:
     assert alive == living
     for lines in said.values():
         assert not Path(f"/proc/{lines[0]['pid']}").exists()
-
-
-def steps_of(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [each for each in lines if each.get("world") == name and "step" in each]
-
-
-def taken_again(dumps: list[dict[str, Any]], begin: int) -> list[list[list[str]]]:
-    """Return the bits of the steps that a fresh world takes from the dumps."""
-
-    def main(comm: Communicator) -> list[list[str]]:
-        exact = comm.dup(deterministic=True)
-        training = Training.from_dump(dumps[comm.rank])
-        bits = []
-        for number in range(begin, begin + AFTER):
-            training.step(exact, number)
-            bits.append(training.hexadecimal())
-        return bits
-
-    return local.run(len(dumps), main)
 
 
 def campaign(kills: int, seed: int) -> Iterator[Job]:

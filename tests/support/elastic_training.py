@@ -3,16 +3,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from commrt import elastic
-from commrt.comm import Communicator
 
-__all__ = ["WIDTH", "Training"]
+__all__ = ["WIDTH", "Ranks", "Rounded", "Training"]
 
 WIDTH = 6
+
+
+class Ranks(Protocol):
+    """What a step needs of a communicator."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    def allreduce(self, x: Any, /) -> Any:
+        """Return the sum over all ranks."""
+
+
+class Rounded:
+    """Ranks whose sums are exact: no order of the additions changes a bit.
+
+    Each summand is rounded to a multiple of 2**-20, and float64 adds those exactly.
+    """
+
+    def __init__(self, rank: int, size: int, total: Callable[[Any], Any]) -> None:
+        self.rank, self.size, self._total = rank, size, total
+
+    def allreduce(self, x: Any, /) -> Any:
+        """Return the sum over all ranks."""
+        return self._total(np.rint(x * 2.0**20) * 2.0**-20)
 
 
 class Training:
@@ -21,9 +50,14 @@ class Training:
     def __init__(self, first: int) -> None:
         self.weights = np.zeros(WIDTH)
         self.velocity = np.zeros(WIDTH)
+        self.counter = np.zeros(1, np.int64)
+        """Steps taken."""
         self.noise = np.random.default_rng(first)
         self.state = elastic.State(
-            weights=self.weights, velocity=self.velocity, local={"noise": self}
+            counter=self.counter,
+            weights=self.weights,
+            velocity=self.velocity,
+            local={"noise": self},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,8 +69,10 @@ class Training:
         """Return to that state."""
         self.noise.bit_generator.state = state
 
-    def step(self, comm: Communicator, number: int) -> None:
-        """Take a step, with a collective in the middle of the update."""
+    def step(self, comm: Ranks, number: int) -> None:
+        """Take the next step, with a collective in the middle of the update."""
+        assert self.counter[0] == number, (self.counter, number)
+        self.counter += 1
         rows = np.random.default_rng(number).normal(size=(8 * comm.size, WIDTH))
         rows = rows[comm.rank :: comm.size]
         error = rows @ (self.weights - np.arange(WIDTH)) + self.noise.normal(size=8)
@@ -54,6 +90,7 @@ class Training:
     def dump(self) -> dict[str, Any]:
         """Return all that a step changes."""
         return {
+            "counter": self.counter.tolist(),
             "weights": self.weights.tolist(),
             "velocity": self.velocity.tolist(),
             "noise": self.state_dict(),
@@ -63,6 +100,7 @@ class Training:
     def from_dump(cls, dump: dict[str, Any]) -> Training:
         """Return one in that state."""
         made = cls(99)
+        made.counter[...] = dump["counter"]
         made.weights[...] = dump["weights"]
         made.velocity[...] = dump["velocity"]
         made.load_state_dict(dump["noise"])

@@ -7,16 +7,17 @@ itself. Ranks come in pairs; messages go from a rank to itself.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import commrt
-from commrt import local, trace
+from commrt import elastic, local, trace
 from commrt.comm import CartCommunicator, Communicator, GraphCommunicator
 from commrt.grids.mesh import Mesh
 from commrt.grids.plans import CartPlans
@@ -256,6 +257,27 @@ def _other_calls() -> Iterator[PublicCall]:
     )
 
 
+def _recovery_calls() -> Iterator[PublicCall]:
+    yield _method("agree", "comm", Communicator)
+    yield _method("grow", "comm", Communicator)
+    for name in ("revoke", "shrink"):
+        yield PublicCall(
+            name,
+            lambda place, name=name: _on_copy(place.comm, name),
+            _without_self(getattr(Communicator, name)),
+            lambda _: {},
+        )
+
+
+def _on_copy(comm: Communicator, name: str) -> Callable[..., Any]:
+    """Return a method of a copy, which ends by it."""
+    copy = comm.dup()
+    if name == "shrink":
+        copy.revoke()
+    found: Callable[..., Any] = getattr(copy, name)
+    return found
+
+
 def _on_request(comm: Communicator, name: str) -> Callable[..., Any]:
     """Return a method of a request, which is waited for however it ends."""
     request = comm.allreduce(np.ones(8, _F), nonblocking=True)
@@ -279,6 +301,7 @@ CALLS: tuple[PublicCall, ...] = (
     *_collective_calls(),
     *_message_calls(),
     *_other_calls(),
+    *_recovery_calls(),
 )
 """Calls that communicators have."""
 
@@ -305,6 +328,20 @@ def _decorated(register: Any) -> None:
 
 def _run_nothing(size: Any, *, timeout_s: Any = 5.0) -> None:
     local.run(size, lambda comm: None, timeout_s=timeout_s)
+
+
+class _EnoughError(Exception):
+    """Ends a training."""
+
+
+def _ends_the_training(comm: Communicator, number: int) -> None:
+    raise _EnoughError
+
+
+@functools.wraps(elastic.run)
+def _one_step(*args: Any, **kwargs: Any) -> None:
+    with suppress(_EnoughError):
+        elastic.run(*args, **kwargs)
 
 
 FUNCTIONS: tuple[PublicCall, ...] = (
@@ -337,6 +374,14 @@ FUNCTIONS: tuple[PublicCall, ...] = (
     _function(commrt.wait_any, {"requests": [1]}),
     _function(commrt.init, {}),
     _function(_run_nothing, {"size": 1}, "local.run"),
+    _function(
+        elastic.State, {"counter": np.zeros(1)}, then=lambda made: made.entries()
+    ),
+    _function(
+        _one_step,
+        {"step": _ends_the_training, "state": elastic.State(), "until": 1},
+        "elastic.run",
+    ),
     _function(trace.label, {"group": None, "dimension": "tp"}, "trace.label"),
 )
 """Public functions and classes that need no communicator."""

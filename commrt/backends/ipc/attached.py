@@ -32,6 +32,7 @@ from commrt.devices.cuda import why_no_card
 from commrt.errors import BackendError, CommError, UsageError
 from commrt.group.group import Group
 from commrt.job.arena import machine_identity
+from commrt.planning.compared import common_length, facts_of
 from commrt.planning.spec import PlanSpec
 from commrt.select.facts import Candidate, Query
 from commrt.select.policy import Rejected
@@ -133,6 +134,8 @@ class AttachedIpc(Attached):
             elements=spec.num_elements,
             element_type=spec.dtype.code,
             reduction=int(spec.reduction),
+            facts=facts_of(spec),
+            length=common_length(spec),
         )
 
     @property

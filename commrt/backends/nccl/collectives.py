@@ -18,6 +18,7 @@ from commrt.nccl.abilities import (
     support,
 )
 from commrt.nccl.features import NEWEST_KNOWN
+from commrt.planning.compared import common_length, facts_of
 from commrt.planning.spec import PlanSpec
 from commrt.planning.stream_programs import nccl_program
 from commrt.select.facts import Candidate, Query
@@ -97,6 +98,8 @@ def schedule_plan(
         elements=spec.num_elements,
         element_type=spec.dtype.code,
         reduction=int(spec.reduction),
+        facts=facts_of(spec),
+        length=common_length(spec),
     )
 
 
@@ -132,6 +135,8 @@ def library_plan(spec: PlanSpec, size: int, version: int) -> _native.NcclPlan:
         elements=spec.num_elements,
         element_type=dtype.code,
         reduction=int(spec.reduction),
+        facts=facts_of(spec),
+        length=common_length(spec),
     )
 
 

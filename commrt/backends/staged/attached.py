@@ -89,7 +89,7 @@ class AttachedStaged(Attached):
     def only_on_request(self, query: Query, candidate: Candidate) -> str | None:
         """Return why the host's candidate needs asking."""
         host_query, host = on_host(query, candidate)
-        if host.algorithm in algorithms.names(query.coll):
+        if algorithms.exists(query.coll, host.algorithm):
             return super().only_on_request(host_query, host)
         runs = self._runs_on_host(host_query, host.algorithm)
         if runs is None:

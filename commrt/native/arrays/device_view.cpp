@@ -10,6 +10,7 @@
 
 #include "arrays/python_device.hpp"
 #include "arrays/view.hpp"
+#include "gil.hpp"
 #include "python_callbacks.hpp"
 
 namespace commrt {
@@ -259,7 +260,7 @@ PointerFacts facts_of(PyObject* device, std::uint64_t address) {
   PointerFacts facts;
   DeviceStatus status;
   {
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     status = self->device->api->ptr_attributes(self->device,
                                                reinterpret_cast<const void*>(address), &facts);
   }

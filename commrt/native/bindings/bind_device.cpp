@@ -10,6 +10,7 @@
 
 #include "bindings/bindings.hpp"
 #include "devices/device_error.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -26,7 +27,7 @@ void call(const PyDevice& self, DeviceStatus (*DeviceApi::*entry)(Device*, Param
           Arguments... arguments) {
   DeviceStatus status = DeviceStatus::Ok;
   {
-    nb::gil_scoped_release free;
+    ReleasedGil free;
     status = (self.device->api->*entry)(self.device, arguments...);
   }
   check_device(status);
@@ -34,7 +35,8 @@ void call(const PyDevice& self, DeviceStatus (*DeviceApi::*entry)(Device*, Param
 
 // A Python function on its way to a stream; gone once it has run.
 void run_python(void* argument) {
-  nb::gil_scoped_acquire held;
+  if (!Py_IsInitialized()) return;  // the process is ending
+  const TakenGil held;
   PyObject* function = static_cast<PyObject*>(argument);
   PyObject* result = PyObject_CallNoArgs(function);
   if (!result) PyErr_WriteUnraisable(function);
@@ -158,7 +160,7 @@ void bind_device(nb::module_& m) {
   device.def("event_query", [](const D& d, Event e) {
     DeviceStatus status = DeviceStatus::Ok;
     {
-      nb::gil_scoped_release free;
+      ReleasedGil free;
       status = d.device->api->event_query(d.device, e);
     }
     if (status != DeviceStatus::NotReady) check_device(status);

@@ -6,6 +6,7 @@
 #include "bindings/bindings.hpp"
 #include "calls/device_call.hpp"
 #include "engine/p2p.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -59,11 +60,11 @@ void bind_device_work(nb::module_& m) {
   nb::class_<PyDeviceWork>(m, "DeviceWork", "A communicator's work of a kind on one device.")
       .def("give_up",
            [](const PyDeviceWork& self, const std::string& why) {
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              self.work->give_up("revoked", why);
            }, nb::arg("why"), "Fail what is under way, and let its streams go.")
       .def("close", [](const PyDeviceWork& self) { self.work->close(); },
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Nobody calls any more: give back what is not in use, at once or later.")
       .def_prop_ro("outstanding", [](const PyDeviceWork& self) { return self.work->outstanding(); },
                    "Calls whose end the host has not seen.")

@@ -9,6 +9,7 @@
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "engine/chaos.hpp"
+#include "gil.hpp"
 #include "kernels/checksum.hpp"
 #include "kernels/finite.hpp"
 
@@ -32,7 +33,7 @@ void bind_faults(nb::module_& m) {
 
   m.def("inject_faults",
         [](Group& group, std::shared_ptr<Chaos> chaos) {
-          const nb::gil_scoped_release release;
+          const ReleasedGil release;
           const std::lock_guard<std::mutex> lock(group.engine->mutex);
           group.comm->chaos = std::move(chaos);
           group.comm->is_watched = true;

@@ -21,6 +21,7 @@
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -28,7 +29,7 @@ namespace {
 
 double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, int repetitions,
                  double timeout_s) {
-  nb::gil_scoped_release release;
+  ReleasedGil release;
   Engine& engine = *group.engine;
   const double begin = now_s();
   std::unique_lock<std::mutex> lock(engine.mutex);
@@ -44,7 +45,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
       lock.unlock();
       WaitResult ended;
       {
-        const nb::gil_scoped_acquire acquired;
+        const TakenGil acquired;
         ended = wait_for(group, op, std::max(1e-3, begin + timeout_s - now_s()));
         if (ended == WaitResult::Interrupted) throw nb::python_error();
       }
@@ -57,7 +58,7 @@ double time_plan(Group& group, const PlanPtr& plan, uint64_t in, uint64_t out, i
       if (!Relay::is_due()) return;
       lock.unlock();
       {
-        const nb::gil_scoped_acquire acquired;
+        const TakenGil acquired;
         RelayCarrier::give_everything();
       }
       lock.lock();
@@ -108,14 +109,14 @@ nb::list records_of(const Group& group) {
 void bind_group(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
       .def(nb::init<>())
-      .def("leave", &Engine::leave, nb::call_guard<nb::gil_scoped_release>(),
+      .def("leave", &Engine::leave, nb::call_guard<ReleasedGil>(),
            "Tell the ranks of this node that this one has done its part in all that it started.")
       .def("step",
            [](Engine& engine) {
              bool advanced;
              GlooGroup::look_everything();
              {
-               nb::gil_scoped_release release;
+               ReleasedGil release;
                advanced = engine.step();
              }
              if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
@@ -127,16 +128,16 @@ void bind_group(nb::module_& m) {
            "advanced.")
       .def("start_thread", &Engine::start_thread)
       .def("release_streams", &Engine::release_streams, nb::arg("why"),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Fail all work on device memory that is under way, and let its streams go.")
-      .def("stop_thread", &Engine::stop_thread, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop_thread", &Engine::stop_thread, nb::call_guard<ReleasedGil>())
       .def("add_bells", &Engine::add_bells, nb::arg("bells"),
            "Let threads of this process sleep until ranks of a node ring.")
       .def_prop_ro("bells", &Engine::all_bells, "Bells in use.")
       .def_prop_ro("has_thread", &Engine::has_thread)
       .def_prop_ro("is_parked", &Engine::is_parked,
                    "Whether its thread sleeps until something is started.")
-      .def_prop_ro("idle", &Engine::idle, nb::call_guard<nb::gil_scoped_release>(),
+      .def_prop_ro("idle", &Engine::idle, nb::call_guard<ReleasedGil>(),
                    "Whether nothing is in flight.");
 
   nb::class_<Request>(m, "Request",
@@ -215,6 +216,9 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("failed_by_death", [](const Group& g) {
         return g.comm->broken.load(std::memory_order_acquire) && g.comm->failed_by_death;
       })
+      .def_prop_ro("calls_differ", [](const Group& g) {
+        return g.comm->broken.load(std::memory_order_acquire) && g.comm->calls_differ;
+      }, "Whether it has ended because its ranks made different calls; `failure` says which.")
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_nan_check", &Group::nan_check)
       .def_rw("_slow", &Group::slow)
@@ -226,6 +230,11 @@ void bind_group(nb::module_& m) {
                      g.comm->checksums = wanted;
                      g.comm->is_watched = wanted || g.comm->chaos != nullptr;
                    }, "Whether messages have checksums; equal on all ranks.")
+      .def_prop_rw("compare_every", [](const Group& g) { return g.comm->trails.every(); },
+                   [](Group& g, uint64_t calls) {
+                     const std::lock_guard<std::mutex> lock(g.engine->mutex);
+                     g.comm->trails.set_every(calls);
+                   }, "The number of calls to a library after which ranks compare them; 0: never.")
       .def_prop_rw("guards_arrays", [](const Group& g) { return g.comm->guards; },
                    [](Group& g, bool wanted) {
                      const std::lock_guard<std::mutex> lock(g.engine->mutex);
@@ -242,7 +251,7 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("num_device_work", [](const Group& g) { return g.device_work.size(); })
       .def_prop_ro("idle", [](const Group& g) {
         const auto all = g.device_work;  // another thread may make some meanwhile
-        const nb::gil_scoped_release release;
+        const ReleasedGil release;
         for (const auto& work : all) {
           if (work->outstanding() != 0) return false;
         }
@@ -256,21 +265,33 @@ void bind_group(nb::module_& m) {
       }, nb::arg("why"), nb::arg("by_death") = false)
       .def("end_on_all_ranks",
            [](Group& g, const std::string& why) {
-             const nb::gil_scoped_release release;
+             const ReleasedGil release;
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->revoke(why);
            }, nb::arg("why"),
            "End all operations in flight and all later ones, here and on every other rank.")
-      .def("why_over",
-           [](Group& g) {
-             const nb::gil_scoped_release release;
+      .def("known_end",
+           [](Group& g, bool later) {
+             const ReleasedGil release;
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             return g.comm->broken ? g.comm->failure : g.comm->who_gave_up(g.comm->next_seq, false).why;
-           },
-           "Return why the next operation cannot be done; empty: no rank has failed, as far as is known.")
+             const uint64_t seq = later ? UINT64_MAX >> 2 : g.comm->next_seq;
+             if (g.comm->broken) return std::make_pair(g.comm->failure, g.comm->failed_by_death);
+             const GaveUp found = g.comm->who_gave_up(seq, false, !later);
+             return std::make_pair(found.why, found.has_died && g.comm->who_is_dead() != 0);
+           }, nb::arg("later") = false,
+           "Return why the next operation, or one that is later, cannot be done, and whether a "
+           "rank's death is the reason; empty: no rank has failed, as far as is known. Ranks that "
+           "have left by themselves count for the next one alone.")
+      .def("has_given_up",
+           [](Group& g, int rank) {
+             const ReleasedGil release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             return g.comm->link(rank).kind == LinkKind::Shared && g.comm->gave_up(rank, g.comm->next_seq);
+           }, nb::arg("rank"),
+           "Return whether another rank of this node does not take part in the next operation.")
       .def("_refuse",
            [](Group& g, const std::string& reason) {
-             const nb::gil_scoped_release release;
+             const ReleasedGil release;
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              return g.comm->refusals.refuse(reason);
            }, nb::arg("reason"),
@@ -278,13 +299,13 @@ void bind_group(nb::module_& m) {
            "fails. False: peers have yet to look at earlier ones.")
       .def("_why_next_is_refused",
            [](Group& g) {
-             const nb::gil_scoped_release release;
+             const ReleasedGil release;
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              return g.comm->refusals.why_next();
            }, "Return why other ranks have refused their next operation; empty: they have not.")
       .def("_pass_over",
            [](Group& g) {
-             const nb::gil_scoped_release release;
+             const ReleasedGil release;
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->refusals.pass_over();
            }, "Count the next operation, which runs nowhere, since some rank has refused it.")
@@ -325,7 +346,7 @@ void bind_group(nb::module_& m) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
              g.plans.forget_all();  // those made so far do not know what peers may reach
-           }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<nb::gil_scoped_release>(),
+           }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<ReleasedGil>(),
            "Add a segment to the symmetric heap: a part for each on-node rank.")
       .def("add_mirror",
            [](Group& g, uint64_t address, uint64_t nbytes, uint64_t original) {
@@ -333,18 +354,18 @@ void bind_group(nb::module_& m) {
              return g.comm->add_mirror(reinterpret_cast<void*>(address), nbytes,
                                        reinterpret_cast<void*>(original));
            }, nb::arg("address"), nb::arg("nbytes"), nb::arg("original"),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Tell that memory of the symmetric heap is mapped at another address, too.")
       .def("remove_mirror",
            [](Group& g, uint64_t address) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->remove_mirror(reinterpret_cast<void*>(address));
-           }, nb::arg("address"), nb::call_guard<nb::gil_scoped_release>())
+           }, nb::arg("address"), nb::call_guard<ReleasedGil>())
       .def("_detach",
            [](Group& g) {
              std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->detach();
-           }, nb::call_guard<nb::gil_scoped_release>())
+           }, nb::call_guard<ReleasedGil>())
       .def("attach_mpi", [](Group& g, uint64_t comm, int tag, const std::vector<int>& ranks) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
         g.comm->attach_mpi(static_cast<Handle>(comm), tag, ranks);
@@ -357,13 +378,13 @@ void bind_group(nb::module_& m) {
       .def("probe_latency_ns",
            [](Group& g, int peer, int rounds, double timeout_s) {
              return g.comm->probe_latency(peer, rounds, timeout_s);
-           }, nb::call_guard<nb::gil_scoped_release>())
+           }, nb::call_guard<ReleasedGil>())
       .def("probe_slots_ns",
            [](Group& g, int peer, size_t window, double timeout_s) {
              const SlotTimes found = g.comm->probe_slots(peer, window, timeout_s);
              return std::make_pair(found.same_ns, found.moving_ns);
            }, nb::arg("peer"), nb::arg("window_nbytes"), nb::arg("timeout_s"),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Return ns per line in one slot again and again, and through a window.")
       .def("set_slot_window", [](Group& g, size_t nbytes) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);
@@ -373,7 +394,7 @@ void bind_group(nb::module_& m) {
            [](Group& g, int tag, int first) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              return g.comm->p2p->waiting(tag, first, g.comm->size).source;
-           }, nb::arg("tag"), nb::arg("first"), nb::call_guard<nb::gil_scoped_release>(),
+           }, nb::arg("tag"), nb::arg("first"), nb::call_guard<ReleasedGil>(),
            "Return a rank whose message of this tag no receive has asked for, looking from "
            "`first` on; -1: there is none.")
       .def("waiting_message",
@@ -382,7 +403,7 @@ void bind_group(nb::module_& m) {
              const Waiting found = g.comm->p2p->waiting(tag, first, num);
              return std::make_tuple(found.source, found.nbytes, static_cast<int>(found.type));
            }, nb::arg("tag"), nb::arg("first"), nb::arg("num"),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Return source, bytes and type code of a message of this tag that no receive has asked "
            "for, looking at `num` ranks from `first` on; source -1: there is none.")
       .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bindings/bind_staged_work.hpp"
+#include "gil.hpp"
 #include "staging/host_work.hpp"
 
 namespace commrt {
@@ -81,7 +82,7 @@ void bind_host_work(nb::module_& m) {
            "The host's part has failed; after a \"timeout\" the communicator is of no more use.")
       .def("announce",
            [](const PyHostWork& self) {
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              self.own().announce();
            }, "Let a simulated device know that the host did something.")
       .def("plant",

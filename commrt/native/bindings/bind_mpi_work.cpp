@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/device_call.hpp"
+#include "gil.hpp"
 #include "library_calls/mpi_work.hpp"
 
 namespace commrt {
@@ -68,7 +69,7 @@ void bind_mpi_work(nb::module_& m) {
            "Give the device and the engine all that there is to do.")
       .def("release_rest",
            [](const PyMpiWork& self) {
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              return static_cast<int>(self.own().release_rest());
            }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def("plant",

@@ -16,6 +16,7 @@
 
 #include "arrays/python_device.hpp"
 #include "bindings/bindings.hpp"
+#include "gil.hpp"
 #include "nccl/nccl_comm.hpp"
 
 namespace nb = nanobind;
@@ -24,7 +25,7 @@ namespace commrt {
 
 namespace {
 
-using Free = nb::call_guard<nb::gil_scoped_release>;
+using Free = nb::call_guard<ReleasedGil>;
 using Messages = std::vector<std::tuple<uint64_t, uint64_t, int>>;  // address, bytes, peer
 
 void* at(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
@@ -118,7 +119,7 @@ void bind_nccl(nb::module_& m) {
              NcclUniqueId id;
              int code;
              {
-               nb::gil_scoped_release release;
+               ReleasedGil release;
                code = api.get_unique_id(&id);
              }
              return std::tuple(code, nb::bytes(id.internal, sizeof(id.internal)));
@@ -168,7 +169,7 @@ void bind_nccl(nb::module_& m) {
              configure(*slot, options, self.api->version);
              int code;
              {
-               nb::gil_scoped_release release;
+               ReleasedGil release;
                code = self.split(color, key, slot, timeout_s);
              }
              std::shared_ptr<NcclComm> child;
@@ -213,7 +214,7 @@ void bind_nccl(nb::module_& m) {
            [](NcclComm& self, int coll, uint64_t x, uint64_t out, uint64_t count, int dtype,
               nb::bytes factor, int root, uint64_t stream, double timeout_s) {
              Scalar scalar(factor);
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              return self.premul(static_cast<NcclColl>(coll), at(x), at(out), count, dtype, scalar.bytes,
                                 root, at(stream), timeout_s);
            },
@@ -227,7 +228,7 @@ void bind_nccl(nb::module_& m) {
              check_counts(self, send_counts);
              check_counts(self, recv_counts);
              Scalar scalar(factor);
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              return self.counted(static_cast<NcclColl>(coll), static_cast<char*>(at(x)),
                                  static_cast<char*>(at(out)), send_counts, recv_counts, itemsize,
                                  dtype, op, factor.size() == 0 ? nullptr : scalar.bytes, root,
@@ -240,7 +241,7 @@ void bind_nccl(nb::module_& m) {
            [](NcclComm& self, const Messages& sends, const Messages& recvs, uint64_t stream,
               double timeout_s) {
              auto messages = collect(self, sends, recvs);
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              return self.exchange(std::move(messages), at(stream), timeout_s);
            },
            nb::arg("sends"), nb::arg("recvs"), nb::arg("stream"), nb::arg("timeout_s"));
@@ -267,7 +268,7 @@ void bind_nccl(nb::module_& m) {
           }
           int code;
           {
-            nb::gil_scoped_release release;
+            ReleasedGil release;
             code = comm->init(size, unique, rank, enter);
           }
           return std::tuple(comm, code);
@@ -283,7 +284,7 @@ void bind_nccl(nb::module_& m) {
           auto comm = std::make_shared<NcclComm>(std::move(api), slot, false);
           int code;
           {
-            nb::gil_scoped_release release;
+            ReleasedGil release;
             code = comm->adopt();
           }
           return std::tuple(comm, code);

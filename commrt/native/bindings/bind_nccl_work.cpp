@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/device_call.hpp"
+#include "gil.hpp"
 #include "library_calls/nccl_work.hpp"
 
 namespace commrt {
@@ -75,7 +76,7 @@ void bind_nccl_work(nb::module_& m) {
            bool needs_copy, size_t count, std::vector<int64_t> send_counts,
            std::vector<int64_t> recv_counts, size_t itemsize, int dtype, int op,
            int root, nb::bytes factor, size_t in_nbytes, int64_t elements,
-           int element_type, int reduction) {
+           int element_type, int reduction, int facts, uint64_t length) {
           auto self = std::make_shared<NcclPlan>();
           self->operation = operation;
           self->coll = static_cast<NcclColl>(coll);
@@ -97,19 +98,21 @@ void bind_nccl_work(nb::module_& m) {
           self->elements = elements;
           self->element_type = element_type;
           self->reduction = reduction;
+          self->facts = facts;
+          self->length = length;
           return self;
         },
         nb::arg("operation"), nb::kw_only(), nb::arg("coll"), nb::arg("is_barrier"),
         nb::arg("is_counted"), nb::arg("needs_copy"), nb::arg("count"), nb::arg("send_counts"),
         nb::arg("recv_counts"), nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"),
         nb::arg("root"), nb::arg("factor"), nb::arg("in_nbytes"), nb::arg("elements"),
-        nb::arg("element_type"), nb::arg("reduction"),
+        nb::arg("element_type"), nb::arg("reduction"), nb::arg("facts"), nb::arg("length"),
         "Make the plan of a call by NCCL.");
 
   m.def("nccl_program_plan",
         [](const std::string& operation, std::shared_ptr<StreamProgram> program, int coll,
            size_t scratch_nbytes, size_t in_nbytes, size_t out_nbytes, bool in_place, int root,
-           int64_t elements, int element_type, int reduction) {
+           int64_t elements, int element_type, int reduction, int facts, uint64_t length) {
           for (size_t i = kFirstPeerBase; i < program->extents.size(); ++i) {
             if (program->extents[i] != 0)
               throw nb::value_error(
@@ -128,12 +131,15 @@ void bind_nccl_work(nb::module_& m) {
           plan->elements = elements;
           plan->element_type = element_type;
           plan->reduction = reduction;
+          plan->facts = facts;
+          plan->length = length;
           return plan;
         },
         nb::arg("operation"), nb::arg("program"), nb::kw_only(), nb::arg("coll"),
         nb::arg("scratch_nbytes"), nb::arg("in_nbytes"), nb::arg("out_nbytes"),
         nb::arg("in_place"), nb::arg("root"), nb::arg("elements"), nb::arg("element_type"),
-        nb::arg("reduction"), "A plan that runs a schedule's rounds.");
+        nb::arg("reduction"), nb::arg("facts"), nb::arg("length"),
+        "A plan that runs a schedule's rounds.");
 
   nb::class_<NcclPhase>(m, "NcclPhase", "Messages among neighbours that move at the same time.")
       .def("__init__", &make_phase, nb::kw_only(), nb::arg("messages"), nb::arg("copies"),
@@ -143,7 +149,7 @@ void bind_nccl_work(nb::module_& m) {
   m.def("nccl_phases_plan",
         [](const std::string& operation, std::vector<NcclPhase> phases, int coll,
            size_t in_nbytes, size_t out_nbytes, int64_t elements, int element_type,
-           int reduction) {
+           int reduction, int facts) {
           auto plan = std::make_shared<NcclPlan>();
           plan->operation = operation;
           plan->phases = std::move(phases);
@@ -153,19 +159,20 @@ void bind_nccl_work(nb::module_& m) {
           plan->elements = elements;
           plan->element_type = element_type;
           plan->reduction = reduction;
+          plan->facts = facts;
           return plan;
         },
         nb::arg("operation"), nb::arg("phases"), nb::kw_only(), nb::arg("coll"),
         nb::arg("in_nbytes") = 0, nb::arg("out_nbytes") = 0, nb::arg("elements") = 0,
-        nb::arg("element_type") = 0, nb::arg("reduction") = 0,
+        nb::arg("element_type") = 0, nb::arg("reduction") = 0, nb::arg("facts") = 0,
         "A plan of messages among neighbours, one phase behind the other.");
 
   nb::class_<NcclOrder>(m, "NcclOrder", "The order of NCCL's work on a device.")
       .def("sweep", [](NcclOrder& self) { return self.sweep(); },
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Go on with ending communicators; how many are left.")
       .def("close", [](NcclOrder& self, double timeout_s) { self.close(timeout_s); },
-           nb::arg("abort_timeout_s"), nb::call_guard<nb::gil_scoped_release>(),
+           nb::arg("abort_timeout_s"), nb::call_guard<ReleasedGil>(),
            "Abort those that are left, and give everything back.")
       .def_prop_ro("num_events", [](NcclOrder& self) { return self.events.size(); },
                    "Events that wait for the next call.");

@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/device_call.hpp"
+#include "gil.hpp"
 #include "peer_memory/peer_work.hpp"
 
 namespace commrt {
@@ -47,7 +48,7 @@ std::shared_ptr<PeerExchange> make_exchange(const PyDevice& device, int rank,
   DeviceStatus status = DeviceStatus::Ok;
   std::shared_ptr<PeerExchange> made;
   {
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     made = std::make_shared<PeerExchange>(device.device, device.keeps, rank, std::move(places),
                                           half_nbytes, &status);
   }
@@ -64,7 +65,7 @@ void bind_peer_work(nb::module_& m) {
            [](PeerExchange& self) {
              DeviceStatus status;
              {
-               nb::gil_scoped_release release;
+               ReleasedGil release;
                status = self.end();
              }
              check_device(status);
@@ -93,7 +94,7 @@ void bind_peer_work(nb::module_& m) {
   m.def("peer_plan",
         [](std::shared_ptr<StreamProgram> program, size_t scratch_nbytes,
            size_t in_nbytes, size_t out_nbytes, bool in_place, int coll, int root,
-           int64_t elements, int element_type, int reduction) {
+           int64_t elements, int element_type, int reduction, int facts, uint64_t length) {
           auto self = std::make_shared<PeerPlan>();
           self->program = std::move(program);
           self->scratch_nbytes = scratch_nbytes;
@@ -105,11 +106,14 @@ void bind_peer_work(nb::module_& m) {
           self->elements = elements;
           self->element_type = element_type;
           self->reduction = reduction;
+          self->facts = facts;
+          self->length = length;
           return self;
         },
         nb::arg("program"), nb::kw_only(), nb::arg("scratch_nbytes"), nb::arg("in_nbytes"),
         nb::arg("out_nbytes"), nb::arg("in_place"), nb::arg("coll"), nb::arg("root"),
-        nb::arg("elements"), nb::arg("element_type"), nb::arg("reduction"),
+        nb::arg("elements"), nb::arg("element_type"), nb::arg("reduction"), nb::arg("facts"),
+        nb::arg("length"),
         "Make the plan of a call over memory of peers.");
 
   nb::class_<PyPeerWork, PyDeviceWork>(m, "PeerWork",

@@ -15,6 +15,7 @@
 #include "calls/group.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/plan_template.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -303,8 +304,9 @@ TemplatePtr make_native_template(const Group& group, const CallShape& shape, uin
                                  uint64_t op, uint64_t comm, int64_t unit, bool is_blocked) {
   TemplatePtr made = template_of(group, shape);
   made->prototype.native = true;
+  made->prototype.settle_mark();
   made->prototype.call = {static_cast<Handle>(datatype), static_cast<Handle>(op),
-                         static_cast<Handle>(comm), 0, {}, {}, {}, {}};
+                         static_cast<Handle>(comm), 0, 0, 0, {}, {}, {}, {}};
   made->unit = unit;
   made->is_blocked = is_blocked;
   return made;
@@ -327,6 +329,7 @@ PlanPtr make_gloo_plan(const std::shared_ptr<GlooGroup>& group, int coll, int dt
   plan->returns_out = returns_out;
   plan->combine = combine_for(plan->dtype, plan->redop);
   plan->factor.real = factor;
+  plan->settle_mark();
   auto how = std::make_shared<GlooPlan>();
   how->group = group;
   how->method = own_object(method.ptr());
@@ -349,7 +352,7 @@ void bind_plan(nb::module_& m) {
       .def_ro("slot_nbytes", &Plan::slot_nbytes)
       .def_ro("tmp_nbytes", &Plan::tmp_nbytes)
       .def("with_factor", &with_factor, nb::arg("group"), nb::arg("factor"),
-           nb::arg("integer_factor"), nb::call_guard<nb::gil_scoped_release>(),
+           nb::arg("integer_factor"), nb::call_guard<ReleasedGil>(),
            "This plan of a premul_sum with another factor; the same object if it is the same.")
       .def_prop_ro("nbytes", &Plan::nbytes, "Bytes of memory that it takes.")
       .def_prop_ro("bounds", [](const Plan& plan) {

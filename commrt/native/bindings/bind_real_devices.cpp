@@ -8,6 +8,7 @@
 #include "devices/cuda_device.hpp"
 #include "devices/device_error.hpp"
 #include "devices/thread_device.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 namespace {
@@ -25,7 +26,7 @@ struct PyCudaDevice : PyDevice {
 // Ending threads waits for them, and one may be in a Python function.
 void end_threads(threaded::ThreadDevice* device) {
   if (PyGILState_Check()) {
-    nb::gil_scoped_release free;
+    ReleasedGil free;
     delete device;
   } else {
     delete device;
@@ -66,7 +67,7 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
         d.threads()->fail_after(commands);
       }, nb::arg("commands"), "Let the device fail for good at the n-th command from now.")
       .def("close", [](const PyThreadDevice& d) {
-        nb::gil_scoped_release free;
+        ReleasedGil free;
         d.threads()->close();
       }, "End all threads, also those that wait; memory goes with the last user of the device.");
 
@@ -75,7 +76,7 @@ void bind_real_devices(nb::module_& m, nb::class_<PyDevice>& device) {
                           const std::string& library, const std::string& sysfs) {
         std::unique_ptr<cuda::CudaDevice> made;
         {
-          nb::gil_scoped_release free;
+          ReleasedGil free;
           made = cuda::CudaDevice::open(ordinal, memory_flags, library, sysfs);
         }
         if (!made) check_device(DeviceStatus::Missing);

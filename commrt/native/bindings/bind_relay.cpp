@@ -8,6 +8,7 @@
 #include "bindings/bindings.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
+#include "gil.hpp"
 
 namespace nb = nanobind;
 
@@ -22,7 +23,7 @@ uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_t>(memo
 nb::object next(Relay& relay, int peer, uint64_t frame) {
   Relay::Todo todo;
   {
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     todo = relay.next(peer, at(frame));
   }
   if (todo.ends && todo.frame_nbytes == 0) return nb::none();
@@ -42,24 +43,24 @@ void bind_relay(nb::module_& m) {
            "sent before it, its bytes, where to receive a payload, its bytes, the number of the "
            "payload, whether it is the last one); None where the peer is lost. A frame of 0 "
            "bytes is none.")
-      .def("sent", &Relay::sent, nb::arg("peer"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("sent", &Relay::sent, nb::arg("peer"), nb::call_guard<ReleasedGil>(),
            "The oldest payload that `next` gave has left.")
       .def("arrived",
            [](Relay& relay, int peer, uint64_t frame, uint64_t nbytes) {
              return relay.arrived(peer, at(frame), nbytes);
            }, nb::arg("peer"), nb::arg("frame"), nb::arg("nbytes"),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Take a frame. 0: on to the next; -1: it was the last one; else wait for the payload "
            "of this number first.")
       .def("landed", &Relay::landed, nb::arg("peer"), nb::arg("where"),
-           nb::call_guard<nb::gil_scoped_release>(), "The payload of this number is there.")
+           nb::call_guard<ReleasedGil>(), "The payload of this number is there.")
       .def("lost", &Relay::lost, nb::arg("peer"), nb::arg("why"), nb::arg("error") = "",
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Nothing comes from the peer any more, nor reaches it. The error is its carrier's.")
       .def("watch", &Relay::watch, nb::arg("liveness"), nb::arg("away"),
            "Tell liveness who is lost and who leaves, and other nodes whose process has ended here.")
       .def("ask", &Relay::ask, nb::arg("peer"), nb::arg("tag"),
-           nb::call_guard<nb::gil_scoped_release>(),
+           nb::call_guard<ReleasedGil>(),
            "Ask how many operations a communicator has started there.")
       .def("answer",
            [](Relay& relay, uint64_t question) -> nb::object {
@@ -70,7 +71,7 @@ void bind_relay(nb::module_& m) {
            "Return the peer's answer: None so far; -1: no such communicator.")
       .def("failure_of", &Relay::failure_of, nb::arg("peer"),
            "Reason why a peer is lost, or empty.")
-      .def("leave", &Relay::leave, nb::call_guard<nb::gil_scoped_release>(),
+      .def("leave", &Relay::leave, nb::call_guard<ReleasedGil>(),
            "Tell all peers that this was all.");
 
   nb::class_<RelayCarrier>(m, "RelayCarrier", "Gives a relay's frames to gloo.")

@@ -6,6 +6,7 @@
 #include "bindings/bind_device.hpp"
 #include "devices/device_error.hpp"
 #include "devices/sim_world.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 namespace {
@@ -22,7 +23,7 @@ struct PyWorld {
 
 template <class F>
 auto locked(World& world, F function) {
-  nb::gil_scoped_release free;
+  ReleasedGil free;
   std::lock_guard<std::mutex> guard(world.mutex);
   return function();
 }
@@ -84,15 +85,15 @@ void bind_sim(nb::module_& m, nb::class_<PyDevice>& device) {
         return locked(*w.world, [&] { return w.world->step_device(); });
       }, "Run one command that can run; false if there is none.")
       .def("begin", [](const PyWorld& w, const std::vector<std::string>& names) {
-        nb::gil_scoped_release free;
+        ReleasedGil free;
         w.world->begin(names);
       }, nb::arg("names"), "Announce host threads, which then attach() and detach().")
       .def("attach", [](const PyWorld& w, int index) {
-        nb::gil_scoped_release free;
+        ReleasedGil free;
         w.world->attach(index);
       }, nb::arg("index"), "Be a host thread; returns at its first turn.")
       .def("detach", [](const PyWorld& w) {
-        nb::gil_scoped_release free;
+        ReleasedGil free;
         w.world->detach();
       }, "End as a host thread.")
       .def_prop_ro("violations", [](const PyWorld& w) {

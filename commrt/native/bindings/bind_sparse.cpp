@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "gil.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/sparse.hpp"
 #include "kernels/sparse_wide.hpp"
@@ -57,7 +58,7 @@ Entries entries(Address indices, Address values, std::size_t count) {
 
 void bind_sparse(nb::module_& m) {
   nb::module_ s = m.def_submodule("sparse", "Kernels on sparse vectors; without the GIL.");
-  using Free = nb::call_guard<nb::gil_scoped_release>;
+  using Free = nb::call_guard<ReleasedGil>;
   s.def(
       "merge",
       [](int index, int dtype, Address ia, Address va, std::size_t na, Address ib, Address vb,

@@ -7,6 +7,7 @@
 #include "bindings/bindings.hpp"
 #include "calls/device_call.hpp"
 #include "device_calls/staged_work.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -32,12 +33,12 @@ void bind_staged_work(nb::class_<PyWork<Work>, PyDeviceWork>& type) {
            }, nb::arg("stream"), "Raise CaptureError where a stream is captured.")
       .def("release_rest",
            [](const Py& self) {
-             nb::gil_scoped_release release;
+             ReleasedGil release;
              return static_cast<int>(self.own().release_rest());
            }, "Give back what is left of one that failed: 1 done, 2 never, 0 later.")
       .def_prop_ro("pinned_nbytes",
                    [](const Py& self) {
-                     nb::gil_scoped_release release;
+                     ReleasedGil release;
                      return self.own().pinned_nbytes();
                    }, "Pinned memory for data.");
 }

@@ -11,6 +11,7 @@
 
 #include "bindings/bind_staged_work.hpp"
 #include "engine/p2p.hpp"
+#include "gil.hpp"
 #include "staging/staged_messages.hpp"
 #include "staging/staging.hpp"
 
@@ -207,7 +208,7 @@ void bind_staging(nb::module_& m) {
            }, nb::arg("name"), "Plant a bug, for tests.")
       .def_prop_ro("num_leaving",
                    [](const PyMessageStager& self) {
-                     nb::gil_scoped_release release;
+                     ReleasedGil release;
                      return self.own().num_leaving();
                    }, "Calls whose copy to the host is not seen.");
 

@@ -14,6 +14,7 @@
 #include "engine/bell.hpp"
 #include "engine/liveness.hpp"
 #include "engine/rank_states.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -25,7 +26,7 @@ class LoopWait : public Backoff {
   LoopWait(Engine* engine, int spins) : Backoff(engine, spins), teller_(engine) {}
   void pause_until(double until_s, bool rests) {
     {
-      nb::gil_scoped_release release;
+      ReleasedGil release;
       const bool looks_at_clock = rests ? rest(until_s) : pause(until_s);
       if (looks_at_clock) teller_.tell(now_s());
     }
@@ -108,7 +109,7 @@ void bind_waiting(nb::module_& m) {
                const auto& request = nb::cast<const Request&>(each);
                watched.push_back({request.op(), request.comm()});
              }
-             const nb::gil_scoped_release release;
+             const ReleasedGil release;
              auto found = self.wait(watched, is_curious, limit_s);
              watched.clear();
              return found;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "gil.hpp"
 #include "kernels/wire.hpp"
 
 namespace nb = nanobind;
@@ -41,7 +42,7 @@ const WireKernels& kernels_of(int format, int dtype) {
 
 void bind_wire(nb::module_& m) {
   nb::module_ w = m.def_submodule("wire", "Floats in fewer bytes, and back; without the GIL.");
-  using Free = nb::call_guard<nb::gil_scoped_release>;
+  using Free = nb::call_guard<ReleasedGil>;
   w.def("block", [](int format) { return wire_block(format_of(format)); }, nb::arg("format"),
         "Elements of a block.");
   w.def(

@@ -7,6 +7,7 @@
 
 #include "calls/group_methods.hpp"
 #include "calls/persistent_call.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
 
@@ -68,6 +69,12 @@ uint64_t CallCheck::pairs(int rank, const int64_t* sent, const int64_t* received
 }
 
 bool CallCheck::are_same(uint64_t fingerprint, uint64_t pairs, double timeout_s) {
+  if (is_under_way_) raise_error("UsageError", "another thread compares its call");
+  struct UnderWay {
+    bool& flag;
+    explicit UnderWay(bool& at) : flag(at) { flag = true; }
+    ~UnderWay() { flag = false; }
+  } const under_way(is_under_way_);
   nb::object exchange = std::move(idle_);
   if (!exchange.is_valid()) exchange = make_exchange_();
   auto& call = nb::cast<PersistentCall&>(exchange);

@@ -46,7 +46,8 @@ class CallCheck {
   uint64_t pairs(int rank, const int64_t* sent, const int64_t* received) const;
 
   // True if all ranks' fingerprints are equal and not 0, and the sum is 0; collective. Throws what
-  // the exchange raises.
+  // the exchange raises, and UsageError where another thread is in here: the ranks' threads may
+  // come in different orders.
   bool are_same(uint64_t fingerprint, uint64_t pairs, double timeout_s);
   // Compares a call that the engine knows. Where the calls differ, Python takes the call over and
   // must not ask again. Throws what the group makes of an error.
@@ -61,6 +62,7 @@ class CallCheck {
   int size_;
   uint64_t seed_;
   bool differs_ = false;
+  bool is_under_way_ = false;  // guarded by the GIL, as all of this
 };
 
 }  // namespace commrt

@@ -7,6 +7,7 @@
 #include "engine/backoff.hpp"
 #include "engine/rank_states.hpp"
 #include "engine/user_reduction.hpp"
+#include "gil.hpp"
 #include "python_callbacks.hpp"
 
 namespace commrt {
@@ -15,6 +16,7 @@ void raise_call_failure(const CallFailure& failure) {
   const char* type = failure.kind == "timeout"   ? "TimeoutError_"
                      : failure.kind == "revoked" ? "RevokedError"
                      : failure.kind == "peer"    ? "PeerFailedError"
+                     : failure.kind == "calls" || failure.kind == "mismatch" ? "MismatchError"
                                                  : "BackendError";
   raise_error(type, failure.what());
 }
@@ -100,7 +102,7 @@ bool PyDeviceCall::test() const {
 
 bool PyDeviceCall::ended() const {
   if (!call->ended()) return false;
-  nb::gil_scoped_release release;
+  ReleasedGil release;
   return work().has_ended(*call);
 }
 

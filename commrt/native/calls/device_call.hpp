@@ -16,6 +16,7 @@
 #include "calls/group.hpp"
 #include "engine/device_work.hpp"
 #include "engine/engine.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -28,7 +29,7 @@ auto guarded(F function) -> decltype(function()) {
   DeviceStatus status = DeviceStatus::Ok;
   std::string text;
   try {
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     return function();
   } catch (const DeviceFailure& failure) {
     status = failure.status;
@@ -55,7 +56,7 @@ struct PyWork : PyDeviceWork {
 // them may wait for the GIL.
 inline void let_go(std::shared_ptr<DeviceCall>& call) {
   if (call == nullptr) return;
-  nb::gil_scoped_release release;
+  ReleasedGil release;
   call.reset();
 }
 

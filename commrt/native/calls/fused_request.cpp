@@ -5,6 +5,7 @@
 // object would take half of that. Its texts and errors are those of the bucket's own request.
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
+#include "gil.hpp"
 
 #include <structmember.h>
 
@@ -96,7 +97,7 @@ bool settle(FusedRequest* self, double seconds) {
     if (bucket_of(self).is_settled()) break;
     if (now_s() >= deadline) return false;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    nb::gil_scoped_release release;  // another thread is sending it
+    ReleasedGil release;  // another thread is sending it
     sched_yield();
   }
   return true;
@@ -382,7 +383,7 @@ void bind_fusion(nb::module_& m) {
      "Put short nonblocking allreduces into buckets from now on.");
   m.def("close_fusion", [](Group& g) {
     while (g.fusion != nullptr && g.fusion->is_sending()) {  // by another thread
-      nb::gil_scoped_release release;
+      ReleasedGil release;
       sched_yield();
     }
     if (g.fusion == nullptr) return;

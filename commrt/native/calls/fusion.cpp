@@ -3,6 +3,7 @@
 #include "calls/fusion.hpp"
 #include "calls/group_methods.hpp"
 #include "engine/user_reduction.hpp"
+#include "gil.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -84,7 +85,7 @@ void send(Bucket& bucket) {
   std::shared_ptr<Op> op;
   PyObject* const arrays = nb::object(bucket.arrays).release().ptr();  // the operation's
   try {
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     const std::lock_guard<std::mutex> lock(engine.mutex);
     // Makes a pass, as test() does, so that many short calls move as much as they would one by
     // one.
@@ -306,7 +307,7 @@ bool Fusion::cut(nb::handle group) {
   // Later calls must not overtake buckets that another thread is sending.
   while (is_sending_) {
     if (PyErr_CheckSignals() != 0) return false;
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     sched_yield();
   }
   return true;

@@ -16,6 +16,7 @@
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
 #include "engine/starvation.hpp"
+#include "gil.hpp"
 #include "python_callbacks.hpp"
 #include "recording/record_ring.hpp"
 
@@ -41,7 +42,7 @@ Group::Group(std::shared_ptr<Engine> engine_, int rank, int size, const std::str
 
 Group::~Group() {
   if (!device_work.empty() && !Engine::forked.load(std::memory_order_relaxed)) {
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     for (const auto& work : device_work) work->abandon();
   }
   // The next call would drop what ended calls have kept, but there may be none.
@@ -139,7 +140,7 @@ WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_
       if (op->finished()) return WaitResult::Done;
     }
     {
-      nb::gil_scoped_release release;
+      ReleasedGil release;
       for (int i = 0;; ++i) {
         if (op->finished()) {
           finished = true;
@@ -310,7 +311,7 @@ bool Request::test() {
     // A thread that looks at devices waits for locks whose holder may wait for the GIL.
     auto step = [&] {
       if (is_long(*op_) || engine.has_device_work()) {
-        nb::gil_scoped_release release;
+        ReleasedGil release;
         engine.step();
       } else {
         engine.step();
@@ -432,7 +433,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
       op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
       lock.unlock();
     } else {
-      nb::gil_scoped_release release;
+      ReleasedGil release;
       const std::lock_guard<std::mutex> own(engine.mutex);
       op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
     }

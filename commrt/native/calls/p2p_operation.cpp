@@ -10,6 +10,7 @@
 #include "calls/method_descriptor.hpp"
 #include "engine/in_flight.hpp"
 #include "engine/p2p.hpp"
+#include "gil.hpp"
 #include "kernels/finite.hpp"
 
 #include <algorithm>
@@ -267,7 +268,7 @@ std::shared_ptr<Op> start(Engine& engine, std::unique_lock<std::mutex>& lock, bo
     lock.unlock();
   } else {
     if (lock.owns_lock()) lock.unlock();
-    nb::gil_scoped_release release;
+    ReleasedGil release;
     std::lock_guard<std::mutex> own(engine.mutex);
     under_lock();
   }

@@ -26,17 +26,23 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
   record.stream = stream;
   record.device = 0;
   std::shared_ptr<Fault> fault;
+  std::string differs;
   {
     const std::lock_guard<std::mutex> own(engine_.mutex);
     made.seq = comm_->count_elsewhere(record);
-    if (comm_->chaos == nullptr) return;
-    const std::string what = called(plan.code) + " #" +
-                             std::to_string(made.seq) + " on " + comm_->name;
-    fault = comm_->chaos->next(plan.code, what);
-    if (fault == nullptr || !comm_->chaos->strike_process(*fault)) return;
-    const bool can = fault->kind == FaultKind::Fail || fault->kind == FaultKind::Delay;
-    comm_->chaos->log(*fault, can ? "" : "not injected: a device runs this operation by itself");
-    if (!can) return;
+    differs = left_trail(made, plan);
+    if (differs.empty()) {
+      if (comm_->chaos == nullptr) return;
+      fault = comm_->chaos->next(plan.code, title(called(plan.code), made));
+      if (fault == nullptr || !comm_->chaos->strike_process(*fault)) return;
+      const bool can = fault->kind == FaultKind::Fail || fault->kind == FaultKind::Delay;
+      comm_->chaos->log(*fault, can ? "" : "not injected: a device runs this operation by itself");
+      if (!can) return;
+    }
+  }
+  if (!differs.empty()) {
+    give_up("calls", differs, made.seq);
+    throw CallFailure(failure_kind_, failure_);
   }
   if (fault->kind == FaultKind::Delay) {  // before the device has it
     std::this_thread::sleep_for(std::chrono::duration<double>(fault->seconds));
@@ -45,6 +51,36 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
   const std::string why = Chaos::why(*fault);
   give_up("backend", why, made.seq);
   throw CallFailure("backend", fault->what + ", rank " + std::to_string(comm_->rank) + ": " + why);
+}
+
+std::string WatchedWork::title(const std::string& operation, const WatchedCall& made) const {
+  return operation + " #" + std::to_string(made.seq) + " on " + comm_->name;
+}
+
+std::string WatchedWork::left_trail(const WatchedCall& made, const WatchedPlan& plan) {
+  const uint64_t mark =
+      mark_of_plan(plan.code, static_cast<DType>(plan.element_type),
+                   static_cast<uint64_t>(plan.reduction),
+                   call_has_root(plan.code) ? plan.root : plan.facts);
+  CallTrail& trail = comm_->trails.by_device;
+  const bool is_known_equal = trail.add(made.seq, call_mark(mark, made.seq), plan.length,
+                                        CallTrail::hash_of(mark, plan.length));
+  if (is_known_equal) return {};
+  return title(called(plan.code), made) + ", rank " + std::to_string(comm_->rank) + ": " +
+         trail.why();
+}
+
+bool WatchedWork::look_for_difference() {
+  std::string differs;
+  {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    const std::string why = comm_->trails.look_in_wait();
+    if (why.empty()) return false;
+    differs = title("operation", *calls_.front()) + ", rank " + std::to_string(comm_->rank) +
+              ": " + why;
+  }
+  fail("calls", differs, false);
+  return true;
 }
 
 void WatchedWork::watch(const WatchedPtr& made, void* const* keep) {
@@ -110,7 +146,7 @@ bool WatchedWork::look_after() {
     return true;
   }
   const GaveUp found = who_gave_up(first);
-  if (!found.is_any()) return look_further();
+  if (!found.is_any()) return (comm_ != nullptr && look_for_difference()) || look_further();
   fail(found.kind(), found.why, false);
   return true;
 }

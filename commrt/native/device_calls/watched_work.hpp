@@ -31,6 +31,10 @@ struct WatchedPlan {
   // These go into the record of the call.
   std::int64_t elements = 0;
   int code = 0, root = 0, element_type = 0, reduction = 0;
+  // These and the above but elements are equal on all ranks: a number of what else the ranks agree
+  // on where there is no root, and the length, 0 where each rank has its own.
+  int facts = 0;
+  std::uint64_t length = 0;
 
   // Bytes of memory that it takes beside its own fields.
   std::size_t more_nbytes() const { return program == nullptr ? 0 : program->memory_nbytes(); }
@@ -59,14 +63,21 @@ class WatchedWork : public DeviceWork {
  protected:
   using WatchedPtr = std::shared_ptr<WatchedCall>;
 
-  // The call becomes the communicator's next operation.
+  // The call becomes the communicator's next operation. Throws CallFailure where the ranks' calls
+  // differ, or a fault on purpose is due.
   void count(WatchedCall& call, const WatchedPlan& plan, Stream stream, bool orders);
   // The device was given the whole call. References that the call keeps become its own.
   void watch(const WatchedPtr& call, void* const* keep);
 
   // Callers of the following hold polling_.
+  // Looks whether other ranks make other calls. True: this rank's have failed by that.
+  bool look_for_difference();
   bool take_ended();
   bool look_after();
+  // Callers of the following hold the engine's lock. A call in words; and one writes it down where
+  // other ranks see it, and returns how theirs differ; empty: that is not known.
+  std::string title(const std::string& operation, const WatchedCall& call) const;
+  std::string left_trail(const WatchedCall& call, const WatchedPlan& plan);
   // Says of a rank that gave up this operation or an earlier one; empty: none.
   virtual GaveUp who_gave_up(const WatchedCall& call);
   CallPtr oldest() const override;

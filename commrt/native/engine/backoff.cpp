@@ -69,7 +69,12 @@ bool Backoff::rest(double until_s, bool looked) {
     nap(std::min(left, 20 * Bells::kNap_s));
     return true;
   }
-  if (bell_ != nullptr && !bell_->is_rung(lay_down_)) {
+  if (lay_down_ != 0) {
+    if (bell_->is_rung(lay_down_)) {  // before it slept
+      lay_down_ = 0;
+      was_rung_ = true;
+      return true;
+    }
     if (!looked) {
       nap(std::min(left, Bells::kNap_s));
       return true;
@@ -78,6 +83,7 @@ bool Backoff::rest(double until_s, bool looked) {
       case Bells::Woken::ByBell:
         reset();
         patience_s_ = kPatienceAfterSleep_s;
+        lay_down_ = 0;
         was_rung_ = true;
         break;
       case Bells::Woken::BySignal: was_interrupted_ = true; break;

@@ -42,7 +42,7 @@ class Backoff {
  private:
   Engine* const engine_;
   std::shared_ptr<Bells> bell_;  // once this thread has lain down
-  uint32_t lay_down_ = 0;        // the bell's word then
+  uint32_t lay_down_ = 0;        // the bell's word then; 0: it is to lie down
   bool sleeps_soon_ = false;
   bool was_interrupted_ = false;
   bool was_rung_ = false;

@@ -48,10 +48,6 @@ const CallName* name_of(int code) {
   return nullptr;
 }
 
-int code_of(uint64_t mark) {
-  return static_cast<int>(low_bits(mark >> kMarkShift, kMarkCollBits));
-}
-
 // Says of two calls that are alike in words what makes them differ.
 std::string other_facts(uint64_t theirs, uint64_t mine) {
   constexpr int kHaloExchange = 80, kHaloReduce = 81, kRedistribute = 82;
@@ -69,6 +65,10 @@ std::string other_facts(uint64_t theirs, uint64_t mine) {
 }
 
 }  // namespace
+
+int code_of(uint64_t mark) {
+  return static_cast<int>(low_bits(mark >> kMarkShift, kMarkCollBits));
+}
 
 bool call_has_root(int coll) {
   const CallName* const call = name_of(coll);
@@ -118,12 +118,12 @@ std::string describe_mark(uint64_t mark) {
   return said;
 }
 
-std::string describe_marks(int peer, uint64_t theirs, uint64_t mine, uint64_t seq) {
-  const auto ahead = static_cast<int16_t>(low_bits((theirs - mine) >> kMarkOrderShift, 16));
+std::string describe_marks(int peer, uint64_t theirs, int me, uint64_t mine, uint64_t seq) {
+  const auto ahead = static_cast<int16_t>(order_of(theirs) - order_of(mine));
   const std::string number = std::to_string(seq + static_cast<uint64_t>(int64_t{ahead}));
   const std::string rank = "rank " + std::to_string(peer);
   return rank + " made another call: " + describe_mark(theirs) + ", its operation #" + number +
-         "; expected is what this rank called: " + describe_mark(mine) + ", operation #" +
+         "; expected is what rank " + std::to_string(me) + " called: " + describe_mark(mine) + ", operation #" +
          std::to_string(seq) + other_facts(theirs, mine) +
          "; let all ranks make the same calls in the same order (COMMRT_DEBUG=check compares "
          "them before anything is sent)";

@@ -54,6 +54,9 @@ constexpr bool has_id(uint64_t word, uint64_t id) {
   return low_bits(word - id, kMarkShift) == 1;
 }
 
+// The number of a mark's operation.
+int code_of(uint64_t mark);
+
 // True if the operation of this number has a root.
 bool call_has_root(int coll);
 
@@ -68,9 +71,9 @@ const char* name_of_reduction(int redop);
 // A mark in words, such as "reduce of float32, op='max', root=2", and a type's name.
 std::string describe_mark(uint64_t mark);
 const char* name_of_type(DType dtype);
-// Says how the peer's call of a message differs from this rank's, which is number `seq`, by the
-// marks of both.
-std::string describe_marks(int peer, uint64_t theirs, uint64_t mine, uint64_t seq);
+// Says how the peer's call of a message differs from that of this rank, `me`, which is number `seq`,
+// by the marks of both.
+std::string describe_marks(int peer, uint64_t theirs, int me, uint64_t mine, uint64_t seq);
 
 // What a message to another node says of its call and its length. Payloads of at most
 // kMostStamped bytes end with it: they are copied anyway. Longer ones go from and to where they

@@ -12,6 +12,7 @@
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 #include "engine/p2p.hpp"
+#include "kernels/checksum.hpp"
 
 namespace commrt {
 
@@ -241,6 +242,8 @@ bool P2P::strike(const std::shared_ptr<Op>& op) {
       fault->copy.reset(new unsigned char[task.nbytes]);
       std::memcpy(fault->copy.get(), task.send_buffer, task.nbytes);
       flip_bit(fault->copy.get(), task.nbytes, fault->drawn);
+      task.sum = checksum(task.send_buffer, task.nbytes);
+      task.has_sum = true;
       task.send_buffer = fault->copy.get();
       op->fault = fault;
       comm_.chaos->log(*fault, "a bit of " + std::to_string(task.nbytes) + " bytes flips on their way");

@@ -17,6 +17,7 @@ namespace commrt {
 const char* Op::failure_kind() const {
   return by_user    ? "reduction"
          : by_damage ? "integrity"
+         : by_calls ? "calls"
          : by_death ? "peer"
          : by_mpi   ? "backend"
          : given_up ? "revoked"
@@ -122,6 +123,7 @@ void Comm::detach() {
   flight.close();
   if (idle()) leave(Farewell::Freed);
   refusals.detach();
+  trails.set_every(0);
   for (auto& link : links_) link = Link{};
   p2p = std::make_unique<P2P>(*this);
   arena = nullptr;
@@ -169,7 +171,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
   op->in_flight.reset();
   op->was_changed = false;
   op->stream = 0;
-  op->was_refused = op->by_death = op->has_told = op->by_damage = false;
+  op->was_refused = op->by_death = op->has_told = op->by_damage = op->by_calls = false;
   return op;
 }
 
@@ -405,6 +407,7 @@ bool Comm::fail_after_own(Op& op) {
     op.given_up = first->given_up;
     op.by_death = first->by_death;
     op.by_damage = first->by_damage;
+    op.by_calls = first->by_calls;
     op.by_mpi = first->by_mpi;
     op.fail(first->error);
     return true;
@@ -412,7 +415,9 @@ bool Comm::fail_after_own(Op& op) {
   op.given_up = true;
   op.by_death = failed_by_death;
   op.by_damage = is_damaged;
-  op.fail("this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
+  op.by_calls = calls_differ;
+  op.fail(calls_differ ? failure
+                       : "this rank gave up at operation #" + std::to_string(failed_from) + ": " + failure);
   return true;
 }
 

@@ -13,6 +13,8 @@
 
 #include "engine/bell.hpp"
 #include "engine/call_mark.hpp"
+#include "engine/call_trail.hpp"
+#include "engine/far_waits.hpp"
 #include "engine/flight_files.hpp"
 #include "engine/gate.hpp"
 #include "engine/layout.hpp"
@@ -112,6 +114,7 @@ class Op {
   bool by_mpi = false;    // failed because the MPI library did
   bool by_user = false;   // failed because the user's reduction did
   bool by_damage = false;  // failed because a message did not fit its checksum
+  bool by_calls = false;   // failed because ranks made different calls, in the words of all
   // Another rank's call was refused. It has failed, or fails once nothing touches its arrays.
   bool was_refused = false;
   bool has_told = false;  // peers of other nodes know that it has left (afar.hpp)
@@ -179,6 +182,7 @@ class Op {
   int lane_ = -1;
   MpiRequest native_request_;
   bool native_started_ = false;
+  bool left_trail_ = false;  // the call is in the trail
   size_t copied_ = 0;     // bytes of what a vendor collective wants copied
   std::unordered_map<uint64_t, MpiStep> mpi_steps_;
   std::list<MpiSend> mpi_sends_;  // in the order of their posts
@@ -277,11 +281,15 @@ class Op {
   const void* copied_where_in_place(uint64_t limit);
   bool copy_slice(void* to, const void* from, int64_t elems, uint64_t limit);
   bool advance_native(uint64_t limit);
+  bool left_trail();
   bool has_agreed();
   bool contribute_slice(unsigned char* to, const unsigned char* from, int64_t elems, uint64_t limit);
   bool prepare_for_gloo(uint64_t limit, const void*& from, void*& into);
   bool advance_gloo(uint64_t limit);
   void fail(std::string message);
+  void take_over(const GaveUp& found);
+  bool finds_difference() const;
+  void tell_difference(bool is_own);
   void end_record(OpState how);
   void fail_by_length(int peer, size_t expected);
   bool fits(const unsigned char* value, size_t nbytes, uint64_t sum, int peer);
@@ -381,12 +389,14 @@ class Comm {
   uint64_t count_elsewhere(const Record& what);
   // Names a rank of this node that gave up operation `seq` or an earlier one, or a rank that is gone
   // without its part in it. While the ranks still agree on the operation, a rank that gave it up
-  // later does not count.
-  GaveUp who_gave_up(uint64_t seq, bool still_agrees = false) const;
+  // later does not count. One that has left by itself is gone, if such are heeded.
+  GaveUp who_gave_up(uint64_t seq, bool still_agrees = false, bool heeds_leavers = true) const;
   // Names a rank that has died, or `peer` if that has left. Asks the kernel, `anew` in any case.
   std::string who_died(int peer = -1, bool anew = false) const;
   // The same, where rank `by` of another node has just said that a rank has died.
   std::string who_died_as_told(int rank, int by) const;
+  // 1 + a rank that has died, as this rank or others know; 0: there is none.
+  uint32_t who_is_dead() const;
   // True if a peer takes part in nothing any more, as far as is known.
   bool is_gone(int peer) const;
   // This rank takes no part in later operations, and has done its part in earlier ones.
@@ -429,6 +439,13 @@ class Comm {
   // True if an on-node peer's operation `seq` failed. Then anything may have been read from its
   // buffers until now, because the peer may use them again.
   bool gave_up(int peer, uint64_t seq) const;
+  // The calls of ranks differ, as this rank or another has found. Returns the words for that which all
+  // ranks of this node use: those of the first of them that has found a difference.
+  std::string words_of_difference(const std::string& found);
+  FailureCause cause() const {
+    return is_damaged ? FailureCause::Damage
+           : calls_differ ? FailureCause::Difference : FailureCause::Other;
+  }
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why, bool by_death = false);
   // True if an operation can fail on all ranks without harm to the next one.
@@ -488,6 +505,7 @@ class Comm {
   bool is_watched = false;
   bool checksums = false;        // of messages, equal on all ranks
   bool is_damaged = false;       // a message did not fit its checksum, here or elsewhere
+  bool calls_differ = false;     // `failure` says that ranks made different calls
   bool guards = false;           // arrays of nonblocking calls against writes of the program
   std::shared_ptr<Chaos> chaos;  // injects faults; null outside of tries
   const MpiApi* off_node = &mpi();  // what carries messages to other nodes
@@ -502,15 +520,17 @@ class Comm {
   friend class P2P;
   friend class Refusals;
   friend class Afar;
+  friend class CallTrail;
+  friend class FarWaits;
   bool any_asleep() const {
     // The compiler, at least, keeps the order (bell.hpp).
     std::atomic_signal_fence(std::memory_order_seq_cst);
     return asleep_->load(std::memory_order_relaxed) != 0;
   }
   void publish_why();
+  void show_why(const std::string& text);
   std::string why_of(int member) const;
   std::string who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const;
-  uint32_t who_is_dead() const;
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();
@@ -527,7 +547,10 @@ class Comm {
   // is none of these.
   bool show_ordinary(const Plan& plan, const void* in, const void* out);
   void note(uint64_t seq, const Plan& plan, uint64_t stream);
-  void show_latest(const Record& record);
+  void show_latest(const Record& record, uint64_t mark);
+  bool look_for_difference(Op& op);
+  std::string differing_call(const Op& op) const;
+  std::optional<uint64_t> mark_in_flight(uint64_t seq) const;
   int acquire_lane(const Plan& plan);
   void release_lane(Op& op);
   unsigned char* lane_base(int lane) const;
@@ -566,6 +589,8 @@ class Comm {
   bool native_refused_ = false;  // an older vendor collective has not started in this pass
  public:
   Refusals refusals{*this};
+  CallTrails trails{*this};
+  FarWaits far_waits{*this};
   std::unique_ptr<class P2P> p2p;
   FlightEntry flight{*this};  // the last one: it refers to the others
 };

@@ -57,7 +57,7 @@ std::string Comm::who_died(int peer, bool anew) const {
   return left;
 }
 
-GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
+GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees, bool heeds_leavers) const {
   bool by_death = false;
   const std::string who = arena == nullptr ? "" : who_says_so(seq, still_agrees, by_death);
   // A rank that tells of its failure may have failed by the end of a process, which it has seen
@@ -68,23 +68,30 @@ GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees) const {
     const RankHeader& its = *header(member_of(one));
     // One that has told of its failure has ended by that.
     if (Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees)) continue;
-    if (has_left(one) && its.started.load(std::memory_order_acquire) > seq) continue;
+    if (has_left(one) &&
+        (!heeds_leavers || its.started.load(std::memory_order_acquire) > seq)) continue;
     return {who_died(one), true};
   }
   for (int one = 0; one < size && liveness_ != nullptr && liveness_->any(); ++one) {
     const Link& link = links_[static_cast<size_t>(one)];
     if (link.kind != LinkKind::Mpi || !is_gone(one)) continue;
-    if (has_left(one) && relay_ != nullptr && relay_->did_its_part(link.mpi_rank, mpi_tag, seq)) {
+    if (has_left(one) && (!heeds_leavers || (relay_ != nullptr &&
+                                             relay_->did_its_part(link.mpi_rank, mpi_tag, seq)))) {
       continue;
     }
     return {who_died(one), true};
   }
-  const auto tells_damage = [&](int one) {
-    const RankHeader& its = *header(member_of(one));
-    return one != rank && Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees) &&
-           its.damaged.load(std::memory_order_relaxed) != 0;
+  const auto who_tells = [&](FailureCause cause) {
+    return std::find_if(members.begin(), members.end(), [&](int one) {
+      const RankHeader& its = *header(member_of(one));
+      return one != rank && Failure::ends(its.failed.load(std::memory_order_acquire), seq, still_agrees) &&
+             its.cause.load(std::memory_order_relaxed) == cause;
+    });
   };
-  return {who, by_death, std::any_of(members.begin(), members.end(), tells_damage)};
+  if (who_tells(FailureCause::Damage) != members.end()) return {who, by_death, true};
+  const auto found = who_tells(FailureCause::Difference);
+  if (found == members.end() || by_death) return {who, by_death};
+  return {why_of(member_of(*found)), false, false, true};
 }
 
 std::string Comm::who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const {
@@ -103,7 +110,6 @@ std::string Comm::who_says_so(uint64_t seq, bool still_agrees, bool& by_death) c
   return {};
 }
 
-// 1 + a rank that has died, as this rank or others know; 0: there is none.
 uint32_t Comm::who_is_dead() const {
   for (int one = 0; one < size; ++one) {
     if (is_gone(one) && !has_left(one)) return static_cast<uint32_t>(one) + 1;
@@ -115,15 +121,13 @@ bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;
   if (op.p2p != nullptr) return p2p->fail_after_peer(given);
   const GaveUp found = who_gave_up(op.seq, op.still_agrees());
-  if (!found.is_any()) return false;
+  if (!found.is_any()) return look_for_difference(op);
   if (found.has_died) {
     // All that it wrote before its end is there by now, and counts.
     while (!op.finished() && op.advance(kNoLimit)) continue;
     if (op.finished()) return true;
   }
-  op.given_up = true;
-  op.by_death = found.has_died;
-  op.by_damage = is_damaged = is_damaged || found.is_damage;
+  op.take_over(found);
   op.fail(found.why);
   return true;
 }
@@ -148,7 +152,7 @@ void Comm::tell_failure(uint64_t seq, bool had_agreed) {
   if (told == 0) {
     publish_why();
     mine.failed_by_death.store(failed_by_death ? who_is_dead() : 0, std::memory_order_relaxed);
-    mine.damaged.store(is_damaged ? 1 : 0, std::memory_order_relaxed);
+    mine.cause.store(cause(), std::memory_order_relaxed);
   }
   if (told == 0 || told > word) failed.store(word, std::memory_order_release);
   // Before the caller writes to buffers that peers still read (gave_up()).
@@ -160,12 +164,16 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
   if (comm_.link(rank).kind != LinkKind::Mpi) return;  // ranks of this node see it
   if (!attached_) attach();
   if (!channels_[rank].failure.empty() || comm_.is_gone(rank)) return;
-  const PacketHeader header{
-      PacketKind::Ended, kAnyType, comm_.is_damaged ? 1 : 0, 0, seq, dead, 0};
+  PacketHeader header{
+      PacketKind::Ended, kAnyType, static_cast<int32_t>(comm_.cause()), 0, seq, dead, 0};
+  const std::string words = comm_.calls_differ ? comm_.failure : "";
+  header.nbytes = words.size();
   // At once, if it can be: this rank may not call for long.
-  if (dead != 0 && push(rank, header, nullptr, 0)) {
+  const bool at_once = dead != 0 || comm_.calls_differ;
+  if (at_once && push(rank, header, reinterpret_cast<const unsigned char*>(words.data()), words.size())) {
     lingering_ = true;
   } else if (channels_[rank].failure.empty()) {
+    header.nbytes = 0;
     answer(rank, header);
     urgent_ = true;
   }
@@ -184,13 +192,20 @@ std::string Comm::who_died_as_told(int rank, int by) const {
   return who_died(-1, true);
 }
 
-void P2P::hear_of_end(int source, const PacketHeader& header) {
+void P2P::hear_of_end(int source, const PacketHeader& header, const unsigned char* words) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
-  comm_.is_damaged = comm_.is_damaged || header.tag != 0;
-  const char* const damage = header.tag != 0 ? ", as a message to it was damaged on its way: its "
-                                               "checksum does not fit"
-                                             : "";
+  const auto cause = static_cast<FailureCause>(header.tag);
+  comm_.is_damaged = comm_.is_damaged || cause == FailureCause::Damage;
+  const char* const damage = cause == FailureCause::Damage
+                                 ? ", as a message to it was damaged on its way: its checksum does not fit"
+                             : cause == FailureCause::Difference
+                                 ? ", as the ranks made different calls"
+                                 : "";
   std::string why = who + " has ended it" + damage + ": look for the error of that rank";
+  if (cause == FailureCause::Difference) {
+    const std::string told(reinterpret_cast<const char*>(words), header.nbytes);
+    why = comm_.words_of_difference(told.empty() ? why : told);
+  }
   const bool by_death = header.recv_id != 0;
   if (by_death) {
     const int dead = static_cast<int>((header.recv_id - 1) % comm_.links_.size());

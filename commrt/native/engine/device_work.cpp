@@ -142,17 +142,20 @@ void DeviceWork::fail_as(const DeviceFailure& failure) {
 
 void DeviceWork::fail(const std::string& kind, const std::string& why, bool device_is_gone,
                       std::optional<std::uint64_t> seq) {
-  failed_ = true;
   device_gone_ = device_gone_ || device_is_gone;
   failure_kind_ = kind;
-  failure_ = why;
-  const std::string text = kind == "timeout" ? too_late() : why;
+  std::string text = kind == "timeout" ? too_late() : why;
   // Before the streams go on: peers must not take what these give them for a result.
   if (comm_ != nullptr) {
     const std::lock_guard<std::mutex> engine(engine_.mutex);
-    comm_->break_down(text);
+    const bool differ = kind == "calls" || kind == "mismatch";
+    const std::string common = differ ? comm_->words_of_difference(text) : text;
+    if (kind == "calls") text = common;  // the same on all ranks
+    comm_->break_down(common);
     comm_->tell_failure(first_lost(seq.value_or(comm_->next_seq)));
   }
+  failure_ = kind == "timeout" ? why : text;
+  failed_ = true;
   let_all_go(kind, text);
 }
 

@@ -48,7 +48,7 @@ void Op::adopt(const std::shared_ptr<const Plan>& plan_, const void* in_, void* 
   in = static_cast<const unsigned char*>(in_);
   out = static_cast<unsigned char*>(out_);
   error.clear();
-  native_started_ = false;
+  native_started_ = left_trail_ = false;
   gloo = nullptr;
   copied_ = 0;
   lane_ = -1;
@@ -196,10 +196,9 @@ bool Op::inputs_arrived(const Instr& ins, int64_t fragment) {
     if (has_id(word, id) && !refusals.is_due()) {
       // Of a call that its rank has given up: that is why it is here.
       const GaveUp found = comm->who_gave_up(seq);
-      given_up = found.is_any();
-      by_death = found.has_died;
-      by_damage = comm->is_damaged = comm->is_damaged || found.is_damage;
-      fail(given_up ? found.why : describe_marks(rank_of(ref), word - id, mark(), seq));
+      take_over(found);
+      fail(given_up ? found.why
+                    : describe_marks(rank_of(ref), word - id, comm->rank, mark(), seq));
     }
     return false;
   }
@@ -450,9 +449,10 @@ void Op::compute_and_send(const Instr& ins, int64_t fragment,
   }
   for (int i = 0; i < nin; ++i) {
     if (!exposed[i] || !comm->gave_up(p.peers[ins.inputs[i].peer].rank, seq)) continue;
-    given_up = true;
-    fail("rank " + std::to_string(p.peers[ins.inputs[i].peer].rank) +
-         " gave up while its array was read: look for the error of that rank");
+    // It has left its array to its caller, who may have written to it by now.
+    const GaveUp found = comm->who_gave_up(seq);
+    take_over(found);
+    fail(found.why);
     return;
   }
 
@@ -509,6 +509,8 @@ void Op::fail(std::string message) {
   error = std::move(message);
   abandon_mpi();
   stop_showing();
+  const bool finds = finds_difference();
+  if (finds || by_calls) tell_difference(finds);
   comm->break_down(error, by_death);
   comm->tell_failure(seq, had_agreed());
   end_record(OpState::Failed);

@@ -119,6 +119,9 @@ struct alignas(kLineBytes) CallLine {
 
 enum class Farewell : uint64_t { None = 0, Left = 1, Freed = 2 };
 
+// What ended a communicator, as far as others raise another error for it.
+enum class FailureCause : uint64_t { Other = 0, Damage = 1, Difference = 2 };
+
 // What a rank waits for, on whichever communicator, while it waits for long (rank_states.hpp).
 struct alignas(kLineBytes) Waits {
   std::atomic<uint64_t> looked_ns;  // CLOCK_MONOTONIC of its last look; 0: it does not wait
@@ -131,9 +134,9 @@ static_assert(sizeof(Waits) == kLineBytes);
 
 struct alignas(kLineBytes) RankHeader {
   std::atomic<uint64_t> started;  // collectives this rank has started on this communicator
-  // The latest one: its code, and ticks() of its start. They are on the line of the count, which
-  // each call writes anyway.
-  std::atomic<uint64_t> latest_code, latest_ticks;
+  // The latest one: its mark (call_mark.hpp), and ticks() of its start. They are on the line of the
+  // count, which each call writes anyway. The mark's lowest bit is 0 where nobody is to compare it.
+  std::atomic<uint64_t> latest_mark, latest_ticks;
   // The first operation that failed here, as Failure writes it. It is on a line of its own,
   // because it is written once and peers look at it again and again.
   alignas(kLineBytes) std::atomic<uint64_t> failed;
@@ -141,13 +144,34 @@ struct alignas(kLineBytes) RankHeader {
   // The rank says here that it leaves, or that it has freed the communicator, once it has done its
   // part in all that it had started. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;
-  std::atomic<uint64_t> damaged;  // 1: it failed by a message that did not fit its checksum
+  std::atomic<FailureCause> cause;  // of its failure; before it
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // Refusals by ranks of other nodes, of operations that this rank was in.
   alignas(kLineBytes) std::atomic<uint64_t> num_heard_afar;
   // Both of all ranks of the node; in the first member's header only.
   alignas(kLineBytes) std::atomic<uint64_t> num_refused_here;
+  // 1 + the member that has found first that the calls differ; the same place. 0: nobody has.
+  std::atomic<uint64_t> first_to_differ;
   Waits waits;
+};
+
+// The last calls that a rank gave to a library (call_trail.hpp).
+constexpr uint64_t kTrail = 256;
+constexpr int kTrails = 2;  // of each rank
+struct alignas(kLineBytes) Trail {
+  struct alignas(32) Slot {
+    std::atomic<uint64_t> seq, sum, mark, length;
+  };
+  // Of the calls until a comparison of that number. Lines that a rank writes in each call would cost
+  // it and its readers more.
+  static constexpr uint64_t kMarks = 16;
+  struct alignas(16) Mark {
+    std::atomic<uint64_t> number, hash;
+  };
+  // Calls in all. The next one's slot is written before it: whoever reads looks at it twice.
+  alignas(kLineBytes) std::atomic<uint64_t> num;
+  alignas(kLineBytes) Mark marks[kMarks];
+  alignas(kLineBytes) Slot slots[kTrail];
 };
 
 // A call that a rank has refused (refusals.hpp).
@@ -179,7 +203,7 @@ struct Failure {
 };
 
 // Why a rank gave up, for the errors of others: a text, filled up with zeros.
-constexpr size_t kWhyBytes = 256;
+constexpr size_t kWhyBytes = 768;
 
 // The places of things in a region. Every member computes the same layout.
 struct RegionLayout {
@@ -187,7 +211,7 @@ struct RegionLayout {
   size_t lane_nbytes = 0;
   size_t calls = 0, probes = 0, acks = 0, lines = 0, more = 0;
   size_t packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
-  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0, why = 0;
+  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0, why = 0, trail = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -206,6 +230,7 @@ struct RegionLayout {
     answers = take(g * kRefusals * sizeof(Answer), kLineBytes);
     heard = take(g * sizeof(Ack), kLineBytes);
     why = take(kWhyBytes, kLineBytes);
+    trail = take(kTrails * sizeof(Trail), kLineBytes);
     probes = take(g * sizeof(Ack), kLineBytes);
     acks = take(g * sizeof(Ack), kLineBytes);
     lines = take(g * kLines * sizeof(Line), kLineBytes);

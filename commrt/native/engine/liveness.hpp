@@ -28,9 +28,12 @@ struct GaveUp {
   std::string why;
   bool has_died = false;  // a rank has died or left
   bool is_damage = false;  // a message did not fit its checksum
+  bool calls_differ = false;  // ranks made different calls; `why` says it in the words of all
   bool is_any() const { return !why.empty(); }
   // The word of the failure for Python.
-  const char* kind() const { return has_died ? "peer" : is_damage ? "integrity" : "revoked"; }
+  const char* kind() const {
+    return has_died ? "peer" : is_damage ? "integrity" : calls_differ ? "calls" : "revoked";
+  }
 };
 
 class Liveness {

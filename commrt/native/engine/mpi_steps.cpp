@@ -103,7 +103,7 @@ bool Op::is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, siz
     comm->p2p->look_closely();
     comm->p2p->progress();
     if (is_over()) return false;
-    fail(describe_marks(rank_of(ref), stamp.word - id, mark(), seq));
+    fail(describe_marks(rank_of(ref), stamp.word - id, comm->rank, mark(), seq));
   } else if (stamp.nbytes != nbytes) {
     fail_by_length(rank_of(ref), nbytes);
   }
@@ -464,6 +464,15 @@ bool Op::advance_native(uint64_t limit) {
     void* const into = plan->out_elems != 0 ? static_cast<void*>(out) : nowhere + 1;
     void* request = &native_request_;
     const bool is_root = comm->rank == plan->root;
+    if (plan->coll == kAlltoall || plan->coll == kAlltoallv) {
+      // MPI wants "in place" from all ranks or none; here it is one rank's own business.
+      send = copied_where_in_place(limit);
+      if (send == nullptr && in_place && plan->in_elems != 0) {
+        comm->native_refused_ = true;
+        return true;
+      }
+    }
+    if (!left_trail()) return true;
     int rc = 0;
     switch (plan->coll) {
       case kAllreduce:
@@ -485,12 +494,6 @@ bool Op::advance_native(uint64_t limit) {
                                        request);
         break;
       case kAlltoall:
-        // MPI wants "in place" from all ranks or none; here it is one rank's own business.
-        send = copied_where_in_place(limit);
-        if (send == nullptr && in_place && plan->in_elems != 0) {
-          comm->native_refused_ = true;
-          return true;
-        }
         rc = api.ialltoall(send, call.count, call.datatype, out, call.count, call.datatype,
                            call.comm, request);
         break;
@@ -522,11 +525,6 @@ bool Op::advance_native(uint64_t limit) {
                              call.recv_at.data(), call.datatype, call.comm, request);
         break;
       case kAlltoallv:
-        send = copied_where_in_place(limit);
-        if (send == nullptr && in_place && plan->in_elems != 0) {
-          comm->native_refused_ = true;
-          return true;
-        }
         if (plan->in_elems == 0) send = from;
         rc = api.ialltoallv(send, call.send_counts.data(), call.send_at.data(), call.datatype,
                             into, call.recv_counts.data(), call.recv_at.data(), call.datatype,

@@ -66,6 +66,7 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
   task.source = source;
   task.stage = Stage::Matched;
   task.expected = header.nbytes;
+  task.sum = header.offset;
   if (!task.gate.is_open()) {
     task.early = std::make_unique<Incoming>(Incoming{header, {}});
     if (header.kind == PacketKind::Eager) {
@@ -101,7 +102,7 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
                       ") is longer than the receive buffer of " + std::to_string(task.nbytes) +
                       " bytes: receive into an array of that length, or send fewer bytes");
   } else if (header.kind == PacketKind::Eager) {
-    complete(op);
+    complete_received(op);
   } else {
     receiving_.emplace(task.id, op);
   }
@@ -141,25 +142,27 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     comm_.refusals.settle_afar(source, header.send_id, {header.recv_id, header.offset, header.nbytes});
     return;
   }
-  if (header.kind == PacketKind::Left) {
-    comm_.refusals.has_left_afar(source, header.send_id);
-    return;
-  }
+  if (header.kind == PacketKind::Left) return comm_.refusals.has_left_afar(source, header.send_id);
   if (header.kind == PacketKind::Ended) {
-    hear_of_end(source, header);
+    hear_of_end(source, header, payload);
     return;
   }
+  if (header.kind == PacketKind::Called) {
+    const CallTrail::Entry told{header.send_id, header.recv_id, header.offset, header.nbytes};
+    comm_.trails.of(header.tag).hear(source, told);
+    return;
+  }
+  if (header.kind == PacketKind::Waits) return comm_.far_waits.hear(source, header.send_id, header.recv_id);
   if (header.kind == PacketKind::Data) {
     const auto it = receiving_.find(header.recv_id);
     if (it == receiving_.end()) return;
     P2PTask& task = *it->second->p2p;
-    if (header.nbytes != 0) {
-      std::memcpy(task.recv_buffer + header.offset, payload, header.nbytes);
-    }
+    if (header.nbytes != 0) std::memcpy(task.recv_buffer + header.offset, payload, header.nbytes);
     task.moved += header.nbytes;
     if (task.moved == task.expected) {
-      complete(it->second);
+      const auto op = std::move(it->second);
       receiving_.erase(it);
+      complete_received(op);
     }
     return;
   }
@@ -238,7 +241,7 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
     const uint64_t i = c.out % kPacketLines;
     Line& line = c.out_lines[i];
     unsigned char* to = c.out_packets + i * kPacketBytes;
-    if (rides_in_line(header)) {
+    if (is_in_line(header)) {
       std::memcpy(line.payload, &header, kEagerHeaderBytes);
       to = line.payload + kEagerHeaderBytes;
     } else {
@@ -261,11 +264,11 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
   return rc == 0 || !lose(peer, "MPI_Isend", rc);
 }
 
-const unsigned char* P2P::read(const Channel& c, PacketHeader& header) {
+const unsigned char* P2P::read(const Channel& c, PacketHeader& header) const {
   if (!c.waiting(1)) return nullptr;
   const Line& line = c.in_line(c.in);
   std::memcpy(&header, line.payload, sizeof header);
-  return rides_in_line(header) ? line.payload + kEagerHeaderBytes
+  return is_in_line(header) ? line.payload + kEagerHeaderBytes
                                : c.in_packets + c.in % kPacketLines * kPacketBytes;
 }
 
@@ -384,8 +387,12 @@ bool P2P::settle_direct(int peer) {
     it = all.erase(it);
     P2PTask& task = *op->p2p;
     task.moved = task.is_send ? task.nbytes : task.expected;
-    if (!task.is_send) receiving_.erase(task.id);
-    complete(op);
+    if (task.is_send) {
+      complete(op);
+    } else {
+      receiving_.erase(task.id);
+      complete_received(op);
+    }
     any = true;
   }
   return any;
@@ -417,8 +424,7 @@ bool P2P::flush_self() {
       continue;
     }
     next = queue.erase(next);
-    const PacketHeader header{PacketKind::Eager, task.type, task.tag, task.nbytes, task.id, 0, 0};
-    arrived(task.peer, header, task.send_buffer);
+    arrived(task.peer, announcement(PacketKind::Eager, task), task.send_buffer);
     complete(op);
     any = true;
   }
@@ -479,8 +485,7 @@ bool P2P::flush(int peer) {
     }
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
     const bool eager = task.nbytes <= most_eager && c.eager_out + held <= kEagerBytes;
-    PacketHeader header{eager ? PacketKind::Eager : PacketKind::Rts, task.type, task.tag,
-                        task.nbytes, task.id, 0, 0};
+    const PacketHeader header = announcement(eager ? PacketKind::Eager : PacketKind::Rts, task);
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
     next = c.unannounced.erase(next);
     any = true;

@@ -32,8 +32,12 @@ constexpr uint64_t kEagerOverhead = 192;
 
 // Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
 // other nodes of a call that was refused. Heard answers that, Left says that a rank has left the call
-// of others, and Ended says that the communicator ends by it.
-enum class PacketKind : uint8_t { Eager, Rts, Cts, Data, Credit, Gone, Refused, Heard, Left, Ended };
+// of others, and Ended says that the communicator ends by it. Called has an entry of its trail, in
+// send_id, recv_id, offset and nbytes. Waits has the number and the mark of the call in which a rank
+// waits, in send_id and recv_id.
+enum class PacketKind : uint8_t {
+  Eager, Rts, Cts, Data, Credit, Gone, Refused, Heard, Left, Ended, Called, Waits
+};
 
 // The code of a message's element type, or kAnyType where nobody compares it.
 using TypeCode = uint8_t;
@@ -45,14 +49,16 @@ inline bool types_meet(TypeCode sent, TypeCode received) {
 struct PacketHeader {
   PacketKind kind;
   TypeCode type;  // of a message (Eager, Rts)
-  int32_t tag;  // Ended: 1 by a message that did not fit its checksum, else 0
+  int32_t tag;  // Called: which trail; Ended: a FailureCause; of a Difference the payload has the words
   uint64_t nbytes;   // of the whole message; of the payload for Data; received, for Credit
   // The sender's name for the message; the operation's number, for Refused, Heard and Left; that of
   // the first one that fails, for Ended, which has in recv_id 1 + the rank whose death is the reason.
   // Heard has what it tells (Afar::Told) in recv_id, offset and nbytes.
   uint64_t send_id;
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
-  uint64_t offset;   // Data: where the payload belongs; Cts: what a relay calls that, or 0
+  // Data: where the payload belongs; Cts: what a relay calls that, or 0. Eager and Rts: the checksum
+  // of the whole message, where messages have one.
+  uint64_t offset;
 };
 constexpr uint64_t kDiscard = ~uint64_t{0};
 
@@ -100,6 +106,8 @@ struct P2PTask {
   uint64_t nbytes = 0;      // to send, or room to receive
   uint64_t moved = 0;       // sent so far, or received so far
   uint64_t expected = 0;    // receive: length of the matched message
+  uint64_t sum = 0;         // checksum of the whole message, as its sender says, if it has one
+  bool has_sum = false;     // send: it is known already
   uint64_t id = 0;
   uint64_t peer_id = 0;
   int source = -1;          // receive: whose message it was
@@ -179,6 +187,10 @@ class P2P {
   void tell_heard(int rank, uint64_t seq, const Afar::Told& told);
   // Tells such a rank that this one has left operation `seq`, which another rank has refused.
   void tell_left(int rank, uint64_t seq);
+  // Sends a rank of another node an entry of one of this rank's trails.
+  void tell_called(int rank, int trail, const CallTrail::Entry& entry);
+  // Tells such a rank in which call this one waits.
+  void tell_waits(int rank, uint64_t seq, uint64_t mark);
   // True if such an answer has not gone. Its caller may make no call for long, so it goes at once.
   bool is_urgent() const { return urgent_; }
   // Tells such a rank that the communicator has ended, from operation `seq` on.
@@ -280,9 +292,15 @@ class P2P {
   bool send_direct(const std::shared_ptr<Op>& op, uint64_t where);
   bool settle_direct(int peer);
   bool lose(int peer, const char* function, int code);
-  void hear_of_end(int source, const PacketHeader& header);
+  void hear_of_end(int source, const PacketHeader& header, const unsigned char* words);
   // The next packet of an on-node peer, if there is one.
-  static const unsigned char* read(const Channel& c, PacketHeader& header);
+  const unsigned char* read(const Channel& c, PacketHeader& header) const;
+  // True if the payload is in the line. A checksum takes its place there.
+  bool is_in_line(const PacketHeader& header) const {
+    return rides_in_line(header) && !comm_.checksums;
+  }
+  PacketHeader announcement(PacketKind kind, const P2PTask& task) const;
+  void complete_received(const std::shared_ptr<Op>& op);
   void answer(int peer, const PacketHeader& header);
   void count_received(int source, uint64_t nbytes);
   void arrived(int source, const PacketHeader& header, const unsigned char* payload);

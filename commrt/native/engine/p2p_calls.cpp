@@ -191,6 +191,7 @@ void P2P::part_ended(const std::shared_ptr<Op>& whole) {
     whole->by_mpi = whole->by_mpi || part->by_mpi;
     whole->given_up = whole->given_up || part->given_up;
     whole->by_death = whole->by_death || part->by_death;
+    whole->by_damage = whole->by_damage || part->by_damage;
     if (++failed > kMost) continue;
     if (!error.empty()) error += "; and ";
     error += (one.is_send ? "send " : "recv ") + whom(*part) + ": " + part->error;
@@ -220,7 +221,8 @@ void P2P::forget(const std::shared_ptr<Op>& op) {
 void P2P::give_up(const std::shared_ptr<Op>& op, const std::string& why, bool by_death) {
   op->given_up = true;
   op->by_death = by_death;
-  complete(op, why);
+  op->by_calls = comm_.calls_differ;
+  complete(op, comm_.calls_differ ? comm_.failure : why);
   comm_.break_down(why, by_death);
   comm_.tell_failure(comm_.next_seq);
 }
@@ -239,7 +241,8 @@ void P2P::take_back(const std::shared_ptr<Op>& op, const std::string& why) {
   if (task.parts != nullptr || task.stage == Stage::Matched) return;
   forget(op);
   op->given_up = true;
-  complete(op, why);
+  op->by_calls = comm_.calls_differ;
+  complete(op, comm_.calls_differ ? comm_.failure : why);
 }
 
 // A matched message is left alone, as it may still end: the rank that gives up makes progress
@@ -273,6 +276,9 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   if (op->finished()) return true;
   if (task.stage == Stage::Matched) return false;
   forget(op);
+  if (its.cause.load(std::memory_order_relaxed) == FailureCause::Difference) {
+    comm_.break_down(comm_.words_of_difference(comm_.why_of(comm_.member_of(peer))));
+  }
   give_up(op, "rank " + std::to_string(peer) + " gave up at operation #" +
                   std::to_string(Failure::seq_of(at)) +
                   " and makes no matching call any more: " + comm_.why_of(comm_.member_of(peer)),

@@ -97,10 +97,14 @@ size_t Plan::nbytes() const {
   return sum;
 }
 
-void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t slot_window) {
-  fragments = fragments_;
+void Plan::settle_mark() {
   mark = mark_of_plan(coll, dtype, user ? kUserReduction : static_cast<uint64_t>(redop),
                       call_has_root(coll) ? root : facts);
+}
+
+void Plan::finish(int64_t fragments_, size_t lane_nbytes, int slot_reuse, size_t slot_window) {
+  fragments = fragments_;
+  settle_mark();
   const bool boxed = most_slots != 0;
   if (peers.empty() && !boxed) {
     for (const auto& space : spaces) {

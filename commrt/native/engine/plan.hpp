@@ -88,6 +88,9 @@ struct NativeCall {
   Handle op = 0;
   Handle comm = 0;
   int count = 0;  // per-rank block for block operations; this rank's part where they differ
+  // What all ranks agree on of the lengths, as a number; 0: nothing.
+  uint64_t length = 0;
+  uint64_t hash = 0;  // of this and of the plan's mark
   // If the blocks differ: elements and first element per rank, of what is sent (out of the root of
   // a scatter, and to every rank of an alltoall) and of what is received.
   std::vector<int> send_counts, send_at, recv_counts, recv_at;
@@ -211,6 +214,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   // a lane of `lane_nbytes`. `slot_reuse`: fragments whose payload may be unread at once; 0: two,
   // or as many as `slot_window` holds (Comm::slot_window).
   void finish(int64_t fragments, size_t lane_nbytes, int slot_reuse, size_t slot_window);
+  // Sets what messages, or peers that look, see of the call.
+  void settle_mark();
   // Settles what lengths do not change, before finish(), in plans that are copied from a template.
   void settle_program();
   // For plans with run_short: looks up all that a run on this communicator does not change.

@@ -124,6 +124,15 @@ bool PlanTemplate::make_call(Plan& plan, int64_t num_elements,
   }
   if (largest > kMost) return false;
   call.count = static_cast<int>(count);
+  if (counts == Counts::None) {
+    call.length = static_cast<uint64_t>(count);
+  } else if (counts == Counts::Known && !call_has_root(plan.coll)) {
+    for (const int one : call.recv_counts) {
+      call.length = CallTrail::mixed(call.length ^ static_cast<uint64_t>(one));
+    }
+    call.length |= CallTrail::kOfCounts;
+  }
+  call.hash = CallTrail::hash_of(plan.mark, call.length);
   return true;
 }
 

@@ -83,7 +83,7 @@ RankState Comm::state_of(int peer) const {
   const RankHeader& its = *header(member_of(peer));
   found.started = its.started.load(std::memory_order_acquire);
   if (found.started != 0) {
-    found.code = static_cast<int>(its.latest_code.load(std::memory_order_relaxed));
+    found.code = code_of(its.latest_mark.load(std::memory_order_relaxed));
     found.age_s = Moment().seconds_since(its.latest_ticks.load(std::memory_order_relaxed));
   }
   const uint64_t looked = its.waits.looked_ns.load(std::memory_order_acquire);

@@ -47,11 +47,12 @@ double Moment::seconds_since(uint64_t then_ticks) const {
 }
 
 // On one line, which is written with each call: so what it was costs nothing beside the count.
-void Comm::show_latest(const Record& record) {
+void Comm::show_latest(const Record& record, uint64_t mark) {
   if (arena == nullptr) return;
   RankHeader& mine = *header(member_index_[rank]);
   mine.started.store(next_seq, std::memory_order_relaxed);
-  mine.latest_code.store(static_cast<uint64_t>(record.coll), std::memory_order_relaxed);
+  // Release: behind the count, for who compares it (differing_calls.cpp).
+  mine.latest_mark.store(mark, std::memory_order_release);
   mine.latest_ticks.store(record.start_ticks, std::memory_order_relaxed);
 }
 
@@ -68,7 +69,7 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   record.state = 0;
   record.stream = stream;
   record.device = plan.device;
-  show_latest(record);
+  show_latest(record, call_mark(plan.mark, seq));
 }
 
 uint64_t Comm::count_elsewhere(const Record& what) {
@@ -77,7 +78,8 @@ uint64_t Comm::count_elsewhere(const Record& what) {
   record = what;
   record.seq = seq;
   record.start_ticks = ticks();
-  show_latest(record);
+  const uint64_t mark = mark_of_plan(what.coll, static_cast<DType>(what.dtype), what.redop, what.root);
+  show_latest(record, call_mark(mark & ~uint64_t{1}, seq));
   return seq;
 }
 

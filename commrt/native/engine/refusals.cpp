@@ -264,8 +264,10 @@ void Refusals::settle() {
       continue;
     }
     unsettled_.erase(unsettled_.begin() + static_cast<std::ptrdiff_t>(i));
-    const Answer said = answer(member, me, one.index);
-    if (answered && said.begin != Answer::kByMarks) number = said.end - said.begin;
+    if (answered) {  // before that the peer may be writing it
+      const Answer said = answer(member, me, one.index);
+      if (said.begin != Answer::kByMarks) number = said.end - said.begin;
+    }
     move(one.peer, one.seq, number);
     if (number != 0) skips_.push_back({one.peer, one.seq, {one.at, one.at + number}});
   }
@@ -450,6 +452,25 @@ std::string Refusals::reason_of(int member, uint64_t seq) const {
     if (one.seq == seq) return std::string(one.reason, one.nbytes);
   }
   return {};
+}
+
+int Refusals::num_members() const {
+  return comm_.arena == nullptr ? 0 : static_cast<int>(comm_.members.size());
+}
+
+std::vector<uint64_t> Refusals::all_of(int member) const {
+  std::vector<uint64_t> found;
+  const auto take = [&](uint64_t end, const auto& one_at) {
+    for (uint64_t i = end > kRefusals ? end - kRefusals : 0; i < end; ++i) {
+      found.push_back(one_at(i).seq);
+    }
+  };
+  const RankHeader& its = header(member);
+  take(its.num_refused.load(std::memory_order_acquire),
+       [&](uint64_t i) -> const Refusal& { return record(member, i); });
+  take(its.num_heard_afar.load(std::memory_order_acquire),
+       [&](uint64_t i) -> const Refusal& { return record_afar(member, i); });
+  return found;
 }
 
 }  // namespace commrt

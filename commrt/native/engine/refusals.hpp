@@ -50,6 +50,16 @@ class Refusals {
   bool is_due() const { return told_->load(std::memory_order_acquire) != seen_; }
   // True while something is not settled. Then no operation runs from the caller's stack.
   bool disturb() const { return disturb_; }
+  // True if a rank of this node has refused a call of which `matters` says so, by its number.
+  template <typename Matters>
+  bool any(const Matters& matters) const {
+    for (int member = 0; member < num_members(); ++member) {
+      for (const uint64_t seq : all_of(member)) {
+        if (matters(seq)) return true;
+      }
+    }
+    return false;
+  }
   // True if operation `seq` may not take messages from a peer yet: their ids are not known.
   bool hold_back(int peer, uint64_t seq) const;
   // The same for a library's collective, which takes messages from all.
@@ -124,6 +134,9 @@ class Refusals {
   unsigned char* region(int member) const;
   RankHeader& header(int member) const;
   Refusal& record(int member, uint64_t index) const;
+  int num_members() const;
+  // The numbers of the last calls that a member has refused, or that it knows others to have refused.
+  std::vector<uint64_t> all_of(int member) const;
   Refusal& record_afar(int member, uint64_t index) const;
   Answer& answer(int of, int to, uint64_t index) const;
   std::atomic<uint64_t>& heard(int of, int from) const;

@@ -36,8 +36,8 @@ struct Texts {
 };
 
 Texts& texts() {
-  static Texts all;
-  return all;
+  static Texts* const all = new Texts;  // threads may wait until the process has ended
+  return *all;
 }
 
 // Threads that wait for messages sleep here.
@@ -70,8 +70,8 @@ struct Changes {
 };
 
 Changes& changes() {
-  static Changes all;
-  return all;
+  static Changes* const all = new Changes;  // threads may wait until the process has ended
+  return *all;
 }
 
 }  // namespace
@@ -94,8 +94,8 @@ struct Relays {
 };
 
 Relays& relays() {
-  static Relays all;
-  return all;
+  static Relays* const all = new Relays;  // threads may wait until the process has ended
+  return *all;
 }
 
 }  // namespace

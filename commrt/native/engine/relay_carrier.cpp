@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "engine/gloo_calls.hpp"
+#include "gil.hpp"
 
 namespace nb = nanobind;
 
@@ -15,8 +16,8 @@ namespace {
 
 // Guarded by the GIL.
 std::vector<RelayCarrier*>& carriers() {
-  static std::vector<RelayCarrier*> all;
-  return all;
+  static auto* const all = new std::vector<RelayCarrier*>;  // relays may outlive static objects
+  return *all;
 }
 
 }  // namespace
@@ -136,7 +137,7 @@ nb::object RelayCarrier::attend(int number) {
   if (peer.ended && peer.sent.empty()) return nb::none();
   bool goes_on = false;
   {
-    const nb::gil_scoped_release released;
+    const ReleasedGil released;
     goes_on = relay_->attend(number);
   }
   if (!goes_on) return nb::none();
@@ -159,7 +160,7 @@ void RelayCarrier::left(int number) {
 }
 
 void RelayCarrier::lose(int number, const std::string& why) {
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   relay_->lost(number, "rank " + std::to_string(number) +
                            " of the job, on another node, has ended, or the network to it has "
                            "failed (gloo: " + why.substr(0, why.find('\n')) + ")",

@@ -11,9 +11,14 @@
 namespace commrt {
 
 void Comm::publish_why() {
-  if (failure.empty()) return;
+  if (!failure.empty()) show_why(failure);
+}
+
+void Comm::show_why(const std::string& why) {
   char* const mine = reinterpret_cast<char*>(header(member_of(rank))) + layout.why;
-  const std::string text = shortened(failure, kWhyBytes - 1);
+  const std::string text = shortened(why, kWhyBytes - 1);
+  // Others may read by now what was shown before a claim: it is not written again.
+  if (std::strncmp(mine, text.c_str(), text.size() + 1) == 0) return;
   std::memcpy(mine, text.c_str(), text.size() + 1);
 }
 

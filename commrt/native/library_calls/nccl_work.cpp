@@ -175,6 +175,8 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
     if (code != kNcclSuccess) {
       const std::string text = text_of(code, made->timeout_s);
       give_up(kind_of(code), text, made->seq);
+      // Another thread may have found that the ranks' calls differ, and have aborted it by that.
+      if (failure_kind_ == "calls") throw CallFailure(failure_kind_, failure_);
       throw CallFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
                                            comm_->name + ", rank " + std::to_string(comm_->rank) +
                                            ": " + text);

@@ -2,6 +2,8 @@
 // A communicator's life, and its calls of one NCCL function each.
 #include "nccl/nccl_comm.hpp"
 
+#include "gil.hpp"
+
 #include <Python.h>
 #include <nanobind/nanobind.h>
 
@@ -25,7 +27,7 @@ using Clock = NcclComm::Clock;
 
 // Takes the GIL for a moment to let Ctrl-C through.
 void check_signals() {
-  nb::gil_scoped_acquire gil;
+  TakenGil gil;
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -303,3 +305,61 @@ def test_factors_may_differ() -> None:
         return comm.allreduce(x, op="premul_sum", factor=1.0 + comm.rank).tolist()
 
     assert run(3, rank_main, timeout_s=300) == [[6.0] * 3] * 3
+
+
+def test_two_threads_at_once_on_one_communicator_are_told_so() -> None:
+    """Their calls have no common order, however equal they are."""
+    second_came = threading.Event()
+
+    def first_call(comm: Any) -> None:
+        """All ranks were asked for it before: it may still be right."""
+        with suppress(RevokedError):
+            assert ones(comm).tolist() == [3] * 6
+
+    def rank_main(comm: Any) -> str:
+        said = ""
+        if comm.rank == 0:
+            checker = core_of(comm).checker
+            assert checker is not None
+            before = checker.channel.next_seq
+            thread = threading.Thread(target=first_call, args=(comm,))
+            thread.start()
+            while checker.channel.next_seq == before:
+                assert thread.is_alive()
+            with pytest.raises(UsageError) as raised:
+                ones(comm)
+            said = str(raised.value)
+            second_came.set()
+            thread.join(300)
+        else:
+            assert second_came.wait(300)
+            first_call(comm)
+        with pytest.raises(RevokedError, match="two threads called at once"):
+            ones(comm)
+        return said
+
+    said = run(3, rank_main, timeout_s=300)[0]
+    assert said.startswith("allreduce #0 on local, rank 0: another thread")
+    assert "by comm.dup()" in said
+
+
+def test_threads_with_communicators_of_their_own_are_compared() -> None:
+    def rank_main(comm: Any) -> list[float]:
+        mine = [comm.dup() for _ in range(3)]
+        sums: list[float] = []
+
+        def work(index: int) -> None:
+            for _ in range(20):
+                sums.append(float(mine[index].allreduce(np.full(5, index))[4]))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        for each in mine:
+            each.free()
+        return sorted(sums)
+
+    expected = [float(2 * index) for index in range(3) for _ in range(20)]
+    assert run(2, rank_main, timeout_s=300) == [expected] * 2

@@ -248,7 +248,9 @@ def test_a_bell_counts_its_sleepers() -> None:
     assert first.is_asleep(1)
     first.ring(1)
     assert not first.is_asleep(1)
-    backoff.rest(1.0)  # notices at once, and lies down again
+    backoff.rest(1.0)  # notices it, for another look
+    assert not first.is_asleep(1)
+    backoff.rest(1.0)  # lies down again
     assert first.is_asleep(1)
     backoff.rest(0.001)  # sleeps for so long
     assert first.is_asleep(1)

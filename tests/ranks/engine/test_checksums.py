@@ -70,6 +70,74 @@ def test_operations_of_every_kind(
         assert is_root or isinstance(error, IntegrityError | RevokedError), error
 
 
+MESSAGES: dict[str, Callable[[Communicator, Any, Any], Any]] = {
+    "send and recv": lambda comm, x, out: (
+        comm.send(x, dest=0, tag=7) if comm.rank else comm.recv(out, source=1, tag=7)
+    ),
+    "nonblocking": lambda comm, x, out: (
+        comm.send(x, dest=0, tag=7, nonblocking=True)
+        if comm.rank
+        else comm.recv(out, source=1, tag=7, nonblocking=True)
+    ).wait(),
+    "sendrecv": lambda comm, x, out: comm.sendrecv(
+        x, dest=1 - comm.rank, out=out, source=1 - comm.rank, sendtag=7, recvtag=7
+    ),
+    "multi_sendrecv": lambda comm, x, out: comm.multi_sendrecv(
+        sends=[(x, 1 - comm.rank, 7)], recvs=[(out, 1 - comm.rank, 7)]
+    ),
+}
+ON_LINKS = ["one node of 2", "a relay", "MPI"]
+LENGTHS = (1, 4, 30, 5000, 300_000)
+"""Of float64: in a line, in one packet, announced, and what a relay carries whole."""
+
+
+@pytest.mark.parametrize("how", MESSAGES)
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("layout", ON_LINKS)
+def test_a_flipped_bit_of_a_message_is_found(
+    layout: str, count: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(comm: Communicator, turn: int) -> Any:
+        out = np.zeros(count)
+        MESSAGES[how](comm, np.full(count, 1.0 + comm.rank + turn), out)
+        comm.barrier()  # who only sends hears of it there
+        return out
+
+    chaos = "7:corrupt@rank=1,op=send,number=2"
+    found = outcomes(layout, chaos, monkeypatch, call)
+    receives = found[0]
+    for turn, out in enumerate(receives[:-1]):
+        np.testing.assert_array_equal(out, np.full(count, 2.0 + turn))
+    error = receives[-1]
+    assert isinstance(error, IntegrityError), error
+    expected = (
+        f"a message of {count * 8} bytes from rank 1 to rank 0 was damaged on its way: "
+        f"its checksum does not fit, tag 7"
+    )
+    assert expected in str(error)
+    assert isinstance(found[1][-1], IntegrityError | RevokedError), found[1][-1]
+
+
+@pytest.mark.parametrize("how", MESSAGES)
+@pytest.mark.parametrize("count", [0, *LENGTHS])
+@pytest.mark.parametrize("layout", ON_LINKS)
+def test_whole_messages_arrive(
+    layout: str, count: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMMRT_CHAOS", raising=False)
+
+    def program(comm: Communicator) -> None:
+        for turn in range(3):
+            out = np.zeros(count)
+            MESSAGES[how](comm, np.full(count, 1.0 + comm.rank + turn), out)
+            if comm.rank == 0 or "sendrecv" in how:
+                expected = np.full(count, 2.0 - comm.rank + turn)
+                np.testing.assert_array_equal(out, expected)
+
+    with LAYOUTS[layout]() as ranks:
+        ranks.each(program)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [0, 1, 48, 2088 // 8, 2096 // 8, 8192 // 8, 70_001])
 def test_without_a_fault_all_is_right(

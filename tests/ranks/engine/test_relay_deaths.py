@@ -81,6 +81,31 @@ def test_all_ranks_name_who_was_lost(nodes: list[list[int]]) -> None:
         core_of(ranks.comms[dies]).give_up("the test ends")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.allreduce(np.ones(4)),
+        lambda comm: comm.split(0),
+        lambda comm: comm.dup(),
+        lambda comm: comm.bcast_object({}, root=0),
+        lambda comm: comm.recv(np.empty(3)),
+        lambda comm: comm.probe(),
+    ],
+    ids=["allreduce", "split", "dup", "bcast_object", "recv", "probe"],
+)
+@pytest.mark.full(sample=3)
+def test_a_death_that_only_a_rank_of_the_node_knows_of(call: Any) -> None:
+    with RelayRanks([[0, 1], [2]]) as ranks:
+        first, second, third = ranks.comms
+        ranks.relays[0].native.lost(2, CLOSED)
+        with pytest.raises(PeerFailedError, match="rank 2 has died"):
+            first.allreduce(np.ones(4))
+        assert not core_of(second).who_died()
+        with pytest.raises(PeerFailedError, match=r"rank 0 gave up .*rank 2 has died"):
+            call(second)
+        core_of(third).give_up("the test ends")
+
+
 def test_who_lost_a_rank_tells_those_that_reach_it() -> None:
     with RelayRanks([[0], [1], [2]]) as ranks:
         first, second, third = ranks.comms

@@ -100,6 +100,7 @@ def test_a_timeout_with_nobody_dead_is_recovered_from() -> None:
 
 def test_communicators_made_from_it_end_too() -> None:
     """Rank 1 waits in a part of a part, for a rank that has gone to shrink()."""
+    made = threading.Barrier(4)
 
     def main(comm: Communicator) -> list[float]:
         comm.timeout_s = 300
@@ -107,6 +108,7 @@ def test_communicators_made_from_it_end_too() -> None:
         grid = part.cart((0,))
         other = comm.dup()
         parts_of_others = other.split(comm.rank // 2)
+        made.wait(240)
         if comm.rank == 1:
             with pytest.raises(RevokedError):
                 grid.allreduce(np.ones(3))
@@ -129,6 +131,45 @@ def test_communicators_made_from_it_end_too() -> None:
         return sums
 
     assert local.run(4, main) == [[3.0, 3.0, 15.0, 15.0]] * 4
+
+
+def test_a_death_in_what_was_made_from_it_is_enough_to_shrink() -> None:
+    """A part of the ranks may hear of a death before the whole does."""
+    are_refused = threading.Barrier(3)
+
+    def main(comm: Communicator) -> list[object]:
+        comm.timeout_s = 300
+        part = comm.split(0).dup()
+        with pytest.raises(UsageError, match="has not failed"):
+            comm.shrink()
+        are_refused.wait(240)
+        core_of(part).set_failure("rank 3 has died", by_death=True)
+        return [_sum(comm.shrink())]
+
+    assert local.run(3, main) == [[7.0]] * 3
+
+
+@pytest.mark.parametrize("how", ["create_group", "dup", "split", "cart", "graph"])
+def test_who_makes_one_does_not_wait_for_ranks_that_have_left(how: str) -> None:
+    """Rank 1 ends the communicator where the others make one with it."""
+
+    def main(comm: Communicator) -> float:
+        comm.timeout_s = 300
+        if comm.rank == 1:
+            comm.revoke("it has heard of a fault")
+        else:
+            make: dict[str, Callable[[], object]] = {
+                "create_group": lambda: comm.create_group([0, 1, 2]),
+                "dup": comm.dup,
+                "split": lambda: comm.split(0),
+                "cart": lambda: comm.cart((0,)),
+                "graph": lambda: comm.graph([comm.rank], [comm.rank]),
+            }
+            with pytest.raises(RevokedError, match=r"heard of a fault|shrink\(\)"):
+                make[how]()
+        return _sum(comm.shrink())
+
+    assert local.run(3, main) == [7.0] * 3
 
 
 @pytest.mark.parametrize("ended", [[0], [2], [1, 3]])

@@ -439,8 +439,8 @@ def test_what_a_peer_that_gave_up_will_not_answer_ends(how: str) -> None:
     assert not request.test()
     core_of(second).give_up("it had enough")
     gone = (
-        r"rank 1 gave up at operation #0 and makes no matching call any more: look for "
-        r"the error of that rank"
+        r"rank 1 gave up at operation #0 and makes no matching call any more: it had "
+        r"enough"
     )
     with pytest.raises(
         RevokedError,

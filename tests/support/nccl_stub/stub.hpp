@@ -101,7 +101,7 @@ struct World {
   bool released = false;
 };
 
-extern World world;
+extern World& world;  // for ever: a thread may wait in it until the process has ended
 extern thread_local int device;
 
 void violation(const std::string& text);

@@ -14,9 +14,14 @@ ARRAYS = ("model.weight: float32 (3, 4)",)
 
 
 def said(
-    done: int | None, part: int | None = 0, arrays: tuple[str, ...] = ARRAYS
+    done: int | None,
+    part: int | None = 0,
+    arrays: tuple[str, ...] = ARRAYS,
+    steps: tuple[int, ...] | None = None,
 ) -> Said:
-    return Said(done, part, arrays)
+    if steps is None:
+        steps = () if done is None else (done,)
+    return Said(done, steps, part, arrays)
 
 
 def test_all_go_back_to_the_last_step_that_all_completed() -> None:
@@ -27,7 +32,7 @@ def test_all_go_back_to_the_last_step_that_all_completed() -> None:
 
 
 def test_one_whose_step_cannot_be_undone_takes_it_from_another() -> None:
-    plan = choose([said(None), said(7), said(7)], 1)
+    plan = choose([said(7, steps=()), said(7), said(7)], 1)
     assert (plan.step, plan.sources[0], plan.needs) == (7, 1, [True, False, False])
 
 
@@ -37,10 +42,20 @@ def test_newcomers_get_the_state() -> None:
 
 
 def test_where_no_state_is_whole_nobody_goes_on() -> None:
-    with pytest.raises(RecoveryError, match="in the middle of an update"):
-        choose([said(None), said(None)], 1)
-    with pytest.raises(RecoveryError, match="in the middle of an update"):
+    with pytest.raises(RecoveryError, match="begun or made an update"):
+        choose([said(7, steps=()), said(7, steps=())], 1)
+    with pytest.raises(RecoveryError, match="begun or made an update"):
         choose([said(7, 0), said(8, 1)], 2)
+
+
+def test_who_has_completed_a_step_can_return_to_its_begin() -> None:
+    plan = choose([said(7, 0), said(8, 1, steps=(8, 7))], 2)
+    assert (plan.step, plan.needs) == (7, [False, False])
+    plan = choose([said(8, 0, steps=(8, 7)), said(8, 1, steps=(8, 7))], 2)
+    assert plan.step == 8  # nobody has to
+    # No rank has what the second one could return to.
+    plan = choose([said(8, steps=(8,)), said(7, steps=())], 1)
+    assert (plan.step, plan.needs) == (8, [False, True])
 
 
 def test_a_model_of_other_shapes_is_left_out() -> None:

@@ -341,6 +341,21 @@ def test_a_disk_that_becomes_full_leaves_the_old_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_file_system_is_named_by_the_file_alone(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "none", str(full)]
+    if subprocess.run(mount, check=False, timeout=240).returncode:
+        pytest.skip("mounts are not allowed here")
+    try:
+        with pytest.raises(OSError, match="No space left") as raised:
+            write_file(full / "x", "text")
+        assert str(raised.value).endswith(f"No space left on device: '{full / 'x'}'")
+    finally:
+        subprocess.run(["umount", str(full)], check=True, timeout=240)
+
+
 def test_a_check_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "x"
     check_writable(path)

@@ -14,7 +14,7 @@ NATIVE = Path(__file__).parents[3] / "commrt" / "native"
 # Lowest first. A part is a folder, or a file beside the folders. Parts of one layer
 # may include each other, but not in a circle.
 LAYERS = (
-    ("types", "planted_bugs", "python_callbacks"),
+    ("types", "planted_bugs", "gil", "python_callbacks"),
     ("kernels", "recording", "nccl", "schedules"),
     ("devices",),
     ("engine", "arrays"),

@@ -13,6 +13,10 @@ WRITER = "commrt/files/write.py"
 OTHERS = {
     # Run by path, in interpreters without commrt, in a folder that the launcher made.
     ("bench/halo_worker.py", "Path(job['result']).write_text(json.dumps(result))"),
+    (
+        "bench/wrong_calls_worker.py",
+        "Path(folder / f'{rank}.json').write_text(json.dumps(found))",
+    ),
     ("bench/timing_loop.py", "open(path + '.part', 'w', encoding='utf-8')"),
     ("bench/timing_loop.py", "json.dump(result, file)"),
     ("bench/timing_loop.py", "os.replace(path + '.part', path)"),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import socket
@@ -12,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from commrt.bootstrap import ThreadWorld
-from commrt.errors import BackendError, MismatchError, TimeoutError_, UsageError
+from commrt.errors import (
+    BackendError,
+    MismatchError,
+    PeerFailedError,
+    TimeoutError_,
+    UsageError,
+)
 from commrt.job import arena
 from commrt.job.passed_descriptors import DescriptorServer, receive_descriptor
 
@@ -108,6 +116,29 @@ def test_more_than_the_memory_limit_is_an_error_on_every_member(
         assert "rank 0" in message
 
 
+def test_a_full_dev_shm_is_an_error_on_every_member(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    """Found before anybody maps it: nobody gets a SIGBUS later. No name is left."""
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("COMMRT_SHM", "devshm")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    world = ThreadWorld(3)
+
+    def rank_main(rank: int) -> str:
+        with pytest.raises(BackendError) as caught:
+            arena.share(world.bootstrap(rank), [0, 1, 2], "k", PAGE, 10)
+        return str(caught.value)
+
+    messages = run_threads(3, rank_main)
+    assert messages == [messages[0]] * 3
+    assert "No space left on device: unset COMMRT_SHM" in messages[0]
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("commrt")] == []
+
+
 def test_different_sizes_are_an_error_on_every_member(run_threads) -> None:
     world = ThreadWorld(2)
 
@@ -145,6 +176,32 @@ def test_one_member_that_cannot_map_is_an_error_on_every_member(
     for part in ("rank 1: other network", "rank 2: other network"):
         assert part in messages[0]
     assert "rank 0:" not in messages[0]
+
+
+@pytest.mark.parametrize("dies", ["before it is asked", "while it answers"])
+def test_an_owner_that_dies_meanwhile_is_named(dies: str, run_threads) -> None:
+    world, offer = ThreadWorld(3), arena._Offer(3 * PAGE)
+
+    def rank_main(rank: int) -> str:
+        peers = world.bootstrap(rank)
+        if rank == 0:
+            if dies == "while it answers":
+                offer.described["token"] = "00" * 16  # nobody gets an answer
+            else:
+                offer.close()
+            said = {"nbytes": PAGE, **offer.described}
+            peers.exchange([0, 1, 2], "k/offer", json.dumps(said).encode(), 10)
+            return ""
+        peers.gone = lambda other: "" if other else "process 7 has ended"
+        with pytest.raises(PeerFailedError) as caught:
+            arena.share(peers, [0, 1, 2], "k", PAGE, 10)
+        return str(caught.value)
+
+    messages = run_threads(3, rank_main)[1:]
+    offer.close()
+    for message in messages:
+        assert "rank 0" in message
+        assert "because process 7 has ended" in message
 
 
 def test_shm_off_refuses_to_share_but_one_rank_gets_memory(

@@ -162,6 +162,19 @@ def test_mixed_launchers_are_an_error_with_the_cure() -> None:
         assert part in message
 
 
+def test_mpi_asked_for_under_a_launcher_that_is_none_of_mpis_is_an_error() -> None:
+    """Each rank would be a world of one, and nobody would be told."""
+    for started in (TORCHRUN, SLURM, {**TORCHRUN, "COMMRT_MEETING": "/tmp/x"}):
+        environ = {**started, "COMMRT_LAUNCH": "mpi"}
+        launch = detect(environ)
+        with pytest.raises(UsageError, match="an MPI world of its own: unset COMMRT_"):
+            check_mpi_size(launch, 1, "MPICH", environ)
+        check_mpi_size(launch, 6, "MPICH", environ)
+    check_mpi_size(detect({"COMMRT_LAUNCH": "mpi"}), 1, "MPICH", {})
+    alone = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "COMMRT_LAUNCH": "mpi"}
+    check_mpi_size(detect(alone), 1, "MPICH", alone)
+
+
 def test_agreeing_or_unknown_sizes_pass() -> None:
     check_mpi_size(detect(MPICH), 3, "MPICH")
     check_mpi_size(detect({"PMIX_RANK": "0"}), 5, "Open MPI")

@@ -246,6 +246,21 @@ def test_a_mark_of_another_form_is_named(text: str) -> None:
         detect({**RUN, VARIABLE: text})
 
 
+def test_one_may_end_while_it_is_looked_at(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, read_bytes = starts(ME, 1, {}), Path.read_bytes
+
+    def read_once(self: Path) -> bytes:
+        content = read_bytes(self)
+        self.unlink()
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_once)
+    assert process.name == f"{ME}-{ME}77"
+    assert (process.name, process.runs, process.parent) == ("", False, None)
+
+
 def test_who_runs(starts: Starts) -> None:
     me = Process(os.getpid())
     assert me.name.startswith(f"{os.getpid()}-")

@@ -20,8 +20,9 @@ from commrt.tuning.lint import lint
 from commrt.tuning.progress import Progress
 from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.run import finish
+from commrt.tuning.samples import Failure
 from commrt.tuning.show import explain, show
-from commrt.tuning.summary import human_nbytes
+from commrt.tuning.summary import describe_failure, human_nbytes
 from commrt.tuning.tuner import Options
 
 KNOWN = Catalog(
@@ -249,3 +250,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(
     same = tmp_path / "same"
     assert _main(capsys, "run", "--out", same, "--raw", same)[0] == 2
     assert not same.exists()
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("", "no reason is written down"),
+        ("\n", "no reason is written down"),
+        ("it hung:\nfor long", "it hung"),
+    ],
+)
+def test_a_failure_is_described_by_its_first_line(reason: str, said: str) -> None:
+    text = describe_failure(Failure(2, "bcast", 8, DIRECT, reason))
+    assert text == f"{DIRECT} for bcast with 2 ranks: {said} at 8"

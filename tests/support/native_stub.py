@@ -108,8 +108,8 @@ def _class(name: str, cls: type) -> Iterator[str]:
     for member, value in sorted(vars(cls).items()):
         if isinstance(value, property):
             yield from map(_indented, _property(member, value))
-        elif hasattr(value, "__nb_signature__"):
-            yield _indented(_function(value))
+        elif member != "__new__" and hasattr(value, "__nb_signature__"):
+            yield _indented(_function(value))  # nanobind gives them __init__, too
         elif isinstance(value, str) and not member.startswith("__"):
             yield _indented(f'{member}: str = "{value}"\n')
 

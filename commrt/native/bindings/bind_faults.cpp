@@ -27,8 +27,9 @@ void bind_faults(nb::module_& m) {
            nb::arg("every"), nb::arg("most"), nb::arg("chance"), nb::arg("text"));
 
   nb::class_<Chaos>(m, "Chaos", "Injects the faults of one rank.")
-      .def(nb::init<uint64_t, int, std::vector<FaultRule>>(), nb::arg("seed"), nb::arg("rank"),
-           nb::arg("rules"))
+      .def(nb::new_([](uint64_t seed, int rank, std::vector<FaultRule> rules) {
+             return std::make_shared<Chaos>(seed, rank, std::move(rules));
+           }), nb::arg("seed"), nb::arg("rank"), nb::arg("rules"))
       .def_prop_ro("num_injected", &Chaos::num_injected, "Faults so far.");
 
   m.def("inject_faults",

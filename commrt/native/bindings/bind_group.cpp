@@ -108,7 +108,7 @@ nb::list records_of(const Group& group) {
 
 void bind_group(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Progress for every communicator of one rank.")
-      .def(nb::init<>())
+      .def(nb::new_([] { return std::make_shared<Engine>(); }))
       .def("leave", &Engine::leave, nb::call_guard<ReleasedGil>(),
            "Tell the ranks of this node that this one has done its part in all that it started.")
       .def("step",
@@ -343,10 +343,13 @@ void bind_group(nb::module_& m) {
            "the peer.")
       .def("attach_segment",
            [](Group& g, uint64_t address, uint64_t part_nbytes) {
-             std::lock_guard<std::mutex> lock(g.engine->mutex);
-             g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
+             {
+               const ReleasedGil release;
+               const std::lock_guard<std::mutex> lock(g.engine->mutex);
+               g.comm->attach_segment(reinterpret_cast<void*>(address), part_nbytes);
+             }
              g.plans.forget_all();  // those made so far do not know what peers may reach
-           }, nb::arg("address"), nb::arg("part_nbytes"), nb::call_guard<ReleasedGil>(),
+           }, nb::arg("address"), nb::arg("part_nbytes"),
            "Add a segment to the symmetric heap: a part for each on-node rank.")
       .def("add_mirror",
            [](Group& g, uint64_t address, uint64_t nbytes, uint64_t original) {

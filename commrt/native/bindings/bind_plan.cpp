@@ -423,7 +423,7 @@ void bind_plan(nb::module_& m) {
         nb::kw_only(), nb::arg("datatype"), nb::arg("op"), nb::arg("comm"), nb::arg("unit"),
         nb::arg("is_blocked"), "Plans of one collective of the MPI library.");
   nb::class_<GlooGroup>(m, "GlooGroup", "Keeps the collectives of a group of gloo in order.")
-      .def(nb::init<>())
+      .def(nb::new_([] { return std::make_shared<GlooGroup>(); }))
       .def_prop_ro("is_busy", &GlooGroup::is_busy,
                    "Whether an operation has not ended, as far as is known.");
   m.def("make_gloo_plan", &make_gloo_plan, nb::arg("group"), nb::kw_only(), nb::arg("coll"),

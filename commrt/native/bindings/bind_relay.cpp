@@ -35,7 +35,8 @@ nb::object next(Relay& relay, int peer, uint64_t frame) {
 
 void bind_relay(nb::module_& m) {
   nb::class_<Relay>(m, "Relay", "Messages to other nodes that threads of Python's carry.")
-      .def(nb::init<int, int>(), nb::arg("rank"), nb::arg("size"))
+      .def(nb::new_([](int rank, int size) { return std::make_shared<Relay>(rank, size); }),
+           nb::arg("rank"), nb::arg("size"))
       .def_prop_ro("frame_nbytes", [](const Relay&) { return Relay::kFrameNbytes; },
                    "The longest frame.")
       .def("next", &next, nb::arg("peer"), nb::arg("frame"),

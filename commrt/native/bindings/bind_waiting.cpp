@@ -41,11 +41,11 @@ class LoopWait : public Backoff {
 
 void bind_waiting(nb::module_& m) {
   nb::class_<Bells>(m, "Bells", "Words by which ranks of a node wake each other.")
-      .def("__init__",
-           [](Bells* self, const std::string& name, uint64_t address, uint64_t region_nbytes,
-              int members, int own) {
-             new (self) Bells(name, reinterpret_cast<void*>(address), region_nbytes, members, own);
-           }, nb::arg("name"), nb::arg("address"), nb::arg("region_nbytes"), nb::arg("members"),
+      .def(nb::new_([](const std::string& name, uint64_t address, uint64_t region_nbytes, int members,
+                       int own) {
+             return std::make_shared<Bells>(name, reinterpret_cast<void*>(address), region_nbytes,
+                                            members, own);
+           }), nb::arg("name"), nb::arg("address"), nb::arg("region_nbytes"), nb::arg("members"),
            nb::arg("own"), "Take over zeroed memory that the ranks share.")
       .def_ro("name", &Bells::name)
       .def_ro("own", &Bells::own, "Number of this rank among the members.")
@@ -57,7 +57,11 @@ void bind_waiting(nb::module_& m) {
         nb::arg("own"), "Return bells for ranks that are threads of this process.");
 
   nb::class_<Liveness>(m, "Liveness", "Which ranks of a world are gone, and how that was noticed.")
-      .def(nb::init<std::vector<int>, std::vector<std::string>, std::vector<int>>(),
+      .def(nb::new_([](std::vector<int> descriptors, std::vector<std::string> names,
+                       std::vector<int> numbers) {
+             return std::make_shared<Liveness>(std::move(descriptors), std::move(names),
+                                               std::move(numbers));
+           }),
            nb::arg("descriptors"), nb::arg("names"), nb::arg("numbers") = std::vector<int>(),
            "For each rank, take over a descriptor of its process (os.pidfd_open); -1: it has none. "
            "The numbers are those of the processes here; 0 or left out: not known.")

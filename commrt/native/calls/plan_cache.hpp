@@ -70,7 +70,7 @@ struct VectorKeyHash {
 };
 
 // Calls that differ only in their lengths: what runs them, by the length of the full vector.
-class PlanFamily {
+class PlanFamily : public std::enable_shared_from_this<PlanFamily> {
  public:
   // `key`: of its calls, without their counts. `unit`: the full vector's elements per count.
   PlanFamily(const PlanKey& key, int64_t unit) : key_(key), unit_(unit) {}

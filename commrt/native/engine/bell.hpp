@@ -24,7 +24,7 @@
 
 namespace commrt {
 
-class Bells {
+class Bells : public std::enable_shared_from_this<Bells> {
  public:
   static constexpr double kNap_s = 50e-6, kLongest_s = 0.05;
 

@@ -11,7 +11,7 @@
 
 namespace commrt {
 
-class BoxTemplate {
+class BoxTemplate : public std::enable_shared_from_this<BoxTemplate> {
  public:
   // A place in a dimension: so much behind one of the call's numbers, or, with a negative
   // `number`, behind 0.

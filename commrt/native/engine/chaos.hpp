@@ -40,7 +40,7 @@ struct FaultRule {
 std::string called(int code);
 
 // The rules of one rank. All is guarded by the engine's lock.
-class Chaos {
+class Chaos : public std::enable_shared_from_this<Chaos> {
  public:
   Chaos(uint64_t seed, int rank, std::vector<FaultRule> rules);
 

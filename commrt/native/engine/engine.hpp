@@ -34,7 +34,7 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 class DeviceWork;
 struct Device;
 
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine();
   ~Engine();

@@ -54,7 +54,7 @@ struct GlooCall {
 };
 
 // The operations of one group of torch's, in their order.
-class GlooGroup {
+class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
  public:
   GlooGroup();
   ~GlooGroup();

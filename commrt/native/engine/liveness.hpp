@@ -36,7 +36,7 @@ struct GaveUp {
   }
 };
 
-class Liveness {
+class Liveness : public std::enable_shared_from_this<Liveness> {
  public:
   // For each rank of the world the descriptor of its process, which this closes at its end, and
   // what messages call the process; -1: it has none to be asked about, such as this rank itself.

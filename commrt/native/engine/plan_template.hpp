@@ -50,7 +50,7 @@ struct LandingRule {
   int32_t block;
 };
 
-class PlanTemplate {
+class PlanTemplate : public std::enable_shared_from_this<PlanTemplate> {
  public:
   // Everything that does not depend on lengths; finish() has not been called.
   Plan prototype;

@@ -37,7 +37,7 @@
 
 namespace commrt {
 
-class Relay {
+class Relay : public std::enable_shared_from_this<Relay> {
  public:
   // Longer messages wait for their receives, and so do all while a peer has kWindowNbytes of
   // others that it has not received: memory for what comes unexpected ends.

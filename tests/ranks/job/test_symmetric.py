@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 from typing import Any
 
@@ -341,3 +342,33 @@ def test_a_deadline_that_all_ranks_missed_changes_nothing() -> None:
         return float(comm.allreduce(comm.empty(40_000) + 1)[0])
 
     assert run(2, rank_main) == [2.0] * 2
+
+
+def test_memory_is_attached_while_other_threads_ask_the_engine() -> None:
+    # The plans that are let go then are Python's, too.
+    before, ended = sys.getswitchinterval(), threading.Event()
+
+    def ask(comm: Any) -> None:
+        while not ended.is_set():
+            core_of(comm)._records()
+
+    def rank_main(comm: Any) -> None:
+        other = threading.Thread(target=ask, args=(comm,))
+        if comm.rank == 0:
+            other.start()
+        try:
+            for turn in range(100):
+                with comm.dup() as made:
+                    for count in range(4):
+                        made.allreduce(np.ones(7 * turn + count))
+                    assert made.empty(1000).size == 1000
+        finally:
+            ended.set()
+        if comm.rank == 0:
+            other.join()
+
+    sys.setswitchinterval(1e-5)
+    try:
+        run(2, rank_main)
+    finally:
+        sys.setswitchinterval(before)

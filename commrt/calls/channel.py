@@ -43,7 +43,7 @@ class Part(Protocol):
         ...
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
+        """End its calls, here and on the other ranks."""
         ...
 
 

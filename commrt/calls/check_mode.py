@@ -124,8 +124,8 @@ class Checker:
         self.channel.free()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
-        self.channel.set_failure(why)
+        """End its comparisons, here and on the other ranks."""
+        self.channel.end_on_all_ranks(why)
 
     def check(self, call: Call, bound: Bound) -> None:
         """Raise MismatchError on every rank unless all of them make the same call."""

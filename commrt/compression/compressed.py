@@ -88,6 +88,12 @@ class _Channels:
             self.shares.set_failure(why)
             self.sums.set_failure(why)
 
+    def end(self, why: str) -> None:
+        """End all that is under way, here and on the other ranks."""
+        if not self.alone:
+            self.shares.end_on_all_ranks(why)
+            self.sums.end_on_all_ranks(why)
+
 
 @dataclass(frozen=True, eq=False)
 class CompressedCall:
@@ -359,6 +365,6 @@ class Compression:
             channels.sums.free()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
+        """End its calls, here and on the other ranks."""
         if self._channels is not None:
-            self._channels.fail(why)
+            self._channels.end(why)

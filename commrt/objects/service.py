@@ -224,6 +224,6 @@ class Objects:
         channel.free()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
+        """End its calls, here and on the other ranks."""
         if self._channel is not None:
-            self._channel.set_failure(why)
+            self._channel.end_on_all_ranks(why)

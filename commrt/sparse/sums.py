@@ -423,9 +423,9 @@ class SparseSums:
             state.room.close()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
+        """End its calls, here and on the other ranks."""
         if self._state is not None:
-            self._state.channel.set_failure(why)
+            self._state.channel.end_on_all_ranks(why)
 
 
 def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:

@@ -20,6 +20,7 @@ from cases import Attempt
 from random_steps import (
     Collective,
     Finish,
+    Messages,
     Step,
     draw,
     draw_collective,
@@ -178,7 +179,9 @@ def _chaos(rng: random.Random, kind: str, rank: int, steps: list[Step]) -> str:
     if kind not in INJECTED:
         return ""
     sums = [step.operation for step in steps if step.operation]
-    if kind == "corrupt":  # messages with tags have no checksum
+    from_anyone = any(isinstance(s, Messages) and s.kind == "anyone" for s in steps)
+    # The next receive from anyone takes what was sent twice.
+    if kind == "duplicate" and from_anyone:
         sums = [name for name in sums if name != "send"]
     name = rng.choice(sums)
     number = rng.randint(1, sums.count(name))
@@ -280,6 +283,8 @@ class Run:
             if is_mine and plan.fault.kind == "frees":
                 for each, _, finish in pending:
                     self._note(mine, each, finish)
+                # Others begin the next step of a sparse call in their wait for it only.
+                self._end_late_calls(comm, mine)
                 comm.free()
                 return False
             if is_mine and plan.fault.kind == "revokes":

@@ -157,7 +157,7 @@ class Collective(Step):
     def changed(self, rng: random.Random) -> Collective:
         """Return a call that does not fit to this one."""
         case, row = self.case, operation(self.case.coll)
-        ways = [replace(case, coll=name) for name in self._others()]
+        ways = [replace(case, coll=name, op="sum") for name in self._others()]
         if not row.is_empty:
             ways.append(replace(case, count=case.count + rng.choice((1, 3, 2000))))
             other = "int32" if case.dtype != "int32" else "float64"
@@ -165,7 +165,9 @@ class Collective(Step):
         if row.has_root:
             ways.append(replace(case, root=(case.root + 1) % case.size))
         if row.reduces and case.count:
-            ways.append(replace(case, op="max" if case.op != "max" else "min"))
+            is_complex = dtype_by_name(case.dtype).kind == "complex"
+            others = ("sum", "prod") if is_complex else ("max", "min")
+            ways.append(replace(case, op=others[case.op == others[0]]))
         plain = replace(rng.choice(ways), algorithm=None, params={}, in_place=False)
         return replace(self, case=plain)
 

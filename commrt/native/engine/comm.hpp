@@ -436,6 +436,7 @@ class Comm {
   void end_everywhere(uint64_t seq, const std::string& why);
   // Ends all operations in flight, and all that would follow, on all ranks.
   void revoke(const std::string& why);
+  int who_revoked() const;  // a rank of this node that did; -1: none
   // True if an on-node peer's operation `seq` failed. Then anything may have been read from its
   // buffers until now, because the peer may use them again.
   bool gave_up(int peer, uint64_t seq) const;

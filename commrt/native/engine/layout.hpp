@@ -145,6 +145,7 @@ struct alignas(kLineBytes) RankHeader {
   // part in all that it had started. Ranks wait for one that has freed it until its process ends.
   std::atomic<Farewell> farewell;
   std::atomic<FailureCause> cause;  // of its failure; before it
+  std::atomic<bool> revoked;  // its program has ended the communicator; before its failure
   alignas(kLineBytes) std::atomic<uint64_t> num_refused;  // calls that this rank has refused
   // Refusals by ranks of other nodes, of operations that this rank was in.
   alignas(kLineBytes) std::atomic<uint64_t> num_heard_afar;

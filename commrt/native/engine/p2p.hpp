@@ -314,6 +314,7 @@ class P2P {
   bool fail_one(const std::shared_ptr<Op>& op);
   void give_up(const std::shared_ptr<Op>& op, const std::string& why, bool by_death = false);
   bool fail_after_death(const std::shared_ptr<Op>& op);
+  bool fail_after_revoke(const std::shared_ptr<Op>& op);
   void forget_matched(const std::shared_ptr<Op>& op);
   std::string others_waiting(const P2PTask& task) const;
 

@@ -251,13 +251,12 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
   const int peer = task.peer;
   if (task.stage == Stage::Matched) return fail_after_death(op);
-  if (peer == comm_.rank) {
-    if (!comm_.broken.load(std::memory_order_relaxed)) return false;
+  if (peer == comm_.rank && comm_.broken.load(std::memory_order_relaxed)) {
     forget(op);
     give_up(op, "this rank gave up: " + comm_.failure, comm_.failed_by_death);
     return true;
   }
-  if (fail_after_death(op)) return true;
+  if (peer != comm_.rank && fail_after_death(op)) return true;
   if (comm_.link(peer).kind == LinkKind::Mpi && comm_.failed_by_death) {
     drain(peer);
     if (op->finished()) return true;
@@ -266,11 +265,11 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
     give_up(op, "this rank gave up: " + comm_.failure, true);
     return true;
   }
-  if (comm_.link(peer).kind != LinkKind::Shared) return false;
+  if (comm_.link(peer).kind != LinkKind::Shared) return fail_after_revoke(op);
   const RankHeader& its = *comm_.header(comm_.member_of(peer));
   const auto& failed = its.failed;
   const uint64_t at = failed.load(std::memory_order_acquire);
-  if (at == 0) return false;
+  if (at == 0) return fail_after_revoke(op);
   // Acquired: what the peer has sent until then is in its packets, and taken here first.
   drain(peer);
   if (op->finished()) return true;
@@ -283,6 +282,19 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
                   std::to_string(Failure::seq_of(at)) +
                   " and makes no matching call any more: " + comm_.why_of(comm_.member_of(peer)),
           its.failed_by_death.load(std::memory_order_relaxed) != 0);
+  return true;
+}
+
+// Of any rank, which then ends messages between others, too.
+bool P2P::fail_after_revoke(const std::shared_ptr<Op>& op) {
+  const P2PTask& task = *op->p2p;
+  const int who = comm_.who_revoked();
+  if (who < 0) return false;
+  if (task.peer != comm_.rank) drain(task.peer);
+  if (op->finished() || task.stage == Stage::Matched) return op->finished();
+  forget(op);
+  give_up(op, "rank " + std::to_string(who) + " has ended it for all ranks: " +
+                  comm_.why_of(comm_.member_of(who)));
   return true;
 }
 

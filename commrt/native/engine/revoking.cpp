@@ -39,8 +39,18 @@ void Comm::revoke(const std::string& why) {
   for (const auto& op : active_) {
     if (!op->is_over()) first = std::min(first, op->seq);
   }
+  if (arena != nullptr) header(member_of(rank))->revoked.store(true, std::memory_order_relaxed);
   end_everywhere(first, why);
   p2p->take_all_back("this rank gave up: " + failure);
+}
+
+int Comm::who_revoked() const {
+  for (const int one : members) {
+    const RankHeader& its = *header(member_of(one));
+    if (one != rank && its.failed.load(std::memory_order_acquire) != 0 &&
+        its.revoked.load(std::memory_order_relaxed)) return one;
+  }
+  return -1;
 }
 
 void P2P::take_all_back(const std::string& why) {

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from commrt import local
+from commrt import SparseVector, local
 from commrt.comm import Communicator, core_of
 from commrt.errors import (
     ClosedError,
@@ -74,6 +75,74 @@ def test_calls_in_flight_end_on_all_ranks() -> None:
 
     ready = threading.Barrier(3, timeout=300)
     assert local.run(3, main) == [7.0] * 3
+
+
+def _of_object(comm: Communicator, **more: Any) -> Any:
+    """Return the request of a call with objects, which shows it where it is late."""
+    if not more:
+        return comm.gather_object(comm.rank)
+    with pytest.raises(TimeoutError_) as raised:
+        comm.gather_object(comm.rank, timeout_s=1e-3)
+    return raised.value.request
+
+
+def _fused(comm: Communicator, **more: Any) -> Any:
+    with comm.fused():
+        request = comm.allreduce(np.ones(3), nonblocking=True)
+    return request if more else request.wait()
+
+
+def _planned(comm: Communicator, **more: Any) -> Any:
+    plan = comm.plan.allreduce(np.ones(3))
+    return plan.start() if more else plan()
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {
+    "sum": lambda comm, **more: comm.allreduce(np.ones(3), **more),
+    "large sum": lambda comm, **more: comm.allreduce(np.ones(300_000), **more),
+    "barrier": lambda comm, **more: comm.barrier(**more),
+    "compressed": lambda comm, **more: comm.allreduce(
+        np.ones(3000, np.float32), compress="float16", **more
+    ),
+    "sparse": lambda comm, **more: comm.sparse_allreduce(
+        SparseVector(np.array([1]), np.ones(1), shape=5), **more
+    ),
+    "topk": lambda comm, **more: comm.topk_allreduce(np.ones(50), 3, **more),
+    "messages": lambda comm, **more: comm.multi_sendrecv(
+        sends=[(np.ones(3), rank) for rank in range(comm.size)],
+        recvs=[(np.ones(3), rank) for rank in range(comm.size)],
+        **more,
+    ),
+    "objects": _of_object,
+    "fused": _fused,
+    "planned": _planned,
+}
+
+
+@pytest.mark.parametrize("revokes", [[0], [0, 1], [2]])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_request_of_any_kind_ends_by_a_revoke(kind: str, revokes: list[int]) -> None:
+    """Rank 2 does not make the second call."""
+
+    def main(comm: Communicator) -> float:
+        comm.timeout_s = 300
+        REQUESTS[kind](comm)
+        request = None
+        if comm.rank != 2:
+            request = REQUESTS[kind](comm, nonblocking=True)
+        begun.wait()
+        if comm.rank in revokes:
+            comm.revoke()
+        if request is not None:
+            with pytest.raises(RevokedError):
+                request.wait(timeout_s=240)
+        ended.wait()
+        total = _sum(comm.shrink())
+        comm.free()
+        return total
+
+    begun, ended = (threading.Barrier(3, timeout=300) for _ in range(2))
+    assert local.run(3, main, timeout_s=250) == [7.0] * 3
 
 
 def test_a_timeout_with_nobody_dead_is_recovered_from() -> None:

@@ -34,14 +34,14 @@ def wrong_owners(text: str) -> set[str]:
 
 
 def test_the_engine_keeps_nothing_that_needs_pythons_lock_to_end() -> None:
-    files = sorted(path for path in NATIVE.rglob("*") if path.suffix in (".cpp", ".hpp"))
+    files = [*NATIVE.rglob("*.hpp"), *NATIVE.rglob("*.cpp")]
     found = wrong_owners("\n".join(path.read_text() for path in files))
     assert found == HOLD_PYTHON
 
 
 def test_such_an_owner_would_be_found() -> None:
-    kept = "struct A {};\nstd::shared_ptr<const A> kept;\n"
-    shares = "struct A : std::enable_shared_from_this<A> {};\nstd::shared_ptr<A> kept;\n"
+    kept = "struct A {}; std::shared_ptr<const A> kept;"
+    shares = "struct A : std::enable_shared_from_this<A> {}; std::shared_ptr<A> kept;"
     bound = 'nb::class_<A>(m, "A").def(nb::new_(&make));\n'
     inside = 'nb::class_<A>(m, "A").def(nb::init<int>());\n'
     assert wrong_owners(kept + bound) == {"A"}

@@ -43,7 +43,11 @@ class Part(Protocol):
         ...
 
     def give_up(self, why: str) -> None:
-        """End its calls, here and on the other ranks."""
+        """End the waits of other ranks for this one."""
+        ...
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End its calls in flight and all later ones, on all ranks."""
         ...
 
 
@@ -249,6 +253,12 @@ class Channel(Group, Operations):
         self.set_failure(why)
         for part in self.parts:
             part.give_up(why)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End all operations in flight and all later ones, on all ranks."""
+        super().end_on_all_ranks(why)
+        for part in self.parts:
+            part.end_on_all_ranks(why)
 
 
 for _spec in OPERATIONS:

@@ -124,7 +124,11 @@ class Checker:
         self.channel.free()
 
     def give_up(self, why: str) -> None:
-        """End its comparisons, here and on the other ranks."""
+        """End the waits of other ranks for this one."""
+        self.channel.set_failure(why)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End its comparisons in flight and all later ones, on all ranks."""
         self.channel.end_on_all_ranks(why)
 
     def check(self, call: Call, bound: Bound) -> None:

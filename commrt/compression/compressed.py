@@ -365,6 +365,11 @@ class Compression:
             channels.sums.free()
 
     def give_up(self, why: str) -> None:
-        """End its calls, here and on the other ranks."""
+        """End the waits of other ranks for this one."""
+        if self._channels is not None:
+            self._channels.fail(why)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End its calls in flight and all later ones, on all ranks."""
         if self._channels is not None:
             self._channels.end(why)

@@ -224,6 +224,11 @@ class Objects:
         channel.free()
 
     def give_up(self, why: str) -> None:
-        """End its calls, here and on the other ranks."""
+        """End the waits of other ranks for this one."""
+        if self._channel is not None:
+            self._channel.set_failure(why)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End its calls in flight and all later ones, on all ranks."""
         if self._channel is not None:
             self._channel.end_on_all_ranks(why)

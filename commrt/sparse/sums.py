@@ -423,7 +423,12 @@ class SparseSums:
             state.room.close()
 
     def give_up(self, why: str) -> None:
-        """End its calls, here and on the other ranks."""
+        """End the waits of other ranks for this one."""
+        if self._state is not None:
+            self._state.channel.set_failure(why)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End its calls in flight and all later ones, on all ranks."""
         if self._state is not None:
             self._state.channel.end_on_all_ranks(why)
 

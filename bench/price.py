@@ -8,6 +8,8 @@
     mpiexec -n 4 python -m commrt.bench.price algorithms --op allreduce \\
         --algorithm shm/ring --algorithm shm/direct
     mpiexec -n 2 python -m commrt.bench.price comparison --op allreduce,bcast
+    mpiexec -n 2 python -m commrt.bench.price recorder --op allreduce,bcast --sizes 8
+    mpiexec -n 2 python -m commrt.bench.price liveness --op allreduce,bcast --sizes 8
 
 ``counts``: the vector form with equal counts, the same tuples in every call, beside the
 plain operation. ``types``: other element types beside float32, the same bytes.
@@ -15,8 +17,9 @@ plain operation. ``types``: other element types beside float32, the same bytes.
 this machine chose.
 ``order``: ``deterministic=True`` beside without. ``algorithms``: every one named after
 the first beside the first. ``comparison``: the MPI library's own collective, which
-ranks compare now and then, beside one that they do not. Both calls take turns in one
-launch.
+ranks compare now and then, beside one that they do not. ``recorder`` and ``liveness``:
+a communicator as it is, beside one that does not write down its calls, or that knows
+no processes of its ranks. Both calls take turns in one launch.
 With ``--out`` a launch is added to what the file holds; ``--load`` prints a file.
 """
 
@@ -52,7 +55,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "measure"]
 
-_WHAT = ("counts", "types", "slots", "order", "algorithms", "comparison")
+_WHAT = (
+    *("counts", "types", "slots", "order", "algorithms"),
+    *("comparison", "recorder", "liveness"),
+)
 _SCHEMA = "commrt-price/1"
 _BESIDE = " beside "
 _LIBRARY = "mpi/native"
@@ -127,6 +133,17 @@ def measure(
             )
             took = time_pair(comm, first, second, turns)
             detail = f"every {core_of(compared).compare_every} calls"
+    elif what in ("recorder", "liveness"):
+        with comm.dup() as without, comm.dup() as usual:
+            if what == "recorder":
+                core_of(without).keeps_records = False
+            else:
+                core_of(without).attach_liveness(None, [])
+            first, second = (
+                _plan(each, coll, "float32", nbytes) for each in (without, usual)
+            )
+            took = time_pair(comm, first, second, turns)
+            detail = ""
     elif what == "types":
         first, second = (_plan(comm, coll, t, nbytes) for t in ("float32", detail))
         took = time_pair(comm, first, second, turns)
@@ -253,6 +270,8 @@ def _text(found: Mapping[str, Any]) -> str:
         "order": ("any order", "one order"),
         "algorithms": ("first", "second"),
         "comparison": ("not compared", "compared"),
+        "recorder": ("not recorded", "recorded"),
+        "liveness": ("not watched", "watched"),
     }
     first, second = heads[found["what"]]
     lines = [

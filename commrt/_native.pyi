@@ -728,7 +728,9 @@ class Group:
         -1.
         """
 
-    def attach_liveness(self, liveness: Liveness, members: Sequence[int]) -> None:
+    def attach_liveness(
+        self, liveness: Liveness | None, members: Sequence[int]
+    ) -> None:
         """Know what becomes of peers: for each rank its number among the members, or
         -1.
         """
@@ -807,6 +809,12 @@ class Group:
     ) -> None:
         """Keep the plan of a call."""
 
+    @property
+    def keeps_records(self) -> bool:
+        """Whether its last collectives can be told."""
+
+    @keeps_records.setter
+    def keeps_records(self, arg: bool, /) -> None: ...
     def kept_plans(self) -> list[Plan]:
         """Return the plans that it keeps, the last used first."""
 

@@ -179,11 +179,18 @@ def test_check_mode_compares_each_call_instead(mpirun: Any) -> None:
 
 
 def priced() -> list[Any]:
-    """Return a row of the price of comparisons, and what others are given after it."""
+    """Return facts of prices that were measured, and what is as before after it."""
     comm = commrt.init()
     row = measure(comm, "comparison", "bcast", "float32", 8, turns=4)
-    return [row["detail"], row["first_us"] > 0, core_of(comm).compare_every]
+    others = [
+        measure(comm, what, "bcast", "float32", 8, turns=4)["ratio"] > 0
+        for what in ("recorder", "liveness")
+    ]
+    core = core_of(comm)
+    left = core.compare_every, core.keeps_records, core.who_died()
+    return [row["detail"], row["first_us"] > 0, *others, *left]
 
 
-def test_the_price_of_comparisons_is_measured(mpirun: Any) -> None:
-    assert mpirun(2, priced) == [["every 128 calls", True, 128]] * 2
+def test_the_prices_of_what_watches_calls_are_measured(mpirun: Any) -> None:
+    want = ["every 128 calls", True, True, True, 128, True, ""]
+    assert mpirun(2, priced) == [want] * 2

@@ -235,6 +235,11 @@ void bind_group(nb::module_& m) {
                      const std::lock_guard<std::mutex> lock(g.engine->mutex);
                      g.comm->trails.set_every(calls);
                    }, "The number of calls to a library after which ranks compare them; 0: never.")
+      .def_prop_rw("keeps_records", [](const Group& g) { return g.comm->keeps_records; },
+                   [](Group& g, bool wanted) {
+                     const std::lock_guard<std::mutex> lock(g.engine->mutex);
+                     g.comm->keeps_records = wanted;
+                   }, "Whether its last collectives can be told.")
       .def_prop_rw("guards_arrays", [](const Group& g) { return g.comm->guards; },
                    [](Group& g, bool wanted) {
                      const std::lock_guard<std::mutex> lock(g.engine->mutex);
@@ -333,7 +338,7 @@ void bind_group(nb::module_& m) {
            [](Group& g, std::shared_ptr<Liveness> liveness, const std::vector<int>& members) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_liveness(std::move(liveness), members);
-           }, nb::arg("liveness"), nb::arg("members"),
+           }, nb::arg("liveness").none(), nb::arg("members"),
            "Know what becomes of peers: for each rank its number among the members, or -1.")
       .def("who_died", [](Group& g, int peer) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);

@@ -515,6 +515,7 @@ class Comm {
 
   static constexpr size_t kRecords = 256;
   std::vector<Record> records, message_records;  // each by its own sequence number
+  bool keeps_records = true;  // of collectives
 
  private:
   friend class Op;

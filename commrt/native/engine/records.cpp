@@ -58,17 +58,19 @@ void Comm::show_latest(const Record& record, uint64_t mark) {
 
 void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
   Record& record = records[seq % kRecords];
-  record.seq = seq;
-  record.count = std::max(plan.in_elems, plan.out_elems);
-  record.start_ticks = ticks();
-  record.end_ticks = 0;
-  record.coll = static_cast<int16_t>(plan.coll);
-  record.root = static_cast<int16_t>(plan.root);
-  record.dtype = static_cast<uint8_t>(plan.dtype);
-  record.redop = static_cast<uint8_t>(plan.redop);
-  record.state = 0;
-  record.stream = stream;
-  record.device = plan.device;
+  if (keeps_records) {
+    record.seq = seq;
+    record.count = std::max(plan.in_elems, plan.out_elems);
+    record.start_ticks = ticks();
+    record.end_ticks = 0;
+    record.coll = static_cast<int16_t>(plan.coll);
+    record.root = static_cast<int16_t>(plan.root);
+    record.dtype = static_cast<uint8_t>(plan.dtype);
+    record.redop = static_cast<uint8_t>(plan.redop);
+    record.state = 0;
+    record.stream = stream;
+    record.device = plan.device;
+  }
   show_latest(record, call_mark(plan.mark, seq));
 }
 

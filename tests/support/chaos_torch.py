@@ -65,7 +65,7 @@ class Outcome:
     recovered_s: list[float] = field(default_factory=list)
     """From kills of ranks to the first step of all others."""
     growing_s: list[float] = field(default_factory=list)
-    """The same of kills while newcomers were on their way."""
+    """Times of kills that came while newcomers were on their way."""
     joined: int = 0
     left: int = 0
     """Survivors that were not needed."""
@@ -87,7 +87,7 @@ class Process:
         self.world: dict[str, Any] | None = None
         """Its line as it entered its last world."""
         self.is_settled = False
-        """Whether it has taken its first steps there."""
+        """True once it has taken its first steps there."""
         self.end = ""
         self._path = folder / f"rank{number}.jsonl"
         self._seen = 0
@@ -112,7 +112,7 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True while it runs."""
         return Path(f"/proc/{self.pid}").exists()
 
 

@@ -53,7 +53,7 @@ class World:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks came so far as to take steps in it."""
+        """True if all of its ranks took steps in it."""
         return len(self.members) == self.size
 
     @property

@@ -16,7 +16,7 @@ WIDTH = 6
 
 
 class Ranks(Protocol):
-    """What a step needs of a communicator."""
+    """The calls of a communicator that a step makes."""
 
     @property
     def rank(self) -> int:

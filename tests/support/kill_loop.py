@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What campaigns share that kill ranks of a training: diaries, kills, and the check.
+"""Diaries, kills and the check of campaigns that kill ranks of a training.
 
 Each rank keeps a diary, a file of JSON lines: its process, each world it is in with the
 state it has there, and the bits of its first steps in that world.

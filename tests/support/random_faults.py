@@ -87,7 +87,7 @@ class LeavesError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong."""
+    """One thing that goes wrong in a program."""
 
     kind: str
     rank: int
@@ -194,12 +194,12 @@ def _chaos(rng: random.Random, kind: str, rank: int, steps: list[Step]) -> str:
 
 @dataclass
 class Record:
-    """What became of a rank's calls."""
+    """The ends of one rank's calls."""
 
     of: dict[int, Any] = field(default_factory=dict)
     """By step: RIGHT, what is wrong, or the error."""
     afterwards: list[str] = field(default_factory=list)
-    """What was wrong after the fault."""
+    """Complaints about calls after the fault."""
     unfinished: list[Finish] = field(default_factory=list)
     """Calls in flight of a rank that fails."""
     left: bool = False
@@ -221,7 +221,7 @@ class Run:
         mine = self.records[comm.rank]
         comm.timeout_s = LATE_S if fault.kind in SHORT else self.limit_s
         comm.nan_check = fault.kind == "not finite"
-        # What of it is in flight when a rank leaves keeps its memory, as ever.
+        # Calls in flight keep their memory when a rank leaves, as ever.
         if not self._program(comm, mine):
             mine.left = True
             return

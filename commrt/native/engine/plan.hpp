@@ -88,7 +88,7 @@ struct NativeCall {
   Handle op = 0;
   Handle comm = 0;
   int count = 0;  // per-rank block for block operations; this rank's part where they differ
-  // What all ranks agree on of the lengths, as a number; 0: nothing.
+  // A number of those lengths that all ranks agree on; 0: of none.
   uint64_t length = 0;
   uint64_t hash = 0;  // of this and of the plan's mark
   // If the blocks differ: elements and first element per rank, of what is sent (out of the root of

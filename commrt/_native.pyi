@@ -684,11 +684,6 @@ class Group:
     def _nan_check(self) -> bool: ...
     @_nan_check.setter
     def _nan_check(self, arg: bool, /) -> None: ...
-    def _pass_over(self) -> None:
-        """Count the next operation, which runs nowhere, since some rank has refused
-        it.
-        """
-
     def _records(self) -> list[Any]:
         """The last operations, oldest first: (seq, coll, dtype, redop, count, root,
         state, start_ticks, end_ticks, stream, device, peer, tag). Collectives and
@@ -840,6 +835,11 @@ class Group:
     def num_device_work(self) -> int: ...
     @property
     def num_plans(self) -> int: ...
+    def pass_over(self) -> None:
+        """Count the next operation, which runs nowhere: some rank has refused it, or
+        the ranks met.
+        """
+
     def plan_family(
         self, coll: int, dtype: int, redop: int, root: int, unit: int, is_plain: bool
     ) -> PlanFamily:

@@ -30,7 +30,8 @@ def meet(
     """Let the ranks tell each other all that is not agreed yet; collective.
 
     ``what`` is the operation that all of them call. Where they call different ones,
-    ``give_up`` makes the communicator unusable.
+    ``give_up`` makes the communicator unusable. The meeting counts as an operation: a
+    rank whose call is refused did not come if it was before, and came if it was later.
     """
     asked = {name: each for name, each in attached.items() if not each.is_agreed}
     told = {name: each.tells(device) for name, each in asked.items()}
@@ -39,11 +40,13 @@ def meet(
         return
     blobs = group.world.bootstrap.exchange(
         group.world_ranks,
-        f"comm{group.identity}/devices",
+        # Ranks that leave a meeting, as one refuses its call, meet anew.
+        f"comm{group.identity}/devices/{group.next_seq}",
         json.dumps({"what": what, "told": told}).encode(),
         timeout_s,
-        group.heed_end,
+        group.heed_others,
     )
+    group.pass_over()
     said = [json.loads(blob) for blob in blobs]
     _check_same_call(group, give_up, [each["what"] for each in said])
     for name in told:

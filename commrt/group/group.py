@@ -511,7 +511,7 @@ class Group(_native.Group):
     def refused_next(self, why: str) -> RefusedError:
         """Count the next operation, which does not happen; return what to raise."""
         error = RefusedError(f"operation #{self.next_seq} on {self.name}: {why}")
-        self._pass_over()
+        self.pass_over()
         return error
 
     def operation_error(self, what: str, error: str, kind: str) -> Exception:

@@ -308,12 +308,12 @@ void bind_group(nb::module_& m) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              return g.comm->refusals.why_next();
            }, "Return why other ranks have refused their next operation; empty: they have not.")
-      .def("_pass_over",
+      .def("pass_over",
            [](Group& g) {
              const ReleasedGil release;
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->refusals.pass_over();
-           }, "Count the next operation, which runs nowhere, since some rank has refused it.")
+           }, "Count the next operation, which runs nowhere: some rank has refused it, or the ranks met.")
       .def("_set_spins", [](Group& g, int spins) {
         std::lock_guard<std::mutex> lock(g.engine->mutex);  // a progress thread looks at it
         g.comm->spin_before_yield = spins;

@@ -13,11 +13,13 @@
 namespace commrt {
 
 void raise_call_failure(const CallFailure& failure) {
-  const char* type = failure.kind == "timeout"   ? "TimeoutError_"
-                     : failure.kind == "revoked" ? "RevokedError"
-                     : failure.kind == "peer"    ? "PeerFailedError"
+  const char* type = failure.kind == "timeout"     ? "TimeoutError_"
+                     : failure.kind == "revoked"   ? "RevokedError"
+                     : failure.kind == "refused"   ? "RefusedError"
+                     : failure.kind == "peer"      ? "PeerFailedError"
+                     : failure.kind == "integrity" ? "IntegrityError"
                      : failure.kind == "calls" || failure.kind == "mismatch" ? "MismatchError"
-                                                 : "BackendError";
+                                                   : "BackendError";
   raise_error(type, failure.what());
 }
 

@@ -15,6 +15,25 @@ WatchedCall::~WatchedCall() {
   if (work != nullptr && begun != 0) work->events().give(begun);
 }
 
+void WatchedWork::settle_refusals(double timeout_s) {
+  if (comm_ == nullptr || !comm_->refusals.have_been()) return;
+  const double until_s = now_s() + timeout_s;
+  GaveUp found;
+  progress_until([&] {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    comm_->refusals.look_around();
+    found = comm_->who_gave_up(comm_->next_seq);
+    if (!found.is_any() && comm_->broken) found.why = comm_->failure;
+    if (found.is_any() || !comm_->refusals.hold_back(comm_->next_seq)) return true;
+    if (now_s() < until_s) return false;
+    found.why = "other ranks have not looked at a call that this rank has refused";
+    return true;
+  });
+  if (!found.is_any()) return;
+  give_up(found.kind(), found.why);
+  throw CallFailure(failure_kind_, failure_);
+}
+
 void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream stream, bool orders) {
   Record record;
   record.count = plan.elements;
@@ -26,12 +45,13 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
   record.stream = stream;
   record.device = 0;
   std::shared_ptr<Fault> fault;
-  std::string differs;
+  std::string differs, refused;
   {
     const std::lock_guard<std::mutex> own(engine_.mutex);
     made.seq = comm_->count_elsewhere(record);
-    differs = left_trail(made, plan);
-    if (differs.empty()) {
+    refused = comm_->refusals.give_to_device(made.seq);
+    if (refused.empty()) differs = left_trail(made, plan);
+    if (refused.empty() && differs.empty()) {
       if (comm_->chaos == nullptr) return;
       fault = comm_->chaos->next(plan.code, title(called(plan.code), made));
       if (fault == nullptr || !comm_->chaos->strike_process(*fault)) return;
@@ -39,6 +59,11 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
       comm_->chaos->log(*fault, can ? "" : "not injected: a device runs this operation by itself");
       if (!can) return;
     }
+  }
+  if (!refused.empty()) {
+    give_up("refused", refused, made.seq);
+    throw CallFailure("refused", title(called(plan.code), made) + ", rank " +
+                                     std::to_string(comm_->rank) + ": " + refused);
   }
   if (!differs.empty()) {
     give_up("calls", differs, made.seq);
@@ -145,6 +170,10 @@ bool WatchedWork::look_after() {
     fail("timeout", "", false);
     return true;
   }
+  if (comm_ != nullptr) {
+    const std::lock_guard<std::mutex> own(engine_.mutex);
+    comm_->refusals.look_around();  // else nobody looks where the host does nothing meanwhile
+  }
   const GaveUp found = who_gave_up(first);
   if (!found.is_any()) return (comm_ != nullptr && look_for_difference()) || look_further();
   fail(found.kind(), found.why, false);
@@ -154,7 +183,16 @@ bool WatchedWork::look_after() {
 GaveUp WatchedWork::who_gave_up(const WatchedCall& made) {
   if (comm_ == nullptr) return {};
   const std::lock_guard<std::mutex> own(engine_.mutex);
-  return comm_->who_gave_up(made.seq);
+  Refusals& refusals = comm_->refusals;
+  GaveUp found = comm_->who_gave_up(made.seq);
+  if (!refusals.have_been()) return found;
+  refusals.look();  // afterwards: who gave up may have done so by a refusal, which says more
+  const std::string why = refusals.why_device_ends(made.seq);
+  if (!why.empty()) {
+    found = GaveUp{why};
+    found.was_refused = true;
+  }
+  return found;
 }
 
 void WatchedWork::give_up_late(const CallPtr& call, double waited_s) {

@@ -63,6 +63,10 @@ class WatchedWork : public DeviceWork {
  protected:
   using WatchedPtr = std::shared_ptr<WatchedCall>;
 
+  // Waits, where this rank has refused a call, until its peers have heard of that: a library would
+  // take the next call for theirs of the refused one. Throws CallFailure where that has ended the
+  // communicator. The caller holds no lock.
+  void settle_refusals(double timeout_s);
   // The call becomes the communicator's next operation. Throws CallFailure where the ranks' calls
   // differ, or a fault on purpose is due.
   void count(WatchedCall& call, const WatchedPlan& plan, Stream stream, bool orders);

@@ -29,10 +29,15 @@ struct GaveUp {
   bool has_died = false;  // a rank has died or left
   bool is_damage = false;  // a message did not fit its checksum
   bool calls_differ = false;  // ranks made different calls; `why` says it in the words of all
+  bool was_refused = false;  // a rank has refused a call that a device was given here
   bool is_any() const { return !why.empty(); }
   // The word of the failure for Python.
   const char* kind() const {
-    return has_died ? "peer" : is_damage ? "integrity" : calls_differ ? "calls" : "revoked";
+    return has_died       ? "peer"
+           : is_damage    ? "integrity"
+           : calls_differ ? "calls"
+           : was_refused  ? "refused"
+                          : "revoked";
   }
 };
 

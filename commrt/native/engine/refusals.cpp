@@ -15,6 +15,9 @@ const std::atomic<uint64_t> Refusals::kNone{0};
 
 namespace {
 
+constexpr const char* kCannotBeTakenBack =
+    "; it cannot be taken back here, so the communicator ends";
+
 std::string said_of(int rank, const std::string& reason) {
   return "rank " + std::to_string(rank) + " has refused its call, and nothing was delivered: " + reason;
 }
@@ -97,6 +100,7 @@ bool Refusals::refuse(const std::string& reason) {
     header(me).started.store(seq + 1, std::memory_order_release);
     for (int peer : comm_.members) comm_.ring(peer);
   }
+  have_been_.store(true, std::memory_order_release);
   afar.refuse(seq);
   comm_.p2p->tell_refused(seq, shortened(reason, Refusal::kMostBytes));
   remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
@@ -158,6 +162,7 @@ Refusals::Range Refusals::hear(int rank, uint64_t seq, const std::string& why) {
     end_all(*op, rank, why);
     return {};
   }
+  if (on_device_.has(seq)) end_on_device(seq, why);  // before it is answered
   return {Answer::kByMarks, Answer::kByMarks};
 }
 
@@ -315,10 +320,14 @@ bool Refusals::are_for(uint64_t seq) const {
                      [seq](const Coming& one) { return one.seq == seq; });
 }
 
-std::string Refusals::why_next() {
+void Refusals::look_around() {
   comm_.p2p->look_closely();
   comm_.p2p->progress();
   look();
+}
+
+std::string Refusals::why_next() {
+  look_around();
   for (const Coming& one : coming_) {
     if (one.seq == comm_.next_seq) return one.why;
   }
@@ -382,10 +391,13 @@ void Refusals::end_by(int rank, uint64_t seq, const std::string& why) {
     } else {
       end_all(*op, rank, why);
     }
+  } else if (on_device_.has(seq)) {
+    end_on_device(seq, why);
   }
 }
 
 void Refusals::hear_from_afar(int rank, uint64_t seq, const std::string& reason) {
+  have_been_.store(true, std::memory_order_release);
   const bool is_new = seq >= comm_.next_seq;
   if (find(seq) != nullptr) tell_node(rank, seq, reason);
   end_by(rank, seq, said_of(rank, reason));
@@ -441,8 +453,36 @@ void Refusals::end_communicator(uint64_t seq) {
 // An operation that cannot be taken back: the communicator ends with it, on all ranks.
 void Refusals::end_all(Op& op, int rank, const std::string& why) {
   op.given_up = true;
-  comm_.fail_op(op, why + "; it cannot be taken back here, so the communicator ends");
+  comm_.fail_op(op, why + kCannotBeTakenBack);
   comm_.p2p->tell_ended(rank, op.seq + 1);
+}
+
+// A device's operation: the communicator ends with it, on all ranks. Whoever watches the device lets
+// its streams go.
+void Refusals::end_on_device(uint64_t seq, const std::string& why) {
+  if (seq >= device_ends_from_) return;
+  device_ends_from_ = seq;
+  why_device_ends_ = why + kCannotBeTakenBack;
+  comm_.end_everywhere(seq, why_device_ends_);
+}
+
+std::string Refusals::give_to_device(uint64_t seq) {
+  on_device_.add(seq);
+  if (!have_been()) return {};
+  look();
+  std::string why;
+  for (const Coming& one : coming_) {
+    if (one.seq == seq && why.empty()) why = one.why;
+  }
+  if (why.empty()) return {};
+  remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
+  end_on_device(seq, why);
+  see();
+  return why_device_ends_;
+}
+
+std::string Refusals::why_device_ends(uint64_t seq) const {
+  return seq < device_ends_from_ ? std::string() : why_device_ends_;
 }
 
 std::string Refusals::reason_of(int member, uint64_t seq) const {

@@ -20,6 +20,10 @@
 //
 // Between nodes packets tell (P2P::tell_refused), and `afar` keeps the order of messages. A rank that
 // leaves a call by such a packet tells its node first, as one that refuses does.
+//
+// What a device was given cannot be taken back, and a library there matches calls by their order. So
+// the communicator ends by a refusal that meets such a call; and a rank that has refused one gives
+// the device the next one only when its peers have heard of that.
 #pragma once
 
 #include <atomic>
@@ -29,6 +33,7 @@
 
 #include "engine/afar.hpp"
 #include "engine/layout.hpp"
+#include "engine/number_ranges.hpp"
 
 namespace commrt {
 
@@ -80,8 +85,20 @@ class Refusals {
   void end_new(Op& op);
   // Why others have refused the next operation; empty: they have not.
   std::string why_next();
-  // Counts the next operation, which runs nowhere, as some rank has refused it.
+  // Counts the next operation, which runs nowhere: some rank has refused it, or the ranks met.
   void pass_over();
+  // False: no rank that this one can see or has heard of has ever refused a call. Takes no lock.
+  bool have_been() const {
+    return told_->load(std::memory_order_acquire) != 0 || have_been_.load(std::memory_order_acquire);
+  }
+  // Looks at what ranks of this and of other nodes have refused, whatever is in flight.
+  void look_around();
+  // A device is given operation `seq`. Returns why not, where another rank has refused that; then
+  // the communicator has ended.
+  std::string give_to_device(uint64_t seq);
+  // Why a device's operation `seq` has ended by a refusal of it or of an earlier one; empty: it has
+  // not.
+  std::string why_device_ends(uint64_t seq) const;
   // Why a rank of this node has refused operation `seq`; empty: it has not, as far as is known.
   std::string reason_of(int member, uint64_t seq) const;
 
@@ -121,6 +138,7 @@ class Refusals {
   void end_by(int rank, uint64_t seq, const std::string& why);
   void end_communicator(uint64_t seq);
   void end_all(Op& op, int rank, const std::string& why);
+  void end_on_device(uint64_t seq, const std::string& why);
   Range hear(int rank, uint64_t seq, const std::string& why);
   Op* find(uint64_t seq) const;
   Ended& end(Op& op, const std::string& why);
@@ -152,6 +170,10 @@ class Refusals {
   std::vector<Skip> skips_;
   std::vector<Unsettled> unsettled_;
   std::vector<uint64_t> seen_afar_;  // by member: of what it has heard from other nodes
+  std::atomic<bool> have_been_{false};  // of this rank or of other nodes
+  NumberRanges on_device_;              // the operations that devices were given
+  uint64_t device_ends_from_ = ~uint64_t{0};
+  std::string why_device_ends_;
 
  public:
   Afar afar{comm_};

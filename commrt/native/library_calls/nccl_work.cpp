@@ -98,6 +98,7 @@ DeviceWork::CallPtr NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
   auto made = std::make_shared<NcclCall>();
   made->plan = plan;
   made->timeout_s = timeout_s;
+  settle_refusals(timeout_s);
   if (has(NcclPlanted::Unlocked)) {
     issue(made, arrays, stream, orders, keep);
   } else {
@@ -176,7 +177,9 @@ void NcclWork::issue(const NcclPtr& made, std::vector<unsigned char*>& arrays, S
       const std::string text = text_of(code, made->timeout_s);
       give_up(kind_of(code), text, made->seq);
       // Another thread may have found that the ranks' calls differ, and have aborted it by that.
-      if (failure_kind_ == "calls") throw CallFailure(failure_kind_, failure_);
+      if (failure_kind_ == "calls" || failure_kind_ == "refused") {
+        throw CallFailure(failure_kind_, failure_);
+      }
       throw CallFailure(kind_of(code), plan.operation + " #" + std::to_string(made->seq) + " on " +
                                            comm_->name + ", rank " + std::to_string(comm_->rank) +
                                            ": " + text);

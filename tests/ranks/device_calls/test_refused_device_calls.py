@@ -1,55 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call on device arrays that one rank refuses ends the communicator on all ranks."""
+"""A call on device arrays that one rank refuses ends the communicator on all ranks.
+
+Whoever carries it: the host, NCCL or memory of peers. The others hear at once: each
+deadline here is far away.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from ipc_ranks import ipc_here, on_ipc_threads
+from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, on_threads
 
-from commrt.errors import RevokedError, UsageError
+from commrt.comm import core_of
+from commrt.errors import RefusedError, RevokedError, UsageError
+
+Run = Callable[..., list[Any]]
+
+LONG_S = 300.0
+"""No rank may need its deadline."""
 
 
-def end_by_a_refusal(rank: Rank, comm: Any) -> str:
-    """Let rank 1 refuse its call; return how the communicator has ended."""
-    x = rank.array(np.ones(5000, "f4"))
-    out = rank.array(np.zeros(5000 + rank.rank, "f4"))
-    if rank.rank == 1:
-        with pytest.raises(UsageError, match="out has 5001 elements"):
-            comm.allreduce(x, out=out)
+@pytest.fixture(params=["staged", "nccl", "ipc"])
+def carrier(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
+    name = request.param
+    if name == "nccl":
+        with nccl_here(is_clean=False):
+            yield name, on_nccl_threads
+    elif name == "ipc":
+        with ipc_here(is_clean=False):
+            yield (
+                name,
+                lambda size, main: on_ipc_threads(size, main, survives=False),
+            )
     else:
-        comm.allreduce(x, out=out)  # it is only given to the stream here
-    rank.stream.synchronize()
-    with pytest.raises(RevokedError) as raised:
-        comm.allreduce(np.ones(1))
+        yield name, on_threads
+
+
+def duplicate(rank: Rank) -> Any:
+    comm = rank.comm.dup()
+    comm.timeout_s = LONG_S
+    return comm
+
+
+def begin(rank: Rank, comm: Any, x: Any, name: str) -> None:
+    """Run a first call to its end on all ranks: a later failure may end it else."""
+    comm.allreduce(x, backend=name, nonblocking=True).synchronize()
+    rank.comm.barrier()
+
+
+def wrong(rank: Rank, comm: Any, x: Any, **kwargs: Any) -> None:
+    """Make a call that is refused here."""
+    out = rank.array(np.zeros(x.shape[0] + 1, "f4"))
+    with pytest.raises(UsageError, match=f"out has {x.shape[0] + 1} elements"):
+        comm.allreduce(x, out=out, **kwargs)
+
+
+def fail(start: Callable[[], Any]) -> str:
+    """Start a call and wait for it; return how it fails, which it does at once."""
+    began_s = time.monotonic()
+    with pytest.raises((RefusedError, RevokedError)) as raised:
+        start().synchronize()
+    assert time.monotonic() - began_s < LONG_S / 4
     return str(raised.value)
 
 
-def test_all_ranks_hear_of_it() -> None:
+def end(rank: Rank, comm: Any) -> str:
+    """Return how the communicator has ended: at the latest in the second call."""
+
+    def go_on() -> None:
+        for _ in range(2):
+            comm.allreduce(np.ones(1))
+
+    with pytest.raises(RevokedError) as raised:
+        go_on()
+    rank.stream.synchronize()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_hear_of_it(carrier: tuple[str, Run], size: int) -> None:
+    name, run = carrier
+
     def main(rank: Rank) -> str:
-        return end_by_a_refusal(rank, rank.comm)
+        comm = duplicate(rank)
+        x = rank.array(np.ones(5000, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            wrong(rank, comm, x, backend=name)
+            return end(rank, comm)
+        told = fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+        assert "rank 1 has refused its call" in told
+        return end(rank, comm)
 
-    first, second = on_threads(2, main)
-    assert "rank 1 has refused its call" in first
-    assert "rank 0 gave up" in second
+    told = run(size, main)
+    assert "gave up" in told.pop(1)
+    assert all("rank 1 has refused its call" in each for each in told)
 
 
-def test_shrink_makes_a_communicator_that_works() -> None:
-    """All ranks live: the new communicator has all of them."""
+def test_a_first_call_may_be_refused(carrier: tuple[str, Run]) -> None:
+    """The ranks meet before a first call; nothing is given to a device yet.
+
+    So those that NCCL or memory of peers would carry leave the communicator whole.
+    """
+    name, run = carrier
 
     def main(rank: Rank) -> list[float]:
-        comm = rank.comm.dup()
-        end_by_a_refusal(rank, comm)
+        comm = duplicate(rank)
+        x = rank.array(np.ones(500, "f4"))
+        for _ in range(2):
+            if rank.rank == 1:
+                wrong(rank, comm, x, backend=name)
+            else:
+                told = fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+                assert "rank 1 has refused its call" in told
+            if name == "staged":
+                return [2.0]
+        comm.allreduce(x, backend=name, nonblocking=True).synchronize()
+        value = rank.fetch(x)
+        rank.stream.synchronize()
+        comm.free()
+        return [float(each) for each in value()][:1]
+
+    assert run(2, main) == [[2.0]] * 2
+
+
+def test_the_next_call_meets_no_earlier_one(carrier: tuple[str, Run]) -> None:
+    """The rank in error goes on with its next call, which must not take theirs."""
+    name, run = carrier
+
+    def main(rank: Rank) -> str:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(1000, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            wrong(rank, comm, x, backend=name)
+            y = rank.array(np.full(1000, 100, "f4"))
+            fail(lambda: comm.allreduce(y, backend=name, nonblocking=True))
+            told = end(rank, comm)
+            seen = rank.fetch(y)
+            rank.stream.synchronize()
+            assert 110.0 not in set(seen())
+            return told
+        z = rank.array(np.full(1000, 10, "f4"))
+        fail(lambda: comm.allreduce(z, backend=name, nonblocking=True))
+        return end(rank, comm)
+
+    run(2, main)
+
+
+def test_the_others_are_told_before_they_call(carrier: tuple[str, Run]) -> None:
+    name, run = carrier
+
+    def main(rank: Rank) -> str:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(100, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            wrong(rank, comm, x, backend=name)
+        rank.comm.barrier()
+        if rank.rank != 1:
+            told = fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+            assert "rank 1 has refused its call" in told
+        return end(rank, comm)
+
+    run(3, main)
+
+
+def test_a_root_that_was_done_hears_of_it(carrier: tuple[str, Run]) -> None:
+    """A root may have sent all that there is to send; its communicator ends too."""
+    name, run = carrier
+
+    def main(rank: Rank) -> str:
+        comm = duplicate(rank)
+        x = rank.array(np.full(50, rank.rank, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            with pytest.raises(UsageError, match="root"):
+                comm.bcast(x, root=7, backend=name)
+            rank.comm.barrier()
+            return end(rank, comm)
+        with suppress(RefusedError, RevokedError):  # it may have sent all before
+            comm.bcast(x, backend=name, nonblocking=True).synchronize()
+        rank.comm.barrier()
+        return end(rank, comm)
+
+    if name == "staged":
+        pytest.skip("the host takes back what a root has sent")
+    run(2, main)
+
+
+def test_shrink_makes_a_communicator_that_works(carrier: tuple[str, Run]) -> None:
+    """All ranks live: the new communicator has all of them."""
+    name, run = carrier
+
+    def main(rank: Rank) -> list[float]:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(4, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            wrong(rank, comm, x, backend=name)
+        else:
+            fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+        end(rank, comm)
         renewed = comm.shrink()
         assert renewed.size == 2
         x = rank.array(np.ones(4, "f4"))
-        renewed.allreduce(x, nonblocking=True).synchronize()
+        renewed.allreduce(x, backend=name, nonblocking=True).synchronize()
         value = rank.fetch(x)
         rank.stream.synchronize()
         renewed.free()
         comm.free()
         return [float(each) for each in value()]
 
-    assert on_threads(2, main) == [[2.0] * 4] * 2
+    assert run(2, main) == [[2.0] * 4] * 2
+
+
+def test_a_refused_host_call_ends_nothing(carrier: tuple[str, Run]) -> None:
+    """The ranks go on in step, with calls on the device before and behind it."""
+    name, run = carrier
+
+    def main(rank: Rank) -> list[float]:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(64, "f4"))
+        for _ in range(3):
+            comm.allreduce(x, backend=name, nonblocking=True).synchronize()
+            out = np.zeros(3 + (rank.rank == 1))
+            with pytest.raises(Exception, match="out has 4 elements"):
+                comm.allreduce(np.ones(3), out=out)
+        comm.allreduce(x, backend=name, nonblocking=True).synchronize()
+        assert not core_of(comm).failure
+        value = rank.fetch(x)
+        rank.stream.synchronize()
+        comm.free()
+        return [float(each) for each in value()]
+
+    assert run(2, main) == [[16.0] * 64] * 2

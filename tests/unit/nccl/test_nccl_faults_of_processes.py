@@ -17,6 +17,7 @@ import cuda_on_host
 import numpy as np
 import pytest
 from nccl_of_processes import NcclOfProcesses, here
+from refused_by_nccl import check_refused, refused_by_nccl
 from run_ranks import RunRanks
 
 import commrt
@@ -121,7 +122,7 @@ def test_a_rank_that_is_killed_is_named_and_streams_go_on(tmp_path: Path) -> Non
     assert sorted(said) == [0, 2]
     for result, first, later, aborted in said.values():
         assert result == 3.0
-        assert first.startswith("PeerFailedError: allreduce #1 on"), first
+        assert first.startswith("PeerFailedError: allreduce #2 on"), first
         assert "rank 1" in first
         assert "has ended" in first
         assert later.startswith("RevokedError"), later
@@ -196,7 +197,7 @@ def test_who_is_missing_is_named_and_other_communicators_work(
         assert told or "rank 2 on this node has not started it" in text, text
         assert found[rank]["later"].startswith("RevokedError")
         assert found[rank]["aborted"] == 1
-    assert any(text.startswith("TimeoutError_: allreduce #1") for text in firsts)
+    assert any(text.startswith("TimeoutError_: allreduce #2") for text in firsts)
     assert complaints == []
 
 
@@ -232,7 +233,7 @@ def test_an_error_of_nccl_is_told_and_peers_do_not_wait(
         assert "remote process exited" in found[0]["error"]
     else:
         assert "NCCL failed: internal error (3)" in found[0]["error"]
-        assert "rank 0 gave up at operation #1" in found[1]["error"]
+        assert "rank 0 gave up at operation #2" in found[1]["error"]
     assert complaints == []
 
 
@@ -304,3 +305,9 @@ def test_communicators_of_a_gpu_take_turns(tmp_path: Path, bug: str) -> None:
         assert all("two communicators run at the same time" in c for c in complaints)
     else:
         assert complaints == []
+
+
+def test_the_others_hear_of_a_refused_call(tmp_path: Path) -> None:
+    said, complaints = run(tmp_path, 3, refused_by_nccl, refuses=1)
+    check_refused(said, 1)
+    assert complaints == []

@@ -171,13 +171,16 @@ class Core(Channel):
 
     # -- making ------------------------------------------------------------------
 
-    def _carrier(self, name: str, arguments: dict[str, Any]) -> Refusing | None:
+    def _carrier(
+        self, name: str, args: tuple[Any, ...], arguments: dict[str, Any]
+    ) -> Refusing | None:
         """Return what carries a call that was refused; None: this channel."""
         if self.fusion.context is not None:
             if name in FUSED and arguments.get("nonblocking") is True:
                 return self.fusion
             self.fusion.cut()  # as the other ranks do, before their call
-        return self.compression.carrier(arguments)
+        on_host = self.devices.carrier_on_host(args, arguments)
+        return on_host or self.compression.carrier(arguments)
 
     def _host_channel(self, timeout_s: float) -> HostCalls:
         """Return what runs the host's parts of calls on device arrays; collective."""
@@ -307,6 +310,7 @@ class HostCalls(Channel):
 
     def __init__(self, comm: Core, name: str, identity: int, timeout_s: float) -> None:
         """Connect the ranks of ``comm``; collective over them."""
+        self._outer: Core = weakref.proxy(comm)
         super().__init__(
             comm.world,
             comm.world_ranks,
@@ -332,6 +336,25 @@ class HostCalls(Channel):
         """Let the ranks make what calls of a service use, once; collective."""
         opened = {"sparse": self.sparse.open, "compression": self.compression.open}
         opened[service](timeout_s)
+
+    def carrier_of(self, service: str | None) -> Refusing | None:
+        """Return what calls of a service begin on; None: it is not open yet."""
+        if service is None:
+            return self
+        found = {"sparse": self.sparse.opened, "compression": self.compression.opened}
+        return found[service]
+
+    def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
+        """Return name and identity of a channel of the same ranks; collective.
+
+        Callers open services while jobs go on here: the program's own calls say which
+        opening it is, and refused ones end it.
+        """
+        label = f"comm{self.identity}/{purpose}/{self._outer.next_seq}"
+        identity = self.world.agree_id(
+            self.world_ranks, label, timeout_s=timeout_s, heed=self._outer.heed_others
+        )
+        return f"{self.name}.{purpose}", identity
 
 
 class CartCore(Core):

@@ -63,6 +63,14 @@ class OnDevice:
     """Object that keeps the memory alive, besides the array itself."""
 
 
+def seems_on_device(array: Any) -> bool:
+    """Return whether an array is in the memory of a device; False if it cannot say."""
+    try:
+        return array is not None and is_on_device(array)
+    except Exception:  # noqa: BLE001  of an object that is not ours
+        return False
+
+
 def is_on_device(array: Any, what: str = "the array") -> bool:
     """Return whether an array says that it is in the memory of a device.
 

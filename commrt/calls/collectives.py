@@ -42,12 +42,13 @@ class Collectives:
         comparison: Comparison,
         on_host: Sequence[Route],
         on_device: Sequence[Route] = (),
-        carrier: Callable[[str, dict[str, Any]], Refusing | None] | None = None,
+        carrier: Callable[[str, tuple[Any, ...], dict[str, Any]], Refusing | None]
+        | None = None,
     ) -> None:
         self._group, self._comparison = group, comparison
         self._on_host, self._on_device = on_host, on_device
         self._carrier = carrier
-        self._numbers = NumberCalls(group, self._refuse)
+        self._numbers = NumberCalls(group, self._refuse_number)
         self._with_again = [each for each in on_host if each.again is not None]
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,14 +79,14 @@ class Collectives:
             else:
                 raise self._nowhere(name)
         except Exception as error:
-            self._refuse(name, kwargs, error)
+            self._refuse(name, args, kwargs, error)
             raise
         number = self._group.next_seq
         try:
             return start()
         except Exception as error:
             if self._group.next_seq == number:  # nothing has begun
-                self._refuse(name, kwargs, error)
+                self._refuse(name, args, kwargs, error)
             raise
 
     def _check_number(self, name: str, x: Any, kwargs: dict[str, Any]) -> None:
@@ -94,7 +95,7 @@ class Collectives:
             try:
                 check_finite(self._group, name, view(array_of(x, "x"), "x"))
             except UsageError as error:
-                self._refuse(name, kwargs, error)
+                self._refuse(name, (), kwargs, error)
                 raise
 
     def _with_array(
@@ -104,7 +105,7 @@ class Collectives:
         try:
             array = array_of(x, f"{spec.name}: x")
         except UsageError as error:
-            self._refuse(spec.name, kwargs, error)
+            self._refuse(spec.name, args, kwargs, error)
             raise
         return ((array, *args[1:]), kwargs) if args else (args, {**kwargs, "x": array})
 
@@ -155,9 +156,20 @@ class Collectives:
             f"calls on devices on a communicator of the program"
         )
 
-    def _refuse(self, name: str, kwargs: dict[str, Any], error: Exception) -> None:
+    def _refuse_number(
+        self, name: str, kwargs: dict[str, Any], error: Exception
+    ) -> None:
+        self._refuse(name, (), kwargs, error)
+
+    def _refuse(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+    ) -> None:
         """Let the other ranks know that this rank's call was refused."""
-        carrier = None if self._carrier is None else self._carrier(name, kwargs)
+        carrier = None if self._carrier is None else self._carrier(name, args, kwargs)
         self._comparison.refuse(name, error, _limit(name, kwargs), carrier)
 
 

@@ -278,6 +278,11 @@ class Compression:
             channels = self._channels = _Channels(pair[0], pair[1], alone)
         return channels
 
+    @property
+    def opened(self) -> Refusing | None:
+        """What compressed calls begin on; None: the ranks have not made it yet."""
+        return self._channels
+
     def carrier(self, arguments: Mapping[str, Any]) -> Refusing | None:
         """Return what a call of such arguments begins on; None: on the channel itself.
 

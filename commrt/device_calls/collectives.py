@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from commrt import _native
-from commrt.arrays.device import as_stream, current_stream_of, device_number
+from commrt.arrays.device import (
+    as_stream,
+    current_stream_of,
+    device_number,
+    seems_on_device,
+)
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.calls.channel import Channel
@@ -24,14 +29,17 @@ from commrt.device_calls.host_collectives import (
     Compressed,
     host_part_of,
     runs_on_host,
+    service_of,
+    would_run_on_host,
 )
-from commrt.device_calls.host_thread import HostChannel, HostJobs
+from commrt.device_calls.host_thread import HostChannel, HostJobs, RefusedOnHost
 from commrt.device_calls.host_work import HostCall, start_host_call
 from commrt.device_calls.requests import DeviceRequest
 from commrt.device_calls.uploads import Uploads
 from commrt.devices.arrays import DeviceStream, free_what_was_left
 from commrt.devices.registry import cuda_device
 from commrt.errors import CaptureError, CommError, DeviceError, UsageError
+from commrt.group.compare import Refusing
 from commrt.group.deferred_release import (
     DeferredWork,
     StagedWork,
@@ -152,6 +160,22 @@ class DeviceCollectives:
         return start_host_call(
             self.comm, self, part, nonblocking=call.nonblocking, stream=call.stream
         )
+
+    def carrier_on_host(
+        self, args: tuple[Any, ...], arguments: Mapping[str, Any]
+    ) -> Refusing | None:
+        """Return what carries a call on device arrays that the host runs.
+
+        The arguments may be wrong. None: it has no array on a device, or a device or
+        an engine's thread runs it.
+        """
+        if not would_run_on_host(args[1:], arguments):
+            return None
+        given = [*args[:1], *map(arguments.get, ("x", "out", "residual"))]
+        is_here = arguments.get("stream") is not None
+        if not (is_here or any(map(seems_on_device, given))):
+            return None
+        return RefusedOnHost(self.host_jobs, service_of(arguments.get("compress")))
 
     def host_part(self, call: Call, bound: Bound) -> HostCall:
         """Return the host's part of a call whose work is Python's; see its errors."""

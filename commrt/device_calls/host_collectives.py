@@ -7,29 +7,55 @@ Python function as reduction, which only a thread of Python can call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from commrt.arrays.host import HostView, view_anywhere
 from commrt.calls.channel import Channel
 from commrt.calls.selection import Selection
-from commrt.device_calls.host_thread import HostChannel
+from commrt.device_calls.host_thread import HostChannel, HostJobs, RefusedOnHost
 from commrt.device_calls.host_work import HostCall
 from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
-from commrt.vocabulary.wire_formats import WireFormat
+from commrt.vocabulary.reductions import Reduction
+from commrt.vocabulary.wire_formats import EXACT, WireFormat
 
 if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
 
-__all__ = ["BoundHostCall", "Compressed", "host_part_of", "runs_on_host"]
+__all__ = [
+    "BoundHostCall",
+    "Compressed",
+    "host_part_of",
+    "runs_on_host",
+    "service_of",
+    "would_run_on_host",
+]
 
 
 def runs_on_host(call: Call) -> bool:
     """Return whether a collective's work is Python's."""
-    return _compresses(call) or (call.user is not None and call.user.address is None)
+    return _compresses(call.compress) or _is_python(call.user)
+
+
+def service_of(compress: Any) -> str | None:
+    """Return the service of the host's channel that such a collective uses."""
+    return "compression" if _compresses(compress) else None
+
+
+def would_run_on_host(args: tuple[Any, ...], arguments: Mapping[str, Any]) -> bool:
+    """Return whether a collective of such arguments, which may be wrong, is Python's.
+
+    Those behind the array, and those by name.
+    """
+    asked = [*args, arguments.get("op")]
+    return _compresses(arguments.get("compress")) or any(map(_is_python, asked))
+
+
+def _is_python(op: Any) -> bool:
+    return isinstance(op, Reduction) and op.address is None
 
 
 class Compressed(Protocol):
@@ -54,6 +80,10 @@ class Devices(Protocol):
     def selection(self) -> Selection:
         """Chooses among the backends' candidates."""
 
+    @property
+    def host_jobs(self) -> HostJobs:
+        """Runs such calls."""
+
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts a call."""
 
@@ -65,13 +95,13 @@ def host_part_of(
     bound: Bound,
 ) -> HostCall:
     """Return the host's part of a collective; in check mode the ranks are compared."""
-    if _compresses(call):
+    if _compresses(call.compress):
         return _compressed(comm, compress, call, bound)
     return _reduced(comm, call, bound)
 
 
-def _compresses(call: Call) -> bool:
-    return call.compress not in (None, "none")
+def _compresses(compress: Any) -> bool:
+    return isinstance(compress, str) and compress != EXACT
 
 
 def _limit(comm: Group, call: Call) -> float:
@@ -119,7 +149,8 @@ def _compressed(
 
     kept = [] if residual is None else [residual]
     reads, writes = [x, *kept], [out, *kept]
-    return HostCall(name, "compression", reads, writes, start, limit, bound.result)
+    service = service_of(call.compress)
+    return HostCall(name, service, reads, writes, start, limit, bound.result)
 
 
 def _reduced(comm: Channel, call: Call, bound: Bound) -> HostCall:
@@ -179,7 +210,7 @@ class BoundHostCall:
         self.operation = call.spec.name
         self._places = bound.places
         self.label = f"host/{call.compress}"
-        if not _compresses(call):
+        if not _compresses(call.compress):
             devices.check(call, bound)
             self.label = str(devices.selection.choose(call, bound))
 
@@ -192,5 +223,11 @@ class BoundHostCall:
         return self._run(self._calls[1])
 
     def _run(self, call: Call) -> Any:
-        self._devices.comm.check_places(self._places, self.operation)
+        try:
+            self._places.check(self.operation)
+        except Exception as error:
+            carrier = RefusedOnHost(self._devices.host_jobs, service_of(call.compress))
+            comparison = self._devices.comm.comparison
+            comparison.refuse(self.operation, error, call.timeout_s, carrier)
+            raise
         return self._devices.prepare(call, self._bound)()

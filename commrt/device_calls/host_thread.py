@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from commrt import _native, env
@@ -29,11 +30,12 @@ from commrt.errors import (
     RevokedError,
     TimeoutError_,
 )
+from commrt.group.compare import Refusing
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest
 from commrt.vocabulary.limits import deadline_after
 
-__all__ = ["HostChannel", "HostJob", "HostJobs"]
+__all__ = ["HostChannel", "HostJob", "HostJobs", "RefusedOnHost"]
 
 _SLICE_S = 0.05
 """A thread that waits looks so often whether it shall end."""
@@ -46,6 +48,9 @@ class HostChannel(Protocol):
 
     def open(self, service: str, timeout_s: float) -> None:
         """Let the ranks make what calls of a service use, once; collective."""
+
+    def carrier_of(self, service: str | None) -> Refusing | None:
+        """Return what calls of a service begin on; None: it is not open yet."""
 
     @property
     def sparse_allreduce(self) -> Callable[..., Any]:
@@ -200,11 +205,30 @@ class HostJob:
         return "its arrays are not on the host yet, or earlier such calls go on"
 
 
+class _RefusedJob:
+    """The place of a call that was refused on this rank, in the order of jobs."""
+
+    def __init__(self, carrier: Refusing, error: Exception) -> None:
+        self._carrier, self._error = carrier, error
+        self.is_over = False
+
+    def advance(self, *, blocks: bool) -> bool:
+        """Let the other ranks know."""
+        self.is_over = True
+        with suppress(CommError):  # it has failed meanwhile, which they know
+            self._carrier.refuse(self._error)
+        return True
+
+    def give_up(self, why: str) -> None:
+        """Forget it: nobody makes progress any more."""
+        self.is_over = True
+
+
 class _Feed:
     """Jobs in their order, and what their thread shares with who gives them."""
 
     def __init__(self) -> None:
-        self.jobs: deque[HostJob] = deque()
+        self.jobs: deque[HostJob | _RefusedJob] = deque()
         self.changed = threading.Condition()
         self.closed = False
         self.pid = os.getpid()
@@ -263,6 +287,18 @@ def _close(feed: _Feed, threads: list[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_END_S)
+
+
+@dataclass(frozen=True)
+class RefusedOnHost:
+    """Takes the places of calls that were refused, which use a service of the host."""
+
+    jobs: HostJobs
+    service: str | None
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused here."""
+        self.jobs.refuse(self.service, error)
 
 
 class HostJobs:
@@ -358,6 +394,22 @@ class HostJobs:
                 self.give_up(f"{what} on {self._comm.name}: {error}")
             raise
         return made
+
+    def refuse(self, service: str | None, error: Exception) -> None:
+        """Take the place of a call of a service that was refused on this rank.
+
+        The other ranks' job of that place fails.
+        """
+        channel = self._channel
+        carrier = None if channel is None else channel.carrier_of(service)
+        if carrier is None:  # the others meet first, to make what it uses
+            self._comm.refuse(error)
+            return
+        with self._issue, self._feed.changed:
+            self._feed.jobs.append(_RefusedJob(carrier, error))
+            self._feed.changed.notify()
+        if not self.is_driven:
+            self.step()
 
     def _start_thread(self, device: Any) -> None:
         if self.is_driven or device.kind == "simulated":

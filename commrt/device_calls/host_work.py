@@ -21,7 +21,12 @@ import numpy as np
 
 from commrt.arrays.device import as_stream, current_stream_of, is_on_device, place_of
 from commrt.arrays.host import HostView, empty_like_array, numpy_type, view_anywhere
-from commrt.device_calls.host_thread import HostChannel, HostJob, HostJobs
+from commrt.device_calls.host_thread import (
+    HostChannel,
+    HostJob,
+    HostJobs,
+    RefusedOnHost,
+)
 from commrt.device_calls.requests import DeviceRequest, late
 from commrt.errors import CaptureError, UsageError
 from commrt.group.stepped import SteppedRequest
@@ -102,6 +107,21 @@ def start_host_call(
     stream: Any = None,
 ) -> Any:
     """Start a call of the host on copies of arrays; return its output or request."""
+    try:
+        return _started(group, devices, made, nonblocking, stream)
+    except Exception as error:
+        carrier = RefusedOnHost(devices.host_jobs, made.service)
+        devices.comm.comparison.refuse(made.what, error, made.timeout_s, carrier)
+        raise
+
+
+def _started(
+    group: Group,
+    devices: DeviceCollectives,
+    made: HostCall,
+    nonblocking: bool,
+    stream: Any,
+) -> Any:
     what = made.what
     views, places = _distinct(made.reads, made.writes)
     device = place_of(what, views)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from commrt.arrays.host import (
 )
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.device_calls.host_thread import HostChannel
+from commrt.device_calls.host_thread import HostChannel, RefusedOnHost
 from commrt.device_calls.host_work import (
     HostCall,
     holds_device_arrays,
@@ -25,7 +26,7 @@ from commrt.device_calls.host_work import (
     start_host_call,
 )
 from commrt.errors import BufferError_, MismatchError, UsageError, shown, suggest
-from commrt.group.compare import Comparison
+from commrt.group.compare import Comparison, Refusing
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
@@ -137,16 +138,19 @@ class SparseSums:
         what = "sparse_allreduce"
         here = f"{what}, rank {self._group.rank}"
         self._group.check_usable()
-        limit = self._comparison.limit(what, timeout_s, self._state, here=here)
-        parts = parts_on_device(what, x)
-        if parts is not None or holds_device_arrays(what, out=out):
-            arrays = x if parts is None else parts[:2]
-            refuse_host_arrays(f"{what}: x", arrays)
-            refuse_host_arrays(f"{what}: out", out)
-            _, output = self.check_sparse(
-                parts, result, out, algorithm, nonblocking, limit
-            )
-            host_call = _sum_on_host(output, algorithm, limit)
+        with self._refusing(what, self._state):
+            parts = parts_on_device(what, x)
+            is_on_device = parts is not None or holds_device_arrays(what, out=out)
+        carrier = self._carrier(is_on_device)
+        limit = self._comparison.limit(what, timeout_s, carrier, here=here)
+        if is_on_device:
+            with self._refusing(what, carrier):
+                refuse_host_arrays(f"{what}: x", x if parts is None else parts[:2])
+                refuse_host_arrays(f"{what}: out", out)
+                _, output = self.check_sparse(
+                    parts, result, out, algorithm, nonblocking, limit, carrier
+                )
+                host_call = _sum_on_host(output, algorithm, limit)
             return start_host_call(
                 self._group, self._devices, host_call, nonblocking=nonblocking
             )
@@ -192,11 +196,17 @@ class SparseSums:
         what = "topk_allreduce"
         here = f"{what}, rank {self._group.rank}"
         self._group.check_usable()
-        limit = self._comparison.limit(what, timeout_s, self._state, here=here)
-        if holds_device_arrays(what, x=x, residual=residual):
-            refuse_host_arrays(f"{what}: x", x)
-            refuse_host_arrays(f"{what}: residual", residual)
-            host_call = self._largest_on_host(x, k, residual, nonblocking, limit)
+        with self._refusing(what, self._state):
+            is_on_device = holds_device_arrays(what, x=x, residual=residual)
+        carrier = self._carrier(is_on_device)
+        limit = self._comparison.limit(what, timeout_s, carrier, here=here)
+        if is_on_device:
+            with self._refusing(what, carrier):
+                refuse_host_arrays(f"{what}: x", x)
+                refuse_host_arrays(f"{what}: residual", residual)
+                host_call = self._largest_on_host(
+                    x, k, residual, nonblocking, limit, carrier
+                )
             return start_host_call(
                 self._group, self._devices, host_call, nonblocking=nonblocking
             )
@@ -230,8 +240,12 @@ class SparseSums:
         algorithm: Any,
         nonblocking: Any,
         limit: float,
+        carrier: Refusing | None = None,
     ) -> tuple[Header, Output]:
-        """Return a sparse_allreduce's arguments; an error says what is wrong."""
+        """Return a sparse_allreduce's arguments; an error says what is wrong.
+
+        ``carrier``: runs such calls; None: that of calls on the host.
+        """
         what = "sparse_allreduce"
         here = f"{what}, rank {self._group.rank}"
 
@@ -259,7 +273,7 @@ class SparseSums:
             check,
             timeout_s=limit,
             describe=_described,
-            carrier=self._state,
+            carrier=carrier or self._state,
         )
 
     def check_topk(
@@ -285,7 +299,13 @@ class SparseSums:
         )
 
     def _largest_on_host(
-        self, x: Any, k: Any, residual: Any, nonblocking: Any, limit: float
+        self,
+        x: Any,
+        k: Any,
+        residual: Any,
+        nonblocking: Any,
+        limit: float,
+        carrier: Refusing | None,
     ) -> HostCall:
         """Return a topk_allreduce of device arrays; an error says what is wrong."""
         what = "topk_allreduce"
@@ -304,7 +324,7 @@ class SparseSums:
             check,
             timeout_s=limit,
             describe=say,
-            carrier=self._state,
+            carrier=carrier,
         )
 
         def start(
@@ -322,6 +342,28 @@ class SparseSums:
         kept = [] if owed is None else [owed]
         reads = [*kept, array]
         return HostCall(what, "sparse", reads, kept, start, limit, rebuild=_on_device)
+
+    # -- refusing ----------------------------------------------------------------
+
+    @property
+    def opened(self) -> Refusing | None:
+        """What sparse calls begin on; None: the ranks have not made it yet."""
+        return self._state
+
+    def _carrier(self, is_on_device: bool) -> Refusing | None:
+        """Return what runs calls of the host's arrays, or of a device's."""
+        if is_on_device:
+            return RefusedOnHost(self._devices.host_jobs, "sparse")
+        return self._state
+
+    @contextmanager
+    def _refusing(self, what: str, carrier: Refusing | None) -> Iterator[None]:
+        """Let the other ranks know of an error in here."""
+        try:
+            yield
+        except Exception as error:
+            self._comparison.refuse(what, error, None, carrier)
+            raise
 
     # -- starting ----------------------------------------------------------------
 

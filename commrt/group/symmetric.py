@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from commrt.errors import CommError, UsageError
 from commrt.group.group import Group
 from commrt.job.memory_limit import check_fits
 from commrt.job.symmetric import SymmetricHeap, as_array, parse_request
@@ -48,7 +50,8 @@ class SymmetricMemory:
             dtype: numpy's dtype or name; or a ``torch.dtype``, for a tensor.
 
         Raises:
-            UsageError: shape or dtype are wrong; nothing was sent.
+            UsageError: shape or dtype are wrong; it was raised once all ranks called.
+            RefusedError: shape or dtype are wrong on another rank of the node.
             MismatchError: ranks of a node asked for different numbers of bytes; on all
                 of them.
             BackendError: there is no memory, or an earlier ``empty`` ended on some
@@ -57,7 +60,11 @@ class SymmetricMemory:
         """
         group = self._group
         group.check_usable()
-        sizes, plain, torch_dtype = parse_request(shape, dtype)
+        try:
+            sizes, plain, torch_dtype = parse_request(shape, dtype)
+        except UsageError as error:
+            self._refuse(error)
+            raise
         nbytes = math.prod(sizes) * plain.itemsize
         if group.arena is None:
             check_fits(nbytes)
@@ -73,14 +80,23 @@ class SymmetricMemory:
             self.heap.close()
             self.heap = None
 
+    def _refuse(self, error: UsageError) -> None:
+        """Let the other ranks of this node know that this rank's call was refused."""
+        if self._group.arena is None:
+            return
+        with suppress(CommError), self._group.making():  # this rank raises its own
+            self._opened().refuse(str(error), self._group.timeout_s)
+
     def _opened(self) -> SymmetricHeap:
         if self.heap is None:
             group, world = self._group, self._group.world
-            on_node = [group.world_ranks[rank] for rank in sorted(group.node_members)]
+            called = sorted(group.node_members)
+            on_node = [group.world_ranks[rank] for rank in called]
             key = f"comm{group.identity}/heap/{world.node_of(world.rank)}"
             self.heap = SymmetricHeap(
                 world.bootstrap,
                 on_node,
+                called,
                 group.name,
                 key,
                 world.share_memory,

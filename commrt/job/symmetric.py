@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from commrt.bootstrap.base import Bootstrap
-from commrt.errors import BackendError, MismatchError, UsageError, shown
+from commrt.errors import (
+    BackendError,
+    MismatchError,
+    RefusedError,
+    UsageError,
+    shown,
+)
 from commrt.job.arena import Arena
 from commrt.job.memory_limit import memory_limit_nbytes
 from commrt.vocabulary.checks import as_integer, as_items
@@ -158,6 +164,7 @@ class SymmetricHeap:
         self,
         bootstrap: Bootstrap,
         ranks: Sequence[int],
+        called: Sequence[int],
         name: str,
         key: str,
         share: Callable[[Sequence[int], str, int, float], Arena],
@@ -165,11 +172,12 @@ class SymmetricHeap:
     ) -> None:
         """``ranks`` are the world's ranks that share it, ``key`` names it to them.
 
+        ``called``: what errors call these ranks.
         ``share(ranks, key, part_nbytes, timeout_s)`` maps memory of all ranks, and
         ``attach`` makes it known to the engine.
         """
         self._bootstrap = bootstrap
-        self._ranks = list(ranks)
+        self._ranks, self._called = list(ranks), list(called)
         self._name = name
         self._key = key
         self._share = share
@@ -190,26 +198,13 @@ class SymmetricHeap:
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return ``nbytes`` zero bytes that all ranks have mapped; collective.
 
-        Raises MismatchError on every rank where they ask for different lengths, and
-        BackendError on every rank where there is no memory, or where an earlier call
-        ended on some ranks only, so that their books differ.
+        Raises MismatchError on every rank where they ask for different lengths,
+        RefusedError where another rank's call was refused, and BackendError on every
+        rank where there is no memory, or where an earlier call ended on some ranks
+        only, so that their books differ.
         """
-        while self._left:
-            self._dropped.add(self._left.popleft())
-        mine = {
-            "nbytes": nbytes,
-            "dropped": sorted(self._dropped),
-            "books": self._slots.changes,
-            "limit_nbytes": memory_limit_nbytes(),
-        }
-        said = [
-            json.loads(blob)
-            for blob in self._bootstrap.exchange(
-                self._ranks, self._key, json.dumps(mine).encode(), timeout_s
-            )
-        ]
-        self._check_books([one["books"] for one in said])
-        self._reuse([one["dropped"] for one in said])
+        said = self._meet({"nbytes": nbytes}, timeout_s)
+        self._check_refused([one.get("refused") for one in said])
         self._check_equal([one["nbytes"] for one in said])
         if nbytes == 0:
             return np.zeros(0, np.uint8)
@@ -229,11 +224,43 @@ class SymmetricHeap:
             memory.fill(0)
         return memory
 
+    def refuse(self, why: str, timeout_s: float) -> None:
+        """Take part in a call that was refused here; the others' raise RefusedError."""
+        self._meet({"nbytes": 0, "refused": why}, timeout_s)
+
     def close(self) -> None:
         """Let go of the memory; arrays keep what they refer to."""
         for segment in self._segments:
             segment.drop()
         self._segments.clear()
+
+    def _meet(self, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Return what all ranks say; free what all of them have dropped."""
+        while self._left:
+            self._dropped.add(self._left.popleft())
+        mine = {
+            **mine,
+            "dropped": sorted(self._dropped),
+            "books": self._slots.changes,
+            "limit_nbytes": memory_limit_nbytes(),
+        }
+        said: list[dict[str, Any]] = [
+            json.loads(blob)
+            for blob in self._bootstrap.exchange(
+                self._ranks, self._key, json.dumps(mine).encode(), timeout_s
+            )
+        ]
+        self._check_books([one["books"] for one in said])
+        self._reuse([one["dropped"] for one in said])
+        return said
+
+    def _check_refused(self, reasons: list[str | None]) -> None:
+        for rank, why in zip(self._called, reasons, strict=True):
+            if why is not None:
+                raise RefusedError(
+                    f"empty on {self._name}: rank {rank} has refused its call, and no "
+                    f"rank has got an array: {why}"
+                )
 
     def _reuse(self, dropped: list[list[int]]) -> None:
         by_all = set(dropped[0]).intersection(*dropped[1:])
@@ -254,7 +281,7 @@ class SymmetricHeap:
         if len(set(sizes)) > 1:
             asked = ", ".join(
                 f"rank {rank} {nbytes}"
-                for rank, nbytes in zip(self._ranks, sizes, strict=True)
+                for rank, nbytes in zip(self._called, sizes, strict=True)
             )
             raise MismatchError(
                 f"{self._name}: empty() needs the same number of bytes on all ranks of "

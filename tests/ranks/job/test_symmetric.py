@@ -20,6 +20,7 @@ from commrt.errors import (
     ClosedError,
     CommError,
     MismatchError,
+    RefusedError,
     TimeoutError_,
     UsageError,
 )
@@ -279,11 +280,14 @@ def test_more_than_any_machine_has(size: int) -> None:
         (3, "S0", "have a size"),
     ],
 )
-def test_wrong_requests_send_nothing(shape: Any, dtype: Any, message: str) -> None:
+def test_a_wrong_request_is_one_on_all_ranks(shape: Any, dtype: Any, message: str) -> None:
     def rank_main(comm: Any) -> tuple[int, ...]:
         if comm.rank == 0:
             with pytest.raises(UsageError, match=message):
                 comm.empty(shape, dtype)
+        else:
+            with pytest.raises(RefusedError, match=f"rank 0 has refused.*{message}"):
+                comm.empty(7)
         found: tuple[int, ...] = comm.empty((2, 2)).shape
         return found
 

@@ -17,7 +17,7 @@ waits for each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from commrt.arrays.device import current_stream_of, is_on_device, see
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call, allreduce_in_place
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import CommError, UsageError
+from commrt.errors import CommError, RefusedError, UsageError
 from commrt.fusion.device_copies import Block, BucketCopies, Part
 from commrt.fusion.device_requests import FusedDeviceRequest, SentBucket
 from commrt.fusion.failed_buckets import FailedBuckets
@@ -50,6 +50,10 @@ class Rules(Protocol):
     def nbytes(self) -> int | None:
         """Bytes that the buckets of the open context hold; None: none is open."""
 
+    @property
+    def refused(self) -> Exception | None:
+        """Error of the latest call that was refused on this rank."""
+
     def choose(self, call: Call, bound: Bound) -> object:
         """Return the algorithm of a call; UsageError where nothing can run it."""
 
@@ -70,6 +74,8 @@ class DeviceBuckets:
         """Lane of each device, by its ``id``."""
         self._checked: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
+        self._num_refused = 0
+        """A number of the refused calls until the latest bucket."""
 
     def add(
         self, call: Call, bound: Bound, most_nbytes: int
@@ -155,9 +161,13 @@ class DeviceBuckets:
         lane.sweep()
         part = Part(x, out, reduction, stream, lane.copies.note(stream))
         request = FusedDeviceRequest(group, rules.have_sent, part, result, timeout_s)
-        number = _native.fuse_away(
-            group, lane, request, x.count, x.dtype.code, int(reduction)
-        )
+        try:
+            number = _native.fuse_away(
+                group, lane, request, x.count, x.dtype.code, int(reduction)
+            )
+        except BaseException:
+            request.be_quiet()  # its caller never has it
+            raise
         if number is None:  # the context is over
             request.be_quiet()
             return None
@@ -168,9 +178,23 @@ class DeviceBuckets:
         """Return the buckets of a device, made at its first call."""
         found = self.lanes.get(id(device))
         if found is None:
-            made = _Lane(self._group, self._devices, self._rules, device)
+            made = _Lane(
+                self._group, self._devices, self._rules, device, self._heed_refused
+            )
             found = self.lanes[id(device)] = made
         return found
+
+    def _heed_refused(self, number: int) -> None:
+        """Let calls that were refused on this rank have a place before a bucket.
+
+        Other ranks' bucket has them: it ends there, and the communicator with it.
+        Ranks that have refused the same calls do the same here.
+        """
+        if number == self._num_refused:
+            return
+        self._num_refused = number
+        if self._rules.refused is not None:
+            self._group.refuse(self._rules.refused)
 
     def close(self) -> list[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later.
@@ -190,10 +214,16 @@ class _Lane:
     """One device's buckets. The C++ part calls ``send`` and ``fail``."""
 
     def __init__(
-        self, group: Group, devices: DeviceCollectives, rules: Rules, device: Any
+        self,
+        group: Group,
+        devices: DeviceCollectives,
+        rules: Rules,
+        device: Any,
+        heed_refused: Callable[[int], None],
     ) -> None:
         self._engine = group.world.engine
         self._devices, self._rules = devices, rules
+        self._heed_refused = heed_refused
         self._device = device
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
@@ -205,16 +235,23 @@ class _Lane:
         """True if somebody can say when the device is done with all collectives."""
         self._is_closed = False
 
-    def send(self, requests: Sequence[FusedDeviceRequest]) -> BaseException | None:
+    def send(
+        self, requests: Sequence[FusedDeviceRequest], num_refused: int
+    ) -> BaseException | None:
         """Send calls of one type and reduction as one; return what interrupted it.
 
-        Whatever it raises is before the collective has started.
+        Whatever it raises is before the collective has started. ``num_refused`` is a
+        number of the calls that this rank has refused until then.
         """
         self.sweep()
+        self._heed_refused(num_refused)
         parts = [each.part for each in requests if each.part is not None]
         call, bound = self._allreduce(parts)
         try:
             plan = self._devices.plan(call, bound, is_checked=True)
+        except RefusedError as error:  # that rank's later buckets have other calls
+            self._devices.comm.give_up(str(error))
+            raise
         except UsageError:
             try:
                 self._rules.choose(call, bound)

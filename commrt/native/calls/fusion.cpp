@@ -68,7 +68,7 @@ void send(Bucket& bucket) {
     bucket.group.attr(group_methods::kCheckUsable)();
   }
   if (bucket.away.is_valid()) {
-    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays);
+    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays, bucket.facts);
     bucket.left = true;
     bucket.arrays.reset();
     if (!interrupt.is_none()) {

@@ -19,7 +19,7 @@ from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, on_threads
 
 from commrt.comm import core_of
-from commrt.errors import RefusedError, RevokedError, UsageError
+from commrt.errors import CommError, RefusedError, RevokedError, UsageError
 
 Run = Callable[..., list[Any]]
 
@@ -242,3 +242,69 @@ def test_a_refused_host_call_ends_nothing(carrier: tuple[str, Run]) -> None:
         return [float(each) for each in value()]
 
     assert run(2, main) == [[16.0] * 64] * 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("limit_s", [None, 60.0])
+def test_buckets_without_the_same_calls_are_no_wrong_sum(
+    carrier: tuple[str, Run], is_first: bool, limit_s: float | None
+) -> None:
+    """Rank 0 has no first call: its bucket has as many elements as the others'."""
+    _, run = carrier
+
+    def main(rank: Rank) -> list[str]:
+        comm = duplicate(rank)
+        x = [rank.array(np.full(4, 10.0**k, "f4")) for k in range(4)]
+        if not is_first:
+            with comm.fused(nbytes=32):
+                comm.allreduce(x[3], nonblocking=True).be_quiet()
+            rank.stream.synchronize()
+            rank.comm.barrier()
+        wrong = rank.array(np.zeros(5, "f4"))
+        requests = []
+        limit = {} if limit_s is None else {"time_limit_s": limit_s}
+        with suppress(CommError), comm.fused(nbytes=32, **limit):  # two of them fill it
+            if rank.rank == 0:
+                with suppress(UsageError):
+                    comm.allreduce(x[0], out=wrong, nonblocking=True)
+            else:
+                requests.append(comm.allreduce(x[0], nonblocking=True))
+            for each in x[1 : 3 if rank.rank == 0 else 2]:
+                requests.append(comm.allreduce(each, nonblocking=True))
+        said = []
+        for each in requests:
+            try:
+                each.synchronize()
+                said.append("done")
+            except CommError as error:
+                said.append(type(error).__name__)
+        return said
+
+    for said in run(2, main):
+        assert len(said) > 0
+        assert {*said} <= {"RefusedError", "RevokedError", "MismatchError"}
+
+
+def test_a_fused_call_that_all_refuse_is_missing_nowhere(
+    carrier: tuple[str, Run],
+) -> None:
+    _, run = carrier
+
+    def main(rank: Rank) -> list[float]:
+        comm = duplicate(rank)
+        wrong = rank.array(np.zeros(5, "f4"))
+        x = [rank.array(np.full(4, float(k), "f4")) for k in range(5)]
+        requests = []
+        with comm.fused(nbytes=32):
+            for k in range(5):
+                with suppress(UsageError):
+                    out = wrong if k == 1 else None
+                    requests.append(comm.allreduce(x[k], out=out, nonblocking=True))
+        for each in requests:
+            each.synchronize()
+        seen = [rank.fetch(each) for each in x]
+        rank.stream.synchronize()
+        comm.free()
+        return [float(each()[0]) for each in seen]
+
+    assert run(3, main) == [[0.0, 1.0, 6.0, 9.0, 12.0]] * 3

@@ -280,7 +280,9 @@ def test_more_than_any_machine_has(size: int) -> None:
         (3, "S0", "have a size"),
     ],
 )
-def test_a_wrong_request_is_one_on_all_ranks(shape: Any, dtype: Any, message: str) -> None:
+def test_a_wrong_request_is_one_on_all_ranks(
+    shape: Any, dtype: Any, message: str
+) -> None:
     def rank_main(comm: Any) -> tuple[int, ...]:
         if comm.rank == 0:
             with pytest.raises(UsageError, match=message):

@@ -17,7 +17,7 @@ from commrt.calls.number_calls import NumberCalls, takes_numbers
 from commrt.calls.routes import Route
 from commrt.errors import UsageError
 from commrt.group.compare import Comparison, Refusing
-from commrt.group.finite_values import check_finite
+from commrt.group.finite_values import check_finite, check_finite_on_stream
 from commrt.vocabulary.limits import check_timeout
 from commrt.vocabulary.operations import COLLECTIVES, OpSpec, operation
 
@@ -71,7 +71,7 @@ class Collectives:
                     return request
         try:
             call, bound = self._bind(name, args, kwargs)
-            check_finite(self._group, name, bound.x)
+            check_finite_on_stream(self._group, name, bound.x, call.stream)
             for route in self._routes(call, bound):
                 start = route.prepare(call, bound)
                 if start is not None:

@@ -46,6 +46,7 @@ from commrt.group.deferred_release import (
     defer,
     release_finished,
 )
+from commrt.group.finite_values import check_finite_on_stream
 from commrt.planning.kept_plans import KeptPlans
 
 if TYPE_CHECKING:
@@ -552,19 +553,24 @@ class BoundDeviceCall:
 
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
-        self._check()
+        self._check(self._calls[0])
         self._devices.start(self._calls[0], self._bound, self._plan).be_quiet()
         return self._bound.result
 
     def start(self) -> DeviceRequest:
         """Start the operation and return its request."""
-        self._check()
+        self._check(self._calls[1])
         return self._devices.start(self._calls[1], self._bound, self._plan)
 
-    def _check(self) -> None:
+    def _check(self, call: Call) -> None:
         comm = self._devices.comm
         comm.check_usable()
         comm.check_places(self._places, self.operation)
+        try:
+            check_finite_on_stream(comm, self.operation, self._bound.x, call.stream)
+        except Exception as error:
+            comm.refuse(error)
+            raise
 
     @property
     def operation(self) -> str:

@@ -17,6 +17,7 @@ from commrt.calls.selection import Selection
 from commrt.device_calls.host_thread import HostChannel, HostJobs, RefusedOnHost
 from commrt.device_calls.host_work import HostCall
 from commrt.errors import BackendError
+from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.vocabulary.reductions import Reduction
@@ -223,11 +224,12 @@ class BoundHostCall:
         return self._run(self._calls[1])
 
     def _run(self, call: Call) -> Any:
+        comm, x = self._devices.comm, self._bound.x
         try:
             self._places.check(self.operation)
+            check_finite_on_stream(comm, self.operation, x, call.stream)
         except Exception as error:
             carrier = RefusedOnHost(self._devices.host_jobs, service_of(call.compress))
-            comparison = self._devices.comm.comparison
-            comparison.refuse(self.operation, error, call.timeout_s, carrier)
+            comm.comparison.refuse(self.operation, error, call.timeout_s, carrier)
             raise
         return self._devices.prepare(call, self._bound)()

@@ -113,6 +113,7 @@ class DeviceBuckets:
         op = kwargs.get("op", "sum")
         if (
             name not in FUSED
+            or self._group.nan_check
             or not self._checked
             or nbytes is None
             or len(args) != 1

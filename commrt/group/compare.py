@@ -145,15 +145,18 @@ class Comparison:
         error: Exception,
         timeout_s: float | None,
         carrier: Refusing | None = None,
+        *,
+        meets: bool = False,
     ) -> None:
         """Let the other ranks learn that this rank's call was refused for ``error``.
 
-        In check mode every rank raises it. An error of an operation is known to them.
-        ``carrier`` runs such calls; None: the group does.
+        In check mode every rank raises it, unless the call ``meets`` the others' by
+        itself. An error of an operation is known to them. ``carrier`` runs such calls;
+        None: the group does.
         """
         if isinstance(error, _OF_OPERATIONS) or _is_known(error):
             return
-        if self._group.checker is None:
+        if meets or self._group.checker is None:
             with suppress(AttributeError):  # some exceptions take no attributes
                 error.is_told = True  # type: ignore[attr-defined]
             (carrier or self._group).refuse(error)

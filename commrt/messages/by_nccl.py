@@ -18,19 +18,20 @@ from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BackendError, MismatchError, UsageError, shown
 from commrt.group.compare import Comparison
+from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.messages.lists import WHAT, Message
 from commrt.vocabulary.operations import other_call
 
-__all__ = ["NcclMessages", "check_backend"]
+__all__ = ["BACKEND", "NcclMessages", "check_backend"]
 
-_BACKEND = "nccl"
+BACKEND = "nccl"
 _CODE = other_call(WHAT).code
 
 
 def check_backend(what: str, backend: Any) -> bool:
     """Return whether messages go by NCCL; UsageError for what names no backend."""
-    is_known = isinstance(backend, str) and backend == _BACKEND
+    is_known = isinstance(backend, str) and backend == BACKEND
     if backend is not None and not is_known:
         raise UsageError(
             f"{what}: backend={shown(backend)} must be None, for ordinary messages, or "
@@ -107,27 +108,12 @@ class NcclMessages:
         group, devices = self._group, self._devices
         group.check_usable()
         limit = group.timeout_s if timeout_s is None else timeout_s
-        if group.checker is not None:
-            self._compare(limit)
-        nccl = devices.attached[_BACKEND]
-        device = self._on or nccl.device
-        if device is None:
-            raise UsageError(
-                f"{self._here}: it has no message in its first call by NCCL, so that "
-                f"its device is not known: let all ranks make another collective call "
-                f"on arrays on devices before"
-            )
+        try:
+            device, stream = self._prepare(limit)
+        except Exception as error:
+            self._comparison.refuse(WHAT, error, limit, meets=True)
+            raise
         first = self.arrays[0].array if self.arrays else None
-        if self._stream is None:
-            stream = current_stream_of(first, device)
-        else:
-            stream = as_stream(self._stream, device, self._here)
-        if not devices.can_carry(_BACKEND, device, WHAT, stream, limit):
-            raise BackendError(
-                f"{self._here}: backend='nccl', and NCCL cannot be used: "
-                f"{nccl.why_no_devices}; leave it out, on all ranks"
-            )
-        devices.order_exported(device, stream, self.arrays)
         plan = _native.nccl_phases_plan(WHAT, [self._phase], coll=_CODE)
         addresses = [each.address for each in self.arrays]
         keep = tuple(each.owner for each in self.arrays)
@@ -144,6 +130,35 @@ class NcclMessages:
             return request
         request.be_quiet()
         return self._result
+
+    def _prepare(self, timeout_s: float) -> tuple[Any, int]:
+        """Return the device and the stream, once all ranks are ready for NCCL."""
+        group, devices = self._group, self._devices
+        if group.checker is not None:
+            self._compare(timeout_s)
+        nccl = devices.attached[BACKEND]
+        device = self._on or nccl.device
+        if device is None:
+            raise UsageError(
+                f"{self._here}: it has no message in its first call by NCCL, so that "
+                f"its device is not known: let all ranks make another collective call "
+                f"on arrays on devices before"
+            )
+        if self._stream is None:
+            first = self.arrays[0].array if self.arrays else None
+            stream = current_stream_of(first, device)
+        else:
+            stream = as_stream(self._stream, device, self._here)
+        if not devices.can_carry(BACKEND, device, WHAT, stream, timeout_s):
+            raise BackendError(
+                f"{self._here}: backend='nccl', and NCCL cannot be used: "
+                f"{nccl.why_no_devices}; leave it out, on all ranks"
+            )
+        for index, array in enumerate(self.arrays[: len(self._sends)]):
+            argument = f"sends[{index}]: x"
+            check_finite_on_stream(group, WHAT, array, self._stream, argument)
+        devices.order_exported(device, stream, self.arrays)
+        return device, stream
 
     def _compare(self, timeout_s: float) -> None:
         """Raise the same MismatchError on all ranks unless both ends say the same."""

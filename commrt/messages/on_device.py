@@ -9,6 +9,7 @@ from typing import Any
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceMessageRequest
+from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.messages.lists import Message
 
@@ -50,6 +51,8 @@ class DeviceMessages:
             stream = current_stream_of(first, device)
         else:
             stream = as_stream(self._stream, device, self._what)
+        for array in self.arrays[: len(self._sends)]:
+            check_finite_on_stream(group, self._what, array, self._stream)
         devices = self._devices
         devices.order_exported(device, stream, self.arrays)
         messages = devices.messages(device)

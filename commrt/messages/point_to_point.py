@@ -21,7 +21,7 @@ from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.finite_values import check_finite
 from commrt.group.group import Group
-from commrt.messages.by_nccl import NcclMessages, check_backend
+from commrt.messages.by_nccl import BACKEND, NcclMessages, check_backend
 from commrt.messages.from_anyone import FromAnyone, WaitingMessage, probe
 from commrt.messages.lists import WHAT, Message, check_lists, check_tag
 from commrt.messages.on_device import DeviceMessages
@@ -259,9 +259,14 @@ class Messages:
             ``each_received_nbytes`` how much came.
         """
         self.group.check_usable()
-        nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
-        limit = self.group.limit("multi_sendrecv", timeout_s)
-        bound = self.listed(sends, recvs, in_place, stream, backend)
+        try:
+            nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
+            limit = self.group.limit("multi_sendrecv", timeout_s)
+            bound = self.listed(sends, recvs, in_place, stream, backend)
+        except Exception as error:
+            if isinstance(backend, str) and backend == BACKEND:  # all ranks call it
+                self._comparison.refuse(WHAT, error, None, meets=True)
+            raise
         return bound.run(nonblocking, limit)
 
     def _on_device(

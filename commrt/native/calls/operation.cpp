@@ -267,7 +267,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
     if (group.device_call_cache->empty() || self->num_counts != 0 || factor != nullptr ||
-        group.check != nullptr) {
+        group.check != nullptr || group.nan_check) {
       return slow();
     }
     // It may go into a bucket (fusion/device_buckets.py).

@@ -78,7 +78,8 @@ def _first_on_device(what: str, view: HostView, stream: Any) -> tuple[int, bool]
     if device.is_capturing(handle):
         return -1, False
     most = _COPIED_NBYTES // dtype.itemsize
-    with _relaxed(device), _pinned(device, min(most, view.count) * dtype.itemsize) as at:
+    nbytes = min(most, view.count) * dtype.itemsize
+    with _relaxed(device), _pinned(device, nbytes) as at:
         for start in range(0, view.count, most):
             count = min(most, view.count - start)
             source = view.address + start * dtype.itemsize

@@ -1452,6 +1452,7 @@ class PersistentCall:
         places: Places | None = None,
         source: int = 0,
         nbytes: int = 0,
+        look: Any | None = None,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property

@@ -326,6 +326,7 @@ class HostCalls(Channel):
         self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
         self.sparse.made_for = weakref.ref(comm.sparse)
         self.parts += [self.sparse, self.compression]
+        self.nan_check = False  # the program's arrays are looked at in its call
         self.settle()
         inject_faults(self)
 

@@ -12,7 +12,7 @@ by dimension, that is done once for each phase, the next one behind the one befo
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -403,7 +403,10 @@ class BoundBoxes:
         arrays: Sequence[StridedArray],
         result: Any,
         what: str,
+        look: Callable[[], None],
     ) -> None:
+        """``look`` raises where the values must not leave."""
+        self._look = look
         self._group, self._boxes, self._arrays = group, boxes, arrays
         self._result, self.operation = result, what
         self._places = places_of(array.array for array in arrays)
@@ -425,6 +428,7 @@ class BoundBoxes:
         group = self._group
         group.check_usable()
         group.check_places(self._places, self.operation)
+        group.check_bound(self._look)
         return self._boxes.run(
             self._arrays, self._result, self.operation, nonblocking, group.timeout_s
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from commrt.arrays.host import empty_like_array, view_anywhere
 from commrt.arrays.places import places_of
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
+from commrt.boxes.finite_boxes import check_finite_boxes
 from commrt.boxes.host_plans import box_template
 from commrt.boxes.layouts import (
     Layout,
@@ -166,7 +168,7 @@ class Redistributions:
         waits for it, too. With arrays on devices they compare them on the way.
         """
         limit = self._comparison.limit(_NAME, timeout_s)
-        moved = self._moved(x, source, target, out, nonblocking, stream)
+        moved = self._moved(x, source, target, out, nonblocking, stream, runs=True)
         arrays = [moved.sent, moved.taken]
 
         def compare() -> None:
@@ -211,12 +213,14 @@ class Redistributions:
         plan = self._agreed_boxes(moved)
         arrays = [moved.sent, moved.taken]
         if moved.on is not None:
-            return BoundBoxes(self._group, plan, arrays, moved.out, _NAME)
+            look = partial(self._check_values, moved)
+            return BoundBoxes(self._group, plan, arrays, moved.out, _NAME, look)
         table = address_table(arrays)
         owners = (table, moved.sent.owner, moved.taken.owner)
         return _native.PersistentCall(
             *(self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME),
             places_of([moved.sent.array, moved.taken.array]),
+            look=partial(self._check_values, moved),
         )
 
     def _moved(
@@ -227,18 +231,34 @@ class Redistributions:
         out: Any,
         nonblocking: Any = False,
         stream: Any = None,
+        *,
+        runs: bool = False,
     ) -> Redistribution:
-        """Return the arguments of a call, checked as far as one rank can."""
+        """Return the arguments of a call, checked as far as one rank can.
+
+        ``runs``: with the values, since the call runs now.
+        """
         group = self._group
         group.check_usable()
 
-        def check() -> tuple[StridedArray, StridedArray, Any]:
+        def check() -> Redistribution:
             check_flag(f"{_NAME}, rank {group.rank}", "nonblocking", nonblocking)
-            return _checked(group, x, source, target, out)
+            found = _checked(group, x, source, target, out)
+            on = place_of(_NAME, found[:2], stream)
+            moved = Redistribution(source, target, *found, on)
+            if runs:
+                self._check_values(moved, stream)
+            return moved
 
-        sent, taken, out = self._comparison.together(_NAME, check)
-        on = place_of(_NAME, [sent, taken], stream)
-        return Redistribution(source, target, sent, taken, out, on)
+        return self._comparison.together(_NAME, check)
+
+    def _check_values(self, moved: Redistribution, stream: Any = None) -> None:
+        """Raise NotFiniteError where a checking group would send NaN or infinity."""
+        group = self._group
+        if not group.nan_check:
+            return
+        moves = redistribution_moves(moved.source, moved.target, group.rank)
+        check_finite_boxes(group, _NAME, [moved.sent, moved.taken], moves, stream)
 
     def _compare(self, moved: Redistribution) -> None:
         """Raise MismatchError on all ranks unless their calls fit; collective."""

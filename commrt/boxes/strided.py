@@ -25,6 +25,8 @@ __all__ = [
     "address_table",
     "check_apart",
     "check_writable",
+    "elements_at",
+    "reach_of",
     "strided",
 ]
 
@@ -122,7 +124,7 @@ def _on_device(array: Any, what: str) -> StridedArray:
     return StridedArray(
         what,
         array if seen.owner is None else (array, seen.owner),
-        _as_numpy(seen.address, seen.shape, strides, seen.dtype.itemsize),
+        elements_at(seen.address, seen.shape, strides, seen.dtype.itemsize),
         seen.address,
         seen.dtype,
         seen.shape,
@@ -135,14 +137,19 @@ def _on_device(array: Any, what: str) -> StridedArray:
     )
 
 
-def _as_numpy(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+def reach_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes from the element with all indices 0 to lowest and highest."""
+    reach = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
+    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+
+
+def elements_at(
+    address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> npt.NDArray[Any]:
-    """Return an array of these places, which nobody may look into."""
+    """Return an array of these places; that of a device nobody may look into."""
     if not math.prod(shape):
         return np.empty(0, np.uint8)
-    reach = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
-    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    low, high = reach_of(shape, strides)
     memory: Any = (ctypes.c_ubyte * (high - low + itemsize)).from_address(address + low)
     element = np.dtype((np.void, itemsize))
     made: npt.NDArray[Any] = np.ndarray(shape, element, memory, -low, strides)

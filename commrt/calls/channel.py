@@ -154,6 +154,7 @@ class Channel(Group, Operations):
                 *self.agree_private(purpose, timeout_s),
                 timeout_s=timeout_s,
             )
+            made.nan_check = False  # the program's arrays are looked at in its call
             made.settle()
         return made
 

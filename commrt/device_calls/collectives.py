@@ -566,11 +566,8 @@ class BoundDeviceCall:
         comm = self._devices.comm
         comm.check_usable()
         comm.check_places(self._places, self.operation)
-        try:
-            check_finite_on_stream(comm, self.operation, self._bound.x, call.stream)
-        except Exception as error:
-            comm.refuse(error)
-            raise
+        where = self.operation, self._bound.x, call.stream
+        comm.check_bound(lambda: check_finite_on_stream(comm, *where))
 
     @property
     def operation(self) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from commrt import _native
 from commrt.arrays.places import places_of
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.device_plans import BoundBoxes, DeviceBoxes
+from commrt.boxes.finite_boxes import check_finite_boxes
 from commrt.boxes.host_plans import Place, box_template
 from commrt.boxes.strided import address_table
 from commrt.calls.bound_call import Binders
@@ -132,12 +134,14 @@ class Halos:
         plan = self._agreed_plan(halo)
         group = self._group
         if halo.on is not None:
-            return BoundBoxes(group, plan, halo.arrays, fields, halo.what)
+            look = partial(self._check_values, halo)
+            return BoundBoxes(group, plan, halo.arrays, fields, halo.what, look)
         table = address_table(halo.arrays)
         owners = (table, *(array.owner for array in halo.arrays))
         return _native.PersistentCall(
             *(group, plan, table.ctypes.data, 0, owners, None, fields, halo.what),
             places_of(array.array for array in halo.arrays),
+            look=partial(self._check_values, halo),
         )
 
     def sent_nbytes(
@@ -169,16 +173,39 @@ class Halos:
         given: _Given,
         nonblocking: Any = False,
         stream: Any = None,
+        *,
+        runs: bool = False,
     ) -> Halo:
-        """Return the arguments of a call, checked as far as one rank can."""
+        """Return the arguments of a call, checked as far as one rank can.
+
+        ``runs``: with the values, since the call runs now.
+        """
         group = self._group
         group.check_usable()
 
         def check() -> Halo:
             check_flag(f"{what}, rank {group.rank}", "nonblocking", nonblocking)
-            return check_halo(group, self._grid, what, *given, stream)
+            halo = check_halo(group, self._grid, what, *given, stream)
+            if runs:
+                self._check_values(halo, stream)
+            return halo
 
         return self._comparison.together(what, check)
+
+    def _check_values(self, halo: Halo, stream: Any = None) -> None:
+        """Raise NotFiniteError where a checking group would send NaN or infinity.
+
+        An exchange sends what lies in halos only once it has filled them.
+        """
+        group = self._group
+        if not group.nan_check:
+            return
+        moves = self._moves(
+            halo
+            if halo.what == REDUCE
+            else replace(halo, shape=replace(halo.shape, direct=True))
+        )
+        check_finite_boxes(group, halo.what, halo.arrays, moves, stream)
 
     def _halo(
         self,
@@ -195,7 +222,7 @@ class Halos:
     ) -> Any:
         limit = self._comparison.limit(what, timeout_s)
         given = fields, width, axes, corners, direct, op
-        halo = self._checked(what, given, nonblocking, stream)
+        halo = self._checked(what, given, nonblocking, stream, runs=True)
         arrays = halo.arrays
 
         def compare() -> None:

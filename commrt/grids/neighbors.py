@@ -35,6 +35,7 @@ from commrt.grids.on_device import (
     staged_neighbors,
 )
 from commrt.group.compare import Comparison
+from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.planning.kept_plans import KeptPlans
 from commrt.schedule.boxes import Box, Move
@@ -247,10 +248,11 @@ class NeighborCalls:
         here = f"{what}, rank {group.rank}"
         limit = self._comparison.limit(what, timeout_s, here=here)
         arguments = (as_array(x, f"{here}: x"), out, sends, receives)
-        bound = self._checked(what, arguments, limit, nonblocking, stream)
+        bound = self._checked(what, arguments, limit, nonblocking, stream, runs=True)
         plan = self._plan(bound, limit, stream)
         if bound.on is not None:
-            call = BoundNeighbors(group, self._devices, plan, bound)
+            look = partial(self._check_values, bound)
+            call = BoundNeighbors(group, self._devices, plan, bound, look)
             return call.run(bool(nonblocking), limit, stream)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         return group.run_plan(
@@ -288,12 +290,14 @@ class NeighborCalls:
         bound = self._checked(what, (x, out, send_counts, recv_counts), group.timeout_s)
         plan = self._plan(bound, group.timeout_s)
         if bound.on is not None:
-            return BoundNeighbors(group, self._devices, plan, bound)
+            look = partial(self._check_values, bound)
+            return BoundNeighbors(group, self._devices, plan, bound, look)
         table = np.array([bound.x.address, bound.out.address], np.uint64)
         owners = (table, bound.x.owner, bound.out.owner)
         return _native.PersistentCall(
             *(group, plan, table.ctypes.data, 0, owners, None, bound.result, what),
             places_of([bound.x.array, bound.out.array]),
+            look=partial(self._check_values, bound),
         )
 
     def _checked(
@@ -303,8 +307,13 @@ class NeighborCalls:
         timeout_s: float,
         nonblocking: Any = False,
         stream: Any = None,
+        *,
+        runs: bool = False,
     ) -> _Bound:
-        """Return the call, checked; in check mode also against all ranks."""
+        """Return the call, checked; in check mode also against all ranks.
+
+        ``runs``: with the values, since the call runs now.
+        """
         group = self._group
         group.check_usable()
 
@@ -313,6 +322,8 @@ class NeighborCalls:
             check_flag(here, "nonblocking", nonblocking)
             found = _bind(group.rank, self._around, what, here, *arguments)
             place_of(here, [found.x, found.out], stream)
+            if runs:
+                self._check_values(found, stream)
             return found
 
         def describe(bound: _Bound) -> dict[str, Any]:
@@ -324,6 +335,16 @@ class NeighborCalls:
         if group.checker is not None:
             self._compare(bound, timeout_s)
         return bound
+
+    def _check_values(self, bound: _Bound, stream: Any = None) -> None:
+        """Raise NotFiniteError where a checking group would send NaN or infinity."""
+        group = self._group
+        if not group.nan_check:
+            return
+        parts = zip(self._around.destinations, bound.sends, strict=True)
+        others = (None, group.rank)
+        for part in sorted({part for peer, part in parts if peer not in others}):
+            check_finite_on_stream(group, bound.what, bound.x, stream, part=part)
 
     def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
         """Return the engine's plan; the first one of device arrays is collective."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from commrt import _native
@@ -137,7 +137,10 @@ class BoundNeighbors:
         devices: DeviceCollectives,
         plan: Any,
         call: Call,
+        look: Callable[[], None],
     ) -> None:
+        """``look`` raises where the values must not leave."""
+        self._look = look
         self._group, self._devices = group, devices
         self._plan, self._call = plan, call
         self.operation = call.what
@@ -159,6 +162,7 @@ class BoundNeighbors:
     def _run(self, nonblocking: bool) -> Any:
         self._group.check_usable()
         self._group.check_places(self._places, self.operation)
+        self._group.check_bound(self._look)
         return self.run(nonblocking, self._group.timeout_s)
 
     def run(self, nonblocking: bool, timeout_s: float, stream: Any = None) -> Any:

@@ -8,16 +8,28 @@ is captured: the graph's values are not there yet.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of
 from commrt.arrays.host import HostView
 from commrt.errors import NotFiniteError
+from commrt.vocabulary.dtypes import DType
 
-__all__ = ["check_finite", "check_finite_on_stream", "not_finite"]
+__all__ = [
+    "Checked",
+    "check_finite",
+    "check_finite_on_stream",
+    "may_be_not_finite",
+    "not_finite",
+    "read_back",
+]
 
 _COPIED_NBYTES = 4 << 20
 _RELAXED = 2
@@ -31,13 +43,15 @@ class _Named(Protocol):
     def rank(self) -> int: ...
 
 
-class _Checked(_Named, Protocol):
+class Checked(_Named, Protocol):
+    """A group that may look at what its ranks send."""
+
     @property
     def nan_check(self) -> bool: ...
 
 
 def check_finite(
-    group: _Checked, what: str, view: HostView | None, argument: str = "x"
+    group: Checked, what: str, view: HostView | None, argument: str = "x"
 ) -> None:
     """Raise NotFiniteError where a checking group would send NaN or infinity.
 
@@ -50,45 +64,90 @@ def check_finite(
 
 
 def check_finite_on_stream(
-    group: _Checked,
+    group: Checked,
     what: str,
     view: HostView | None,
     stream: Any = None,
     argument: str = "x",
+    part: tuple[int, int] | None = None,
 ) -> None:
     """Do the same for an array of any place, as a stream has it.
 
     ``stream``: the call's, as the caller gave it; None: the device's current one.
+    ``part``: begin and end of the elements that leave; None: all.
     """
     if not group.nan_check or view is None:
         return
+    low, high = (0, view.count) if part is None else part
+    if low == high or not may_be_not_finite(view.dtype):
+        return
+    at = view.address + low * view.dtype.itemsize
     if view.on is None:
-        check_finite(group, what, view, argument)
-    elif view.count and view.dtype.kind in ("float", "complex"):
-        _raise_found(group, what, argument, view, _first_on_device(what, view, stream))
-
-
-def _first_on_device(what: str, view: HostView, stream: Any) -> tuple[int, bool]:
-    """Return index and kind of the first such element in a device's array, or -1."""
-    device, dtype = view.on, view.dtype
-    if stream is None:
-        handle = current_stream_of(view.array, device)
+        index, is_nan = _native.first_not_finite(view.dtype.code, at, high - low)
     else:
-        handle = as_stream(stream, device, what)
-    if device.is_capturing(handle):
-        return -1, False
-    most = _COPIED_NBYTES // dtype.itemsize
-    nbytes = min(most, view.count) * dtype.itemsize
-    with _relaxed(device), _pinned(device, nbytes) as at:
-        for start in range(0, view.count, most):
-            count = min(most, view.count - start)
-            source = view.address + start * dtype.itemsize
-            device.memcpy_async(at, source, count * dtype.itemsize, handle)
-            device.stream_synchronize(handle)
-            index, is_nan = _native.first_not_finite(dtype.code, at, count)
-            if index >= 0:
-                return start + index, is_nan
+        index, is_nan = _first_on_device(what, view, at, high - low, stream)
+    if index >= 0:
+        _raise_found(group, what, argument, view, (low + index, is_nan))
+
+
+def may_be_not_finite(dtype: DType) -> bool:
+    """Return whether elements of a type can be NaN or infinity."""
+    return dtype.kind in ("float", "complex")
+
+
+def _first_on_device(
+    what: str, view: HostView, address: int, count: int, stream: Any
+) -> tuple[int, bool]:
+    """Return index and kind of the first such element of a device's array, or -1."""
+    itemsize = view.dtype.itemsize
+    where = view.on, view.array, stream
+    for at, nbytes, start in _read(what, address, count * itemsize, *where):
+        found = _native.first_not_finite(view.dtype.code, at, nbytes // itemsize)
+        if found[0] >= 0:
+            return start // itemsize + found[0], found[1]
     return -1, False
+
+
+def read_back(
+    what: str, address: int, nbytes: int, device: Any, array: Any, stream: Any
+) -> npt.NDArray[np.uint8] | None:
+    """Return bytes of a device's array, as a stream has it; None in a capture.
+
+    ``stream``: the call's, as the caller gave it; None: the current one of ``array``.
+    """
+    if _is_captured(what, device, array, stream):
+        return None
+    copy = np.empty(nbytes, np.uint8)
+    for at, length, start in _read(what, address, nbytes, device, array, stream):
+        ctypes.memmove(copy.ctypes.data + start, at, length)
+    return copy
+
+
+def _read(
+    what: str, address: int, nbytes: int, device: Any, array: Any, stream: Any
+) -> Iterator[tuple[int, int, int]]:
+    """Yield copies in pinned memory: address, bytes, and where they were; piecewise."""
+    if _is_captured(what, device, array, stream):
+        return
+    handle = _handle(what, device, array, stream)
+    most = min(nbytes, _COPIED_NBYTES)
+    with _relaxed(device), _pinned(device, most) as at:
+        for start in range(0, nbytes, most):
+            length = min(most, nbytes - start)
+            device.memcpy_async(at, address + start, length, handle)
+            device.stream_synchronize(handle)
+            yield at, length, start
+
+
+def _is_captured(what: str, device: Any, array: Any, stream: Any) -> bool:
+    return bool(device.is_capturing(_handle(what, device, array, stream)))
+
+
+def _handle(what: str, device: Any, array: Any, stream: Any) -> int:
+    """Return the stream of a call."""
+    if stream is None:
+        return current_stream_of(array, device)
+    return as_stream(stream, device, what)
 
 
 @contextmanager

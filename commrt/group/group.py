@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol
@@ -442,8 +442,12 @@ class Group(_native.Group):
 
         The call takes its place in the order of calls.
         """
+        self.check_bound(lambda: places.check(what))
+
+    def check_bound(self, look: Callable[[], None]) -> None:
+        """Call what looks at a bound call's arrays; refuse the call where it raises."""
         try:
-            places.check(what)
+            look()
         except Exception as error:
             self.refuse(error)
             raise

@@ -27,6 +27,7 @@ from commrt.device_calls.host_work import (
 )
 from commrt.errors import BufferError_, MismatchError, UsageError, shown, suggest
 from commrt.group.compare import Comparison, Refusing
+from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
@@ -254,6 +255,9 @@ class SparseSums:
             self._check_algorithm(here, algorithm)
             pool, in_order = self._pool, self._group.deterministic
             output = _output(here, x, result, out, pool, in_order)
+            check_finite_on_stream(
+                self._group, what, output.argument.values, None, "values"
+            )
             if algorithm == "split_dense" and output.format == "sparse":
                 raise UsageError(
                     f"{here}: algorithm='split_dense' has a dense sum; leave out "
@@ -286,6 +290,9 @@ class SparseSums:
         def check() -> tuple[Header, Largest]:
             check_flag(here, "nonblocking", nonblocking)
             pool, in_order = self._pool, self._group.deterministic
+            check_finite_on_stream(
+                self._group, what, check_largest(here, x, k, None)[0]
+            )
             mine = Largest.of(here, x, k, residual, pool, in_order)
             header = self._header(what, mine.output.argument, "sparse", None)
             return replace(header, k=mine.k), mine
@@ -313,7 +320,9 @@ class SparseSums:
 
         def check() -> tuple[HostView, HostView | None, int]:
             check_flag(here, "nonblocking", nonblocking)
-            return check_largest(here, x, k, residual)
+            found = check_largest(here, x, k, residual)
+            check_finite_on_stream(self._group, what, found[0])
+            return found
 
         def say(found: tuple[HostView, HostView | None, int]) -> dict[str, Any]:
             array, _, number = found

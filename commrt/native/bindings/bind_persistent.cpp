@@ -51,10 +51,11 @@ void bind_persistent(nb::module_& m) {
   nb::class_<PersistentCall>(m, "PersistentCall", nb::is_weak_referenceable(),
                              "A collective bound to its arrays; call it, or start() it.")
       .def(nb::init<nb::object, PlanPtr, uint64_t, uint64_t, nb::object, nb::object, nb::object,
-                    nb::object, std::shared_ptr<Places>, uint64_t, uint64_t>(),
+                    nb::object, std::shared_ptr<Places>, uint64_t, uint64_t, nb::object>(),
            nb::arg("group"), nb::arg("plan"), nb::arg("data_in"), nb::arg("data_out"),
            nb::arg("keep_x").none(), nb::arg("keep_out").none(), nb::arg("result").none(),
-           nb::arg("operation"), nb::arg("places") = nb::none(), nb::arg("source") = 0, nb::arg("nbytes") = 0)
+           nb::arg("operation"), nb::arg("places") = nb::none(), nb::arg("source") = 0,
+           nb::arg("nbytes") = 0, nb::arg("look") = nb::none())
       .def("__call__", [](PersistentCall& self) { return self.call(false); },
            "Run the operation and return its output.")
       .def("start", [](PersistentCall& self) { return self.call(true); },

@@ -12,6 +12,7 @@ namespace commrt::group_methods {
 inline constexpr char kCheckUsable[] = "check_usable";
 inline constexpr char kCheckProcess[] = "check_process";
 // Raises an error where an array of a bound collective has other memory.
+inline constexpr char kCheckBound[] = "check_bound";
 inline constexpr char kCheckPlaces[] = "check_places";
 // Raises an error where a bound call would send NaN or infinity.
 inline constexpr char kRefuseNotFinite[] = "refuse_not_finite";
@@ -34,7 +35,7 @@ inline constexpr char kDevices[] = "devices";
 inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
-  return {kCheckUsable, kCheckProcess, kCheckPlaces, kRefuseNotFinite, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
+  return {kCheckUsable, kCheckProcess, kCheckBound, kCheckPlaces, kRefuseNotFinite, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
           kOperationError, kChangedInFlight, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 

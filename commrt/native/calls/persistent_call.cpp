@@ -14,11 +14,11 @@ namespace commrt {
 PersistentCall::PersistentCall(nb::object group, PlanPtr plan, uint64_t in, uint64_t out,
                                nb::object keep_x, nb::object keep_out, nb::object result,
                                nb::object operation, std::shared_ptr<Places> places,
-                               uint64_t source, uint64_t nbytes)
+                               uint64_t source, uint64_t nbytes, nb::object look)
     : group_(std::move(group)), plan_(std::move(plan)), in_(reinterpret_cast<const void*>(in)),
       out_(reinterpret_cast<void*>(out)), keep_x_(std::move(keep_x)),
       keep_out_(std::move(keep_out)), result_(std::move(result)),
-      operation_(std::move(operation)), places_(std::move(places)),
+      operation_(std::move(operation)), look_(std::move(look)), places_(std::move(places)),
       source_(reinterpret_cast<const void*>(source)), nbytes_(nbytes) {}
 
 nb::object PersistentCall::call(bool nonblocking) {
@@ -38,7 +38,9 @@ nb::object PersistentCall::run(bool nonblocking, double timeout_s) {
   }
   if (places_ && !places_->hold()) group_.attr(group_methods::kCheckPlaces)(places_, operation_);
   if (source_ != nullptr) std::memcpy(const_cast<void*>(in_), source_, nbytes_);
-  if (group.nan_check && plan_->in_elems != 0 && plan_->most_slots == 0) {
+  if (group.nan_check && !look_.is_none()) {
+    group_.attr(group_methods::kCheckBound)(look_);
+  } else if (group.nan_check && plan_->in_elems != 0 && plan_->most_slots == 0) {
     const int64_t index = first_not_finite(plan_->dtype, in_, plan_->in_elems);
     if (index >= 0) {
       group_.attr(group_methods::kRefuseNotFinite)(operation_, "x", index, plan_->in_elems,

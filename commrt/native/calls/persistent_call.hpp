@@ -16,10 +16,11 @@ namespace commrt {
 class PersistentCall {
  public:
   // `source`: if the operation reads a copy, the memory whose `nbytes` bytes are copied anew before
-  // each run. `places`: where the arrays of the program lie; none: they stay.
+  // each run. `places`: where the arrays of the program lie; none: they stay. `look`: raises where
+  // the values of arrays in parts must not leave; none: they lie at `in`.
   PersistentCall(nb::object group, PlanPtr plan, uint64_t in, uint64_t out, nb::object keep_x,
                  nb::object keep_out, nb::object result, nb::object operation,
-                 std::shared_ptr<Places> places, uint64_t source, uint64_t nbytes);
+                 std::shared_ptr<Places> places, uint64_t source, uint64_t nbytes, nb::object look);
 
   // The call that users make. It is recorded while somebody records.
   nb::object call(bool nonblocking);
@@ -39,7 +40,7 @@ class PersistentCall {
   PlanPtr plan_;
   const void* in_;
   void* out_;
-  nb::object keep_x_, keep_out_, result_, operation_;
+  nb::object keep_x_, keep_out_, result_, operation_, look_;
   std::shared_ptr<Places> places_;
   const void* source_;
   uint64_t nbytes_;

@@ -176,3 +176,23 @@ def test_in_check_mode_all_ranks_raise_it(monkeypatch: pytest.MonkeyPatch) -> No
     for said in errors:
         assert len(said) == 2
         assert "rank 1: x has NaN at element 2 of 5" in said[0]
+
+
+SPARSE: dict[str, Callable[[Communicator, Any], Any]] = {
+    "sparse": lambda comm, x: comm.sparse_allreduce(
+        (np.arange(x.size), x, (2 * x.size,))
+    ),
+    "topk": lambda comm, x: comm.topk_allreduce(x, 2),
+    "planned": lambda comm, x: comm.plan.topk_allreduce(x, 2)(),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_sums_are_looked_at(name: str) -> None:
+    def call(comm: Communicator, rank: int) -> Any:
+        return SPARSE[name](comm, bad(comm, 7, rank))
+
+    for rank, said in enumerate(each_error(3, call)):
+        kind = "NotFiniteError" if rank == 1 else "RefusedError"
+        assert [each.split(":")[0] for each in said] == [kind] * 2
+        assert all("NaN at element 3 of 7" in each for each in said)

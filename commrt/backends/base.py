@@ -163,6 +163,8 @@ class Attached:
     """True if its schedules round each sum of two operands to the element type."""
     starts_in_python: ClassVar[frozenset[str]] = frozenset()
     """Algorithms whose start needs the interpreter, so no other thread starts them."""
+    runs_in_a_library: ClassVar[frozenset[str]] = frozenset()
+    """Algorithms whose messages commrt does not see."""
     prepares: ClassVar[bool] = False
     """True if ``prepare`` is to be called before a plan runs on a device."""
     is_dispatched: ClassVar[bool] = False
@@ -193,8 +195,14 @@ class Attached:
     def why_refused(self, query: Query, candidate: Candidate) -> str | None:
         """Return why a candidate must not run ``query``; None where it may.
 
-        By itself, it must not where it combines in another order than ``query`` needs.
+        By itself, it must not where it combines in another order than ``query`` needs,
+        nor where messages are to have checksums and a library sends them.
         """
+        if self.group.has_checksums and candidate.algorithm in self.runs_in_a_library:
+            return (
+                "COMMRT_CHECKSUM=1 asks for checksums, and a library's own collective "
+                "has none"
+            )
         return ordering.why_refused(
             self.group, query, candidate, rounds_at_each_step=self.rounds_at_each_step
         )

@@ -76,9 +76,16 @@ class AttachedOffers(Offers):
         refused: list[Rejected] = []
         for attached in sorted(self._attached.values(), key=lambda a: -a.precedence):
             refused.extend(attached.refused(query))
-        if query.order == "any" and not by_user:
-            return refused
         told = {str(each.candidate) for each in refused}
+        if query.order == "any" and not by_user:
+            reasons = {
+                each: self.why_refused(query, each) for each in self._found(query)
+            }
+            return refused + [
+                Rejected(each, why)
+                for each, why in reasons.items()
+                if why is not None and str(each) not in told
+            ]
         allowed = {str(each) for each in self.runnable(query)}
         plain = replace(query, order="any", op="sum" if by_user else query.op)
         for each in self._found(plain):

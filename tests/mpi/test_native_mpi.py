@@ -15,7 +15,7 @@ from started_operations import num_started
 
 import commrt
 from commrt.comm import core_of
-from commrt.errors import BackendError
+from commrt.errors import BackendError, UsageError
 from commrt.select.facts import Candidate
 from commrt.select.fingerprint import this_machine
 from commrt.select.model import MpiBetweenNodes
@@ -414,3 +414,32 @@ def test_to_ask_what_would_run_is_local(mpirun: Any) -> None:
             [False, 2.0],
             [False, 1.0],
         ]
+
+
+def with_checksums() -> list[str]:
+    """Return the words of a call that asks for MPI's own collective."""
+    comm = commrt.init()
+    said = []
+    for coll in COLLECTIVES:
+        names = {each.name for each in comm.candidates(coll, 64)}
+        assert NATIVE not in names
+        assert len(names) > 0
+    x = np.full(4 * comm.size, 1.0)
+    for call in (comm.allreduce, comm.alltoall, comm.scan, comm.bcast):
+        call(x.copy())  # the ranks' messages have checksums
+    try:
+        comm.allreduce(x, algorithm=NATIVE)
+    except UsageError as error:
+        said.append(str(error))
+    assert comm.allreduce(np.ones(3)).tolist() == [comm.size] * 3
+    return said
+
+
+@pytest.mark.parametrize("nodes", ["2", "1,1"])
+def test_with_checksums_no_collective_is_the_librarys(mpirun: Any, nodes: str) -> None:
+    said = mpirun(
+        *(2, with_checksums), env={"COMMRT_CHECKSUM": "1", "COMMRT_NODES": nodes}
+    )
+    for (text,) in said:
+        assert "must not run" in text
+        assert "COMMRT_CHECKSUM=1 asks for checksums" in text

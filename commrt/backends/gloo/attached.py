@@ -38,6 +38,7 @@ class AttachedGloo(Attached):
     """gloo on one communicator."""
 
     starts_in_python = frozenset({NATIVE.algorithm})
+    runs_in_a_library = frozenset({NATIVE.algorithm})
 
     def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
         super().__init__(backend, group, beside)

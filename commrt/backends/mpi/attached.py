@@ -58,6 +58,7 @@ class AttachedMpi(Attached):
 
     precedence = 10
     is_dispatched = True
+    runs_in_a_library = frozenset({NATIVE.algorithm})
 
     def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
         super().__init__(backend, group, beside)

@@ -11,8 +11,9 @@ namespace commrt::group_methods {
 // Raises the error that a group says of itself where it is closed, broken or another process's.
 inline constexpr char kCheckUsable[] = "check_usable";
 inline constexpr char kCheckProcess[] = "check_process";
-// Raises an error where an array of a bound collective has other memory.
+// Calls what looks at the values of a bound call, and refuses the call where that raises.
 inline constexpr char kCheckBound[] = "check_bound";
+// Raises an error where an array of a bound collective has other memory.
 inline constexpr char kCheckPlaces[] = "check_places";
 // Raises an error where a bound call would send NaN or infinity.
 inline constexpr char kRefuseNotFinite[] = "refuse_not_finite";

@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import commrt
 from commrt.comm import core_of
-from commrt.errors import CommError
+from commrt.errors import CommError, RefusedError
 
-LONG = 16_000_000
+LONG, TIMES = 16_000_000, 200
 
 
 def without_memory() -> list[Any]:
-    """Rank 0's call needs 32 MB of scratch and has 16; then it has them."""
+    """Rank 0's calls need 32 MB of scratch and have 16; then they have them."""
     comm = commrt.init()
     x = np.ones(LONG, np.float32)
     out = np.empty(LONG // comm.size, np.float32)
     options: dict[str, Any] = {"out": out, "algorithm": "halving_doubling"}
     found: list[Any] = []
+    bound = comm.plan.reduce_scatter(x, **options)
     if comm.rank == 0:
-        bound = comm.plan.reduce_scatter(x, **options)
         references = sys.getrefcount(x)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -42,7 +43,7 @@ def without_memory() -> list[Any]:
 
         other = threading.Thread(target=look)
         other.start()
-        for _ in range(200):
+        for _ in range(TIMES):
             try:
                 bound.start()
             except MemoryError:
@@ -51,6 +52,10 @@ def without_memory() -> list[Any]:
         other.join()
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         found = [*sorted(set(found)), sys.getrefcount(x) - references]
+    else:
+        for _ in range(TIMES):
+            with pytest.raises(RefusedError, match="rank 0 .* there is no memory"):
+                bound()
     result = comm.reduce_scatter(x, **options)
     return [*found, float(result[0]), float(result[-1])]
 

@@ -398,6 +398,22 @@ nb::str Request::repr() const {
   return nb::str("<commrt.Request {}: {}>").format(what(), state);
 }
 
+namespace {
+
+// There was no memory for what a call needs, and nothing has started: its peers must not wait.
+void refuse_for_memory(nb::handle group_object) {
+  try {
+    const nb::object why = nb::steal(PyObject_CallFunction(
+        PyExc_MemoryError, "s", "there is no memory for what the call needs"));
+    if (!why.is_valid()) throw nb::python_error();
+    group_object.attr(group_methods::kRefuse)(why);
+  } catch (nb::python_error& another) {
+    another.discard_as_unraisable("refuse");
+  }
+}
+
+}  // namespace
+
 nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in, void* out,
                     nb::handle keep_x, nb::handle keep_out, nb::handle result,
                     nb::handle operation, bool nonblocking, double timeout_s) {
@@ -428,6 +444,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                    nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
   const uint64_t limit = nonblocking ? kSliceBytes : kNoLimit;
+  const uint64_t number = group.comm->next_seq;
   try {
     if (!outside && lock.try_lock()) {
       op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
@@ -437,7 +454,12 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
       const std::lock_guard<std::mutex> own(engine.mutex);
       op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
     }
-  } catch (...) {  // no memory for what it needs: nothing has started
+  } catch (const std::bad_alloc&) {
+    if (lock.owns_lock()) lock.unlock();
+    for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
+    if (group.comm->next_seq == number) refuse_for_memory(group_object);
+    throw;
+  } catch (...) {  // nothing has started
     if (lock.owns_lock()) lock.unlock();
     for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
     throw;

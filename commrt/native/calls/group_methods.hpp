@@ -24,6 +24,8 @@ inline constexpr char kStreamOnHost[] = "_stream_on_host";
 inline constexpr char kCall[] = "_call";
 // Errors of a call that has not begun.
 inline constexpr char kRefuseCall[] = "refuse_call";
+// Takes the place of a call that is refused, in the order of calls, whatever compares them.
+inline constexpr char kRefuse[] = "refuse";
 inline constexpr char kCheckFailed[] = "check_failed";
 // Errors in words.
 inline constexpr char kOperationError[] = "operation_error";
@@ -36,7 +38,7 @@ inline constexpr char kDevices[] = "devices";
 inline constexpr char kFusion[] = "fusion";
 
 inline std::vector<std::string> names() {
-  return {kCheckUsable, kCheckProcess, kCheckBound, kCheckPlaces, kRefuseNotFinite, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kCheckFailed,
+  return {kCheckUsable, kCheckProcess, kCheckBound, kCheckPlaces, kRefuseNotFinite, kCheckTimeout, kStreamOnHost, kCall, kRefuseCall, kRefuse, kCheckFailed,
           kOperationError, kChangedInFlight, kTimedOut, kWhoIsMissing, kDevices, kFusion};
 }
 

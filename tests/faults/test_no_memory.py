@@ -54,7 +54,7 @@ def without_memory() -> list[Any]:
         found = [*sorted(set(found)), sys.getrefcount(x) - references]
     else:
         for _ in range(TIMES):
-            with pytest.raises(RefusedError, match="rank 0 .* there is no memory"):
+            with pytest.raises(RefusedError, match=r"rank 0 .* there is no memory"):
                 bound()
     result = comm.reduce_scatter(x, **options)
     return [*found, float(result[0]), float(result[-1])]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _native
+from commrt.arrays.host import view_anywhere
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
@@ -26,7 +28,7 @@ from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
 from commrt.compression.compressed import Compression
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import UsageError
+from commrt.errors import CommError, UsageError
 from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Grid
 from commrt.grids.halo_arguments import HALO_CALLS
@@ -69,6 +71,19 @@ class CommStats:
 
 
 _Subgroups = Subgroups["Core", "CartCore", "GraphCore"]
+_MAY_FUSE = frozenset(("x", "out", "op", "nonblocking", "timeout_s", "stream"))
+"""Arguments of calls that may go into a bucket."""
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Stands for a refused call whose place nobody knows: the communicator ends."""
+
+    core: Core
+
+    def refuse(self, error: Exception) -> None:
+        """Let no rank wait for it, nor take another call for it."""
+        self.core.give_up(f"a call within fused() was refused: {error}")
 
 
 class Core(Channel):
@@ -127,6 +142,7 @@ class Core(Channel):
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self._resources.callback(self.symmetric.close)
         self._resources.callback(self.devices.close)
+        self.comparison.before_meeting = self._cut_buckets
         self.messages = Messages(self, self.devices, self.comparison)
         self.collectives = Collectives(
             self,
@@ -175,12 +191,50 @@ class Core(Channel):
         self, name: str, args: tuple[Any, ...], arguments: dict[str, Any]
     ) -> Refusing | None:
         """Return what carries a call that was refused; None: this channel."""
-        if self.fusion.context is not None:
-            if name in FUSED and arguments.get("nonblocking") is True:
+        if self.fusion.nbytes is not None and name in FUSED:
+            would_fuse = self._would_fuse(args, arguments)
+            if would_fuse is None:
+                return _Ends(self)
+            if would_fuse:
                 return self.fusion
-            self.fusion.cut()  # as the other ranks do, before their call
         on_host = self.devices.carrier_on_host(args, arguments)
         return on_host or self.compression.carrier(arguments)
+
+    def _would_fuse(
+        self, args: tuple[Any, ...], arguments: dict[str, Any]
+    ) -> bool | None:
+        """Return whether other ranks put such a call into a bucket; None: who knows.
+
+        Its arguments may be wrong.
+        """
+        asked = {name for name, value in arguments.items() if value is not None}
+        if arguments.get("nonblocking") is not True or not asked <= _MAY_FUSE:
+            return False
+        try:
+            x = view_anywhere(args[0] if args else arguments["x"], "x")
+        except Exception:  # noqa: BLE001  of an object that is not ours
+            return None
+        most = self.fusion.nbytes
+        return most is not None and x.nbytes < most
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused here, behind open buckets.
+
+        The other ranks send theirs, too, before such a call.
+        """
+        with suppress(CommError):
+            self._cut_buckets()
+        super().refuse(error)
+
+    def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
+        """Return name and identity of a channel of the same ranks; collective."""
+        self._cut_buckets()
+        return super().agree_private(purpose, timeout_s)
+
+    def _cut_buckets(self) -> None:
+        """Send open buckets before what is in none of them."""
+        if self.fusion.nbytes is not None:
+            self.fusion.cut()
 
     def _host_channel(self, timeout_s: float) -> HostCalls:
         """Return what runs the host's parts of calls on device arrays; collective."""

@@ -30,8 +30,8 @@ def meet(
     """Let the ranks tell each other all that is not agreed yet; collective.
 
     ``what`` is the operation that all of them call. Where they call different ones,
-    ``give_up`` makes the communicator unusable. The meeting counts as an operation: a
-    rank whose call is refused did not come if it was before, and came if it was later.
+    ``give_up`` makes the communicator unusable. The meeting counts as an operation: who
+    refuses that one has not come, and who refuses the next one has.
     """
     asked = {name: each for name, each in attached.items() if not each.is_agreed}
     told = {name: each.tells(device) for name, each in asked.items()}

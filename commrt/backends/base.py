@@ -303,6 +303,22 @@ class Attached:
     def settle(self, said: Sequence[Any], timeout_s: float) -> None:
         """Settle what holds by what all ranks told; collective."""
 
+    def await_others(self) -> None:
+        """Let all ranks come, before they make what a first call uses; collective.
+
+        It counts as an operation. Raises RefusedError where a rank has refused its
+        call instead of coming.
+        """
+        group = self.group
+        group.world.bootstrap.exchange(
+            group.world_ranks,
+            f"comm{group.identity}/{self.backend.name}/{group.next_seq}",
+            b"",
+            group.timeout_s,
+            group.heed_others,
+        )
+        group.pass_over()
+
     def prepare(self, device: Any, stream: int) -> bool:
         """Make what ``runner`` returns; False where it failed on all ranks alike.
 

@@ -67,7 +67,7 @@ def _begin(what: str, array: StridedArray, stream: Any, kept: list[Any]) -> int 
         return array.address
     low, high = reach_of(array.shape, array.strides)
     nbytes = high - low + array.dtype.itemsize
-    where = array.on, array.array, stream
+    where = array.on, array.array, (stream, array.stream)
     memory = read_back(what, array.address + low, nbytes, *where)
     if memory is None:
         return None

@@ -102,7 +102,9 @@ def host_part_of(
 
 
 def _compresses(compress: Any) -> bool:
-    return isinstance(compress, str) and compress != EXACT
+    return compress is not None and not (
+        isinstance(compress, str) and compress == EXACT
+    )
 
 
 def _limit(comm: Group, call: Call) -> float:

@@ -29,6 +29,7 @@ from commrt.errors import (
     MismatchError,
     RevokedError,
     TimeoutError_,
+    UsageError,
 )
 from commrt.group.compare import Refusing
 from commrt.group.group import Group
@@ -209,19 +210,20 @@ class _RefusedJob:
     """The place of a call that was refused on this rank, in the order of jobs."""
 
     def __init__(self, carrier: Refusing, error: Exception) -> None:
-        self._carrier, self._error = carrier, error
+        self._carrier, self._why = carrier, str(error)
         self.is_over = False
 
     def advance(self, *, blocks: bool) -> bool:
         """Let the other ranks know."""
-        self.is_over = True
-        with suppress(CommError):  # it has failed meanwhile, which they know
-            self._carrier.refuse(self._error)
+        if not self.is_over:
+            self.is_over = True
+            with suppress(Exception):  # it has failed meanwhile, which they know
+                self._carrier.refuse(UsageError(self._why))
         return True
 
     def give_up(self, why: str) -> None:
-        """Forget it: nobody makes progress any more."""
-        self.is_over = True
+        """Let the other ranks know, though no later job will run."""
+        self.advance(blocks=False)
 
 
 class _Feed:
@@ -248,8 +250,14 @@ class _Feed:
             finally:
                 if first.is_over:
                     self.jobs.popleft()
+                    self._take_refused_places()
         finally:
             self._running.release()
+
+    def _take_refused_places(self) -> None:
+        """Do what waits for no device, though nobody may wait for it."""
+        while self.jobs and isinstance(self.jobs[0], _RefusedJob):
+            self.jobs.popleft().advance(blocks=False)
 
     def end_jobs(self, why: str, limit_s: float) -> None:
         """End what is left once it is closed: who waits for it must learn of it."""

@@ -111,7 +111,8 @@ def start_host_call(
         return _started(group, devices, made, nonblocking, stream)
     except Exception as error:
         carrier = RefusedOnHost(devices.host_jobs, made.service)
-        devices.comm.comparison.refuse(made.what, error, made.timeout_s, carrier)
+        comparison = devices.comm.comparison  # which has compared the ranks by now
+        comparison.refuse(made.what, error, made.timeout_s, carrier, meets=True)
         raise
 
 

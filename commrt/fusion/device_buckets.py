@@ -51,8 +51,8 @@ class Rules(Protocol):
         """Bytes that the buckets of the open context hold; None: none is open."""
 
     @property
-    def refused(self) -> Exception | None:
-        """Error of the latest call that was refused on this rank."""
+    def refused(self) -> str:
+        """Why the latest call was refused that this rank has refused."""
 
     def choose(self, call: Call, bound: Bound) -> object:
         """Return the algorithm of a call; UsageError where nothing can run it."""
@@ -74,8 +74,8 @@ class DeviceBuckets:
         """Lane of each device, by its ``id``."""
         self._checked: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
-        self._num_refused = 0
-        """A number of the refused calls until the latest bucket."""
+        self._refused_digest = 0
+        """A hash of the calls that were refused until the latest bucket."""
 
     def add(
         self, call: Call, bound: Bound, most_nbytes: int
@@ -185,17 +185,22 @@ class DeviceBuckets:
             found = self.lanes[id(device)] = made
         return found
 
-    def _heed_refused(self, number: int) -> None:
+    def _heed_refused(self, digest: int) -> None:
         """Let calls that were refused on this rank have a place before a bucket.
 
-        Other ranks' bucket has them: it ends there, and the communicator with it.
-        Ranks that have refused the same calls do the same here.
+        The bucket of a rank that has refused none ends there, and the communicator with
+        it. Ranks that have refused calls compare which, since their buckets lack those.
         """
-        if number == self._num_refused:
+        if digest == self._refused_digest:
             return
-        self._num_refused = number
-        if self._rules.refused is not None:
-            self._group.refuse(self._rules.refused)
+        self._refused_digest = digest
+        comm = self._devices.comm
+        self._group.refuse(UsageError(self._rules.refused))
+        try:
+            comm.comparison.meet_equal("fused", f"refused calls: {digest}")
+        except CommError as error:
+            comm.give_up(str(error))
+            raise
 
     def close(self) -> list[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later.
@@ -237,15 +242,15 @@ class _Lane:
         self._is_closed = False
 
     def send(
-        self, requests: Sequence[FusedDeviceRequest], num_refused: int
+        self, requests: Sequence[FusedDeviceRequest], refused_digest: int
     ) -> BaseException | None:
         """Send calls of one type and reduction as one; return what interrupted it.
 
-        Whatever it raises is before the collective has started. ``num_refused`` is a
-        number of the calls that this rank has refused until then.
+        Whatever it raises is before the collective has started. ``refused_digest`` is a
+        hash of the calls that this rank has refused until then.
         """
         self.sweep()
-        self._heed_refused(num_refused)
+        self._heed_refused(refused_digest)
         parts = [each.part for each in requests if each.part is not None]
         call, bound = self._allreduce(parts)
         try:

@@ -73,8 +73,8 @@ class Fusion:
         self.group, self.devices = group, devices
         self.choose, self._plan = choose, plan
         self._may_compress = may_compress
-        self.refused: Exception | None = None
-        """Error of the latest call within that was refused here."""
+        self.refused = ""
+        """Why the latest call within was refused that this rank has refused."""
         self.context: Fused | None = None
         """The one that is open."""
         self.is_open = False
@@ -234,7 +234,7 @@ class Fusion:
         It has no number of its own, and is in no bucket here. Ranks whose buckets have
         it raise MismatchError, as this rank does.
         """
-        self.refused = error
+        self.refused = str(error)
         _native.note_refusal_in_fusion(self.group)
 
     # -- sending -----------------------------------------------------------------

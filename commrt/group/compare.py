@@ -93,6 +93,8 @@ class Comparison:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self.before_meeting: Callable[[], object] = lambda: None
+        """Is called before the ranks meet: gives away what is to run before."""
         self._derived = 0
         """Groups made of this one so far; equal on ranks whose calls were complete."""
 
@@ -150,15 +152,15 @@ class Comparison:
     ) -> None:
         """Let the other ranks learn that this rank's call was refused for ``error``.
 
-        In check mode every rank raises it, unless the call ``meets`` the others' by
-        itself. An error of an operation is known to them. ``carrier`` runs such calls;
-        None: the group does.
+        In check mode every rank raises it. ``meets``: there, too, the others wait in
+        the call itself, and not where check mode compares. An error of an operation is
+        known to them. ``carrier`` runs such calls; None: the group does.
         """
         if isinstance(error, _OF_OPERATIONS) or _is_known(error):
             return
+        with suppress(AttributeError):  # some exceptions take no attributes
+            error.is_told = True  # type: ignore[attr-defined]
         if meets or self._group.checker is None:
-            with suppress(AttributeError):  # some exceptions take no attributes
-                error.is_told = True  # type: ignore[attr-defined]
             (carrier or self._group).refuse(error)
         elif isinstance(error, UsageError):
             self.tell(what, error, timeout_s)
@@ -183,6 +185,7 @@ class Comparison:
         Raises MismatchError on all of them if some make another call, and RefusedError
         where a rank's call was refused.
         """
+        self.before_meeting()
         group = self._group
         limit = group.timeout_s if timeout_s is None else timeout_s
         key = f"comm{group.identity}/calls"

@@ -9,6 +9,7 @@ is captured: the graph's values are not there yet.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -31,7 +32,9 @@ __all__ = [
     "read_back",
 ]
 
+_Streams = tuple[Any, int | None]
 _COPIED_NBYTES = 4 << 20
+_OWN = threading.local()
 _RELAXED = 2
 """The capture mode of calls that no other thread's capture is to end by."""
 
@@ -100,7 +103,7 @@ def _first_on_device(
 ) -> tuple[int, bool]:
     """Return index and kind of the first such element of a device's array, or -1."""
     itemsize = view.dtype.itemsize
-    where = view.on, view.array, stream
+    where = view.on, view.array, (stream, view.stream)
     for at, nbytes, start in _read(what, address, count * itemsize, *where):
         found = _native.first_not_finite(view.dtype.code, at, nbytes // itemsize)
         if found[0] >= 0:
@@ -109,29 +112,33 @@ def _first_on_device(
 
 
 def read_back(
-    what: str, address: int, nbytes: int, device: Any, array: Any, stream: Any
+    what: str, address: int, nbytes: int, device: Any, array: Any, streams: _Streams
 ) -> npt.NDArray[np.uint8] | None:
-    """Return bytes of a device's array, as a stream has it; None in a capture.
+    """Return bytes of a device's array, as its streams have it; None in a capture.
 
-    ``stream``: the call's, as the caller gave it; None: the current one of ``array``.
+    ``streams``: the call's, as the caller gave it; None: the current one of ``array``.
+    And the one that the array says it is ordered by, or None.
     """
-    if _is_captured(what, device, array, stream):
+    if _is_captured(what, device, array, streams):
         return None
     copy = np.empty(nbytes, np.uint8)
-    for at, length, start in _read(what, address, nbytes, device, array, stream):
+    for at, length, start in _read(what, address, nbytes, device, array, streams):
         ctypes.memmove(copy.ctypes.data + start, at, length)
     return copy
 
 
 def _read(
-    what: str, address: int, nbytes: int, device: Any, array: Any, stream: Any
+    what: str, address: int, nbytes: int, device: Any, array: Any, streams: _Streams
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield copies in pinned memory: address, bytes, and where they were; piecewise."""
-    if _is_captured(what, device, array, stream):
+    """Yield copies on the host: address, bytes, and where they were; piecewise."""
+    if _is_captured(what, device, array, streams):
         return
-    handle = _handle(what, device, array, stream)
+    handle, exported = _handle(what, device, array, streams[0]), streams[1]
     most = min(nbytes, _COPIED_NBYTES)
-    with _relaxed(device), _pinned(device, most) as at:
+    at = _buffer(most).ctypes.data
+    with _relaxed(device):
+        if exported is not None and exported != handle:
+            device.stream_synchronize(exported)
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
             device.memcpy_async(at, address + start, length, handle)
@@ -139,8 +146,21 @@ def _read(
             yield at, length, start
 
 
-def _is_captured(what: str, device: Any, array: Any, stream: Any) -> bool:
-    return bool(device.is_capturing(_handle(what, device, array, stream)))
+def _buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of this thread's, which the next call gets, too.
+
+    It is not pinned: to allocate that waits for the device, which may wait for this
+    rank.
+    """
+    found: npt.NDArray[np.uint8] | None = getattr(_OWN, "buffer", None)
+    if found is None or found.size < nbytes:
+        found = _OWN.buffer = np.empty(nbytes, np.uint8)
+    return found
+
+
+def _is_captured(what: str, device: Any, array: Any, streams: _Streams) -> bool:
+    handles = _handle(what, device, array, streams[0]), streams[1]
+    return any(each is not None and device.is_capturing(each) for each in handles)
 
 
 def _handle(what: str, device: Any, array: Any, stream: Any) -> int:
@@ -157,15 +177,6 @@ def _relaxed(device: Any) -> Iterator[None]:
         yield
     finally:
         device.exchange_capture_mode(before)
-
-
-@contextmanager
-def _pinned(device: Any, nbytes: int) -> Iterator[int]:
-    at = device.pinned_alloc(nbytes)
-    try:
-        yield at
-    finally:
-        device.pinned_free(at)
 
 
 def _raise_found(

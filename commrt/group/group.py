@@ -414,8 +414,9 @@ class Group(_native.Group):
             return
         deadline = time.monotonic() + self.timeout_s
         backoff = _native.Backoff(self.world.engine)
-        self.own_refusals[self.next_seq] = str(error)
-        while not self._refuse(str(error)):
+        why = str(error).encode(errors="backslashreplace").decode()
+        self.own_refusals[self.next_seq] = why
+        while not self._refuse(why):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self.set_failure(

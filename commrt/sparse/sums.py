@@ -141,7 +141,10 @@ class SparseSums:
         self._group.check_usable()
         with self._refusing(what, self._state):
             parts = parts_on_device(what, x)
-            is_on_device = parts is not None or holds_device_arrays(what, out=out)
+            given = tuple(x) if isinstance(x, tuple | list) else x
+            is_on_device = parts is not None or holds_device_arrays(
+                what, x=given, out=out
+            )
         carrier = self._carrier(is_on_device)
         limit = self._comparison.limit(what, timeout_s, carrier, here=here)
         if is_on_device:
@@ -149,8 +152,10 @@ class SparseSums:
                 refuse_host_arrays(f"{what}: x", x if parts is None else parts[:2])
                 refuse_host_arrays(f"{what}: out", out)
                 _, output = self.check_sparse(
-                    parts, result, out, algorithm, nonblocking, limit, carrier
+                    x if parts is None else parts,
+                    *(result, out, algorithm, nonblocking, limit, carrier),
                 )
+            with self._refusing(what, carrier, meets=True):  # compared by now
                 host_call = _sum_on_host(output, algorithm, limit)
             return start_host_call(
                 self._group, self._devices, host_call, nonblocking=nonblocking
@@ -366,12 +371,14 @@ class SparseSums:
         return self._state
 
     @contextmanager
-    def _refusing(self, what: str, carrier: Refusing | None) -> Iterator[None]:
-        """Let the other ranks know of an error in here."""
+    def _refusing(
+        self, what: str, carrier: Refusing | None, *, meets: bool = False
+    ) -> Iterator[None]:
+        """Let the other ranks know of an error in here; ``Comparison.refuse``."""
         try:
             yield
         except Exception as error:
-            self._comparison.refuse(what, error, None, carrier)
+            self._comparison.refuse(what, error, None, carrier, meets=meets)
             raise
 
     # -- starting ----------------------------------------------------------------

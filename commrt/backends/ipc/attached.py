@@ -237,6 +237,8 @@ class AttachedIpc(Attached):
 
         Then memory of peers is not chosen any more, as if it could not be had.
         """
+        if self._shared is None:
+            self.await_others()
         try:
             self.runner(device)
         except CommError as error:

@@ -219,6 +219,8 @@ class AttachedNccl(Attached):
                 f"one before, on all ranks; nothing was given to the device",
                 "capturing",
             )
+        if not self.is_made:
+            self.await_others()
         try:
             self.runner(device)
         except CommError as error:

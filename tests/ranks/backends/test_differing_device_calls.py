@@ -97,7 +97,7 @@ def test_all_ranks_raise_the_same(
     texts = {text for _, text in found}
     assert len(texts) == 1, found
     (text,) = texts
-    number = AT + 1  # the ranks met before the first call
+    number = AT + 2  # the ranks met before the first call, and joined
     assert "made different calls" in text or f"as operation #{number}" in text
     # The slowest rank has made at most so many calls behind it; others may be ahead.
     first = min(turn for turn, _ in found)

@@ -50,7 +50,7 @@ def test_who_waits_in_vain_goes_on_and_others_still_work() -> None:
         if rank.rank == 0:
             x = ones(rank)
             request = lost.allreduce(x, nonblocking=True, timeout_s=0.2)
-            with pytest.raises(TimeoutError_, match=r"allreduce #2 on .*rank 0") as e:
+            with pytest.raises(TimeoutError_, match=r"allreduce #3 on .*rank 0") as e:
                 request.synchronize()
             assert "rank 1 on this node has not started it" in str(e.value)
             assert "cannot be used any more" in str(e.value)
@@ -96,7 +96,7 @@ def test_peers_of_a_rank_that_gave_up_do_not_wait_for_their_own_limit() -> None:
             return
         request = rank.comm.allreduce(x, nonblocking=True)
         meet(rank, "started")
-        with pytest.raises(RevokedError, match="rank 1 gave up at operation #2"):
+        with pytest.raises(RevokedError, match="rank 1 gave up at operation #3"):
             request.synchronize(timeout_s=300)
         with pytest.raises(RevokedError):
             request.wait()
@@ -260,7 +260,7 @@ def peer_is_late(seed: int, bug: str | None) -> str:
 def test_what_is_given_up_is_no_result_elsewhere(seed: int) -> None:
     """And a flag that a late peer writes again lets later waits go all the same."""
     for each in range(seed, seed + 3):
-        assert "rank 0 gave up at operation #1" in peer_is_late(each, None)
+        assert "rank 0 gave up at operation #2" in peer_is_late(each, None)
 
 
 def test_a_late_flag_that_stops_later_waits_is_caught(seed: int) -> None:
@@ -318,7 +318,7 @@ def reader_is_late(seed: int, bug: str | None) -> str:
 
 def test_what_was_written_over_before_it_was_read_is_no_result(seed: int) -> None:
     for each in range(seed, seed + 3):
-        assert "rank 0 gave up at operation #1" in reader_is_late(each, None)
+        assert "rank 0 gave up at operation #2" in reader_is_late(each, None)
 
 
 def test_a_result_of_what_was_written_over_is_caught(seed: int) -> None:

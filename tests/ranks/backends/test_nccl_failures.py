@@ -73,7 +73,7 @@ def test_who_waits_in_vain_aborts_and_others_still_work(nccl: FakeNccl) -> None:
             x = ones(rank)
             request = lost.allreduce(x, nonblocking=True, timeout_s=0.2)
             with pytest.raises(
-                TimeoutError_, match=r"allreduce #2 on .*rank 0: .*"
+                TimeoutError_, match=r"allreduce #3 on .*rank 0: .*"
             ) as e:
                 request.synchronize()
             assert "rank 1 on this node has not started it" in str(e.value)
@@ -121,7 +121,7 @@ def test_peers_of_a_rank_that_gave_up_do_not_wait_for_their_own_limit(
             return
         request = rank.comm.allreduce(x, nonblocking=True)
         core_of(rank.comm).world.bootstrap.exchange([0, 1], "started", b"", 20)
-        with pytest.raises(RevokedError, match="rank 1 gave up at operation #2"):
+        with pytest.raises(RevokedError, match="rank 1 gave up at operation #3"):
             request.synchronize(timeout_s=300)
         rank.stream.synchronize()
 
@@ -137,7 +137,7 @@ def test_what_nccl_refuses_is_raised_at_the_call(
     def main(rank: Rank) -> None:
         sums_to(rank, rank.comm, 1.0)
         nccl.fail("ncclAllReduce", code)
-        with pytest.raises(error, match=r"allreduce #2 on local, rank 0: NCCL failed"):
+        with pytest.raises(error, match=r"allreduce #3 on local, rank 0: NCCL failed"):
             rank.comm.allreduce(ones(rank))
         with pytest.raises(RevokedError):
             rank.comm.allreduce(ones(rank))

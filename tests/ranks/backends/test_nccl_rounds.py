@@ -176,14 +176,14 @@ def test_a_deadline_half_way_loses_the_communicator_only(begun: int) -> None:
             # Its next group, or the one behind that, stays in progress.
             nccl.set("hang_after", begun)
             nccl.set("hang_group", 1)
-            said = r"allreduce #2 on .*, rank 0: NCCL had not taken it up after 0\.2 s"
+            said = r"allreduce #3 on .*, rank 0: NCCL had not taken it up after 0\.2 s"
             with pytest.raises(TimeoutError_, match=said):
                 by_ring(rank, lost, timeout_s=0.2)
             nccl.set("hang_group", 0)
         else:
             x = rank.array(np.full(64, 2.0, "f4"))
             request = lost.allreduce(x, algorithm="nccl/ring", nonblocking=True)
-            with pytest.raises(RevokedError, match="rank 0 gave up at operation #2"):
+            with pytest.raises(RevokedError, match="rank 0 gave up at operation #3"):
                 request.synchronize()
         meet([0, 1], "hung", b"", 20)
         with pytest.raises(RevokedError):

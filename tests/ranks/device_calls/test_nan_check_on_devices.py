@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from ipc_ranks import ipc_here, on_ipc_threads
 from nccl_ranks import nccl_here, on_nccl_threads
-from staged_ranks import Rank, on_threads
+from staged_ranks import Rank, SimRanks, on_threads
 
 import commrt
+from commrt.devices import DeviceStream
 from commrt.errors import NotFiniteError, RefusedError, RevokedError
 from commrt.group import finite_values
 
@@ -233,3 +234,27 @@ def test_a_captured_call_is_not_looked_at() -> None:
 
     with nccl_here(is_clean=False):
         on_nccl_threads(2, main)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_check_comes_after_the_streams_of_the_array(seed: int) -> None:
+    """The call's stream is another one than what the array is ordered by."""
+
+    def main(rank: Rank) -> float:
+        rank.comm.nan_check = True
+        x = rank.array(np.ones(100, "f4"))
+        side = DeviceStream(rank.device)
+        rank.comm.allreduce(x, stream=side)
+        follow = rank.device.event_create()
+        rank.device.event_record(follow, side.handle)
+        rank.device.stream_wait_event(rank.stream.handle, follow)
+        value = rank.fetch(x)
+        rank.stream.synchronize()
+        rank.device.event_destroy(follow)
+        rank.comm.nan_check = False
+        return float(value()[0])
+
+    ranks = SimRanks(2, seed)
+    assert ranks.run(main) == [2.0, 2.0]
+    assert not ranks.world.violations
+    ranks.close()

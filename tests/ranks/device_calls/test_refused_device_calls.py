@@ -308,3 +308,67 @@ def test_a_fused_call_that_all_refuse_is_missing_nowhere(
         return [float(each()[0]) for each in seen]
 
     assert run(3, main) == [[0.0, 1.0, 6.0, 9.0, 12.0]] * 3
+
+
+def test_buckets_that_lack_different_calls_are_no_wrong_sum(
+    carrier: tuple[str, Run],
+) -> None:
+    """Each rank refuses another one of three calls: the buckets are equally long."""
+    _, run = carrier
+
+    def main(rank: Rank) -> list[str]:
+        comm = duplicate(rank)
+        wrong = rank.array(np.zeros(5, "f4"))
+        x = [rank.array(np.full(4, 10.0**k, "f4")) for k in range(3)]
+        requests, said = [], []
+        with suppress(CommError), comm.fused():
+            for k in range(3):
+                out = wrong if k == rank.rank else None
+                with suppress(UsageError):
+                    requests.append(comm.allreduce(x[k], out=out, nonblocking=True))
+        for each in requests:
+            with pytest.raises(CommError) as raised:
+                each.synchronize()
+            said.append(type(raised.value).__name__)
+        return said
+
+    for said in run(2, main):
+        assert len(said) == 2
+        assert {*said} <= {"MismatchError", "RefusedError", "RevokedError"}
+
+
+@pytest.mark.parametrize("kind", ["staged first", "algorithm", "params"])
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_a_call_is_refused_before_the_ranks_join(name: str, kind: str) -> None:
+    """They have met, and make what NCCL and memory of peers use."""
+
+    def main(rank: Rank) -> list[float]:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(600, "f4"))
+        wrong: dict[str, Any] = {"backend": name}
+        if kind == "staged first":
+            comm.allreduce(x, backend="staged", nonblocking=True).synchronize()
+            wrong["out"] = rank.array(np.zeros(7, "f4"))
+        elif kind == "algorithm":
+            wrong = {"algorithm": f"{name}/nope"}
+        else:
+            wrong["params"] = {"chunk": -3}
+        if rank.rank == 1:
+            with pytest.raises(UsageError):
+                comm.allreduce(x, **wrong)
+        else:
+            told = fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+            assert "rank 1 has refused its call" in told
+        y = rank.array(np.ones(8, "f4"))
+        comm.allreduce(y, backend=name, nonblocking=True).synchronize()
+        value = rank.fetch(y)
+        rank.stream.synchronize()
+        comm.free()
+        return [float(each) for each in value()][:1]
+
+    if name == "nccl":
+        with nccl_here(is_clean=False):
+            assert on_nccl_threads(2, main) == [[2.0]] * 2
+    else:
+        with ipc_here(is_clean=False):
+            assert on_ipc_threads(2, main, survives=False) == [[2.0]] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from staged_ranks import Rank, on_threads
 
 import commrt
-from commrt.errors import RefusedError, UsageError
+from commrt.errors import BufferError_, CommError, RefusedError, UsageError
 
 LENGTH = 600
 LONG_S = 300.0
@@ -85,6 +86,13 @@ WRONG: dict[str, tuple[str, Callable[[Calls], dict[str, Any]], str]] = {
     "sparse-out": ("sparse", lambda calls: {"out": zeros(calls.rank, 7)}, "out has 7"),
     "sparse-place": ("sparse", lambda calls: {"x": host_vector(calls)}, "place|host"),
     "sparse-timeout": ("sparse", lambda _: {"timeout_s": "soon"}, "timeout_s"),
+    "compressed-type": ("compressed", lambda _: {"compress": np.float16}, "compress="),
+    "sparse-bare": ("sparse", lambda calls: {"x": calls.values}, "x is a DeviceArray"),
+    "sparse-pair": (
+        "sparse",
+        lambda calls: {"x": (calls.indices, calls.values)},
+        "x is a tuple",
+    ),
     "topk-k": ("topk", lambda _: {"k": -4}, "k=-4"),
     "topk-residual": (
         "topk",
@@ -194,6 +202,95 @@ def test_a_service_is_opened_while_calls_are_in_flight(refuses: int) -> None:
         calls.compressed().synchronize()
         for each in made:
             each.synchronize()
+        go_on(calls)
+        rank.stream.synchronize()
+        calls.comm.free()
+
+    on_threads(2, main)
+
+
+def test_a_refused_call_is_told_of_by_a_rank_that_frees() -> None:
+    """The communicator's thread may end before it comes to the refused call."""
+
+    def main(rank: Rank) -> None:
+        for _ in range(5):
+            calls = Calls(rank)
+            calls.compressed().synchronize()
+            rank.comm.barrier()
+            if rank.rank == 0:
+                with pytest.raises(UsageError, match="out has 7"):
+                    calls.compressed(out=zeros(rank, 7))
+            else:
+                assert "rank 0 has refused its call" in fail(calls.compressed)
+            with suppress(CommError):
+                calls.comm.free()
+            rank.comm.barrier()
+
+    on_threads(2, main)
+
+
+def test_a_refused_call_behind_one_that_nobody_drives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waits for the earlier call takes the place of the refused one, too."""
+    monkeypatch.setenv("COMMRT_PROGRESS", "off")
+
+    def main(rank: Rank) -> None:
+        calls = Calls(rank)
+        calls.compressed().synchronize()
+        earlier = calls.compressed()
+        if rank.rank == 0:
+            with pytest.raises(UsageError, match="out has 7"):
+                calls.compressed(out=zeros(rank, 7))
+            earlier.synchronize()
+        else:
+            later = calls.compressed()
+            earlier.synchronize()
+            assert "rank 0 has refused its call" in fail(lambda: later)
+        assert calls.comm.allreduce(np.ones(1))[0] == 2
+        rank.stream.synchronize()
+        calls.comm.free()
+
+    on_threads(2, main)
+
+
+class Odd:
+    """An array whose error has text that UTF-8 cannot write."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise RuntimeError("bad \udc80 text")
+
+
+def test_an_error_with_odd_text_is_told_of() -> None:
+    def main(rank: Rank) -> None:
+        calls = Calls(rank)
+        calls.compressed().synchronize()
+        if rank.rank == 0:
+            with pytest.raises(BufferError_):
+                calls.compressed(out=Odd())
+        else:
+            assert "rank 0 has refused its call" in fail(calls.compressed)
+        go_on(calls)
+        rank.stream.synchronize()
+        calls.comm.free()
+
+    on_threads(2, main)
+
+
+@pytest.mark.parametrize("kind", ["sparse-out", "compressed-out", "topk-k"])
+def test_in_check_mode_all_ranks_raise_and_go_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMRT_DEBUG", "check")
+    name, arguments, words = WRONG[kind]
+
+    def main(rank: Rank) -> None:
+        calls = Calls(rank)
+        go_on(calls)
+        more = arguments(calls) if rank.rank == 1 else {}
+        with pytest.raises(CommError, match=words):
+            getattr(calls, name)(**more).synchronize()
         go_on(calls)
         rank.stream.synchronize()
         calls.comm.free()

@@ -253,3 +253,58 @@ def test_a_call_that_all_refuse_is_missing_nowhere() -> None:
         return [float(each.wait()[0]) for each in requests]
 
     assert run(3, main) == [[0.0, 6.0, 9.0, 12.0]] * 3
+
+
+@pytest.mark.parametrize("kind", ["long", "algorithm", "bound", "compressed"])
+def test_calls_in_no_bucket_are_refused_in_their_place(kind: str) -> None:
+    """The others' bucket comes before, and theirs runs by itself."""
+
+    def main(comm: Communicator) -> list[Any]:
+        count = 4096 if kind == "long" else 100
+        a, x = np.full(100, 1.0), np.full(count, 10.0, "f4")
+        more = {
+            "algorithm": {"algorithm": "ring"},
+            "compressed": {"compress": "bfloat16"},
+        }
+        how = more.get(kind, {})
+        comm.nan_check = kind == "bound"
+        bound = comm.plan.allreduce(x)
+        said: list[Any] = []
+        with comm.fused(nbytes=16384):
+            first = comm.allreduce(a, nonblocking=True)
+            try:
+                if kind == "bound":
+                    x[3] = np.nan if comm.rank == 1 else 1.0
+                    bound()
+                else:
+                    out = np.zeros(7, "f4") if comm.rank == 1 else None
+                    comm.allreduce(x, out=out, nonblocking=True, **how).wait()
+            except (UsageError, RefusedError) as error:
+                said.append(type(error).__name__)
+        return [*said, float(first.wait()[0]), float(comm.allreduce(np.ones(1))[0])]
+
+    first, second, third = run(3, main)
+    assert first == third == ["RefusedError", 3.0, 3.0]
+    assert second[0] in ("UsageError", "NotFiniteError")
+    assert second[1:] == [3.0, 3.0]
+
+
+def test_a_fused_call_that_cannot_be_read_ends_the_communicator() -> None:
+    """Nobody knows whether the others have it in a bucket."""
+
+    def main(comm: Communicator) -> list[str]:
+        comm.timeout_s = 300
+        said = []
+        with suppress(CommError), comm.fused(nbytes=64):
+            x = object() if comm.rank == 1 else np.ones(100)
+            for each in (x, np.ones(100)):
+                try:
+                    comm.allreduce(each, nonblocking=True).wait()
+                    said.append("done")
+                except CommError as error:
+                    said.append(type(error).__name__)
+        return said
+
+    first, second = run(2, main)
+    assert "done" not in first
+    assert second == ["BufferError_", "RevokedError"]

@@ -122,7 +122,7 @@ def test_a_rank_that_is_killed_is_named_and_streams_go_on(tmp_path: Path) -> Non
     assert sorted(said) == [0, 2]
     for result, first, later, aborted in said.values():
         assert result == 3.0
-        assert first.startswith("PeerFailedError: allreduce #2 on"), first
+        assert first.startswith("PeerFailedError: allreduce #3 on"), first
         assert "rank 1" in first
         assert "has ended" in first
         assert later.startswith("RevokedError"), later
@@ -197,7 +197,7 @@ def test_who_is_missing_is_named_and_other_communicators_work(
         assert told or "rank 2 on this node has not started it" in text, text
         assert found[rank]["later"].startswith("RevokedError")
         assert found[rank]["aborted"] == 1
-    assert any(text.startswith("TimeoutError_: allreduce #2") for text in firsts)
+    assert any(text.startswith("TimeoutError_: allreduce #3") for text in firsts)
     assert complaints == []
 
 
@@ -233,7 +233,7 @@ def test_an_error_of_nccl_is_told_and_peers_do_not_wait(
         assert "remote process exited" in found[0]["error"]
     else:
         assert "NCCL failed: internal error (3)" in found[0]["error"]
-        assert "rank 0 gave up at operation #2" in found[1]["error"]
+        assert "rank 0 gave up at operation #3" in found[1]["error"]
     assert complaints == []
 
 

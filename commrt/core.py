@@ -76,14 +76,19 @@ _MAY_FUSE = frozenset(("x", "out", "op", "nonblocking", "timeout_s", "stream"))
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """Stands for a refused call whose place nobody knows: the communicator ends."""
+class _InAnyPlace:
+    """Carries a refused call of which nobody knows whether others have it in a bucket.
+
+    It takes both places. Ranks that have all refused it are in step; others find that
+    their buckets differ.
+    """
 
     core: Core
 
     def refuse(self, error: Exception) -> None:
-        """Let no rank wait for it, nor take another call for it."""
-        self.core.give_up(f"a call within fused() was refused: {error}")
+        """Take the place of a call that was refused here."""
+        self.core.fusion.refuse(error)
+        self.core.refuse(error)
 
 
 class Core(Channel):
@@ -194,7 +199,7 @@ class Core(Channel):
         if self.fusion.nbytes is not None and name in FUSED:
             would_fuse = self._would_fuse(args, arguments)
             if would_fuse is None:
-                return _Ends(self)
+                return _InAnyPlace(self)
             if would_fuse:
                 return self.fusion
         on_host = self.devices.carrier_on_host(args, arguments)

@@ -289,8 +289,8 @@ def test_calls_in_no_bucket_are_refused_in_their_place(kind: str) -> None:
     assert second[1:] == [3.0, 3.0]
 
 
-def test_a_fused_call_that_cannot_be_read_ends_the_communicator() -> None:
-    """Nobody knows whether the others have it in a bucket."""
+def test_a_fused_call_that_cannot_be_read_is_no_wrong_sum() -> None:
+    """Nobody knows whether the others have it in a bucket: here they have not."""
 
     def main(comm: Communicator) -> list[str]:
         comm.timeout_s = 300
@@ -299,12 +299,13 @@ def test_a_fused_call_that_cannot_be_read_ends_the_communicator() -> None:
             x = object() if comm.rank == 1 else np.ones(100)
             for each in (x, np.ones(100)):
                 try:
-                    comm.allreduce(each, nonblocking=True).wait()
-                    said.append("done")
+                    found = comm.allreduce(each, nonblocking=True).wait()
+                    said.append("done" if (found == 2).all() else "wrong")
                 except CommError as error:
                     said.append(type(error).__name__)
         return said
 
     first, second = run(2, main)
-    assert "done" not in first
-    assert second == ["BufferError_", "RevokedError"]
+    assert first[0] == "RefusedError"
+    assert second[0] == "BufferError_"
+    assert {first[1], second[1]} <= {"done", "MismatchError", "RevokedError"}

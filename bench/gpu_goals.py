@@ -93,16 +93,17 @@ def _of_parts(found: Found) -> tuple[float, str]:
 
 def _of_card(found: Found) -> tuple[float, str]:
     """Two ranks read and write twice as much as a copy of one rank's bytes does."""
-    best = None
+    best, why = None, ""
     for part in ("peers", "peers under MPS"):
         try:
             row = _one(found, part)["rows"][-1]
-        except LookupError:
+        except LookupError as error:
+            why = why or found[part].why_not or str(error)
             continue
         if best is None or row["median_us"] < best[0]:
             best = row["median_us"], part, row["nbytes"]
     if best is None:
-        raise LookupError(found["peers"].why_not or "peers: no figures")
+        raise LookupError(why)
     took_us, part, nbytes = best
     copies = _one(found, "parts")
     copy_us = copies["long"]["on_device_us"] * nbytes / copies["nbytes"]
@@ -115,16 +116,17 @@ def _of_card(found: Found) -> tuple[float, str]:
 
 def _overlap(found: Found) -> tuple[float, str]:
     """A rank alone copies only; two ranks add on the host, and hide more."""
-    best = None
+    best, why = None, ""
     for part in ("overlap", "overlap of two ranks under MPS"):
         try:
             row = _one(found, part)["rows"][-1]
-        except LookupError:
+        except LookupError as error:
+            why = why or found[part].why_not or str(error)
             continue
         if best is None or row["overlap_percent"] > best[0]:
             best = row["overlap_percent"], part, row["nbytes"]
     if best is None:
-        raise LookupError(found["overlap"].why_not or "overlap: no figures")
+        raise LookupError(why)
     percent, part, nbytes = best
     return percent, f"{percent:.0f} % ({nbytes} B: {part})"
 

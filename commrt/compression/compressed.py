@@ -280,7 +280,7 @@ class Compression:
 
     @property
     def opened(self) -> Refusing | None:
-        """What compressed calls begin on; None: the ranks have not made it yet."""
+        """Carrier of compressed calls; None: the ranks have not made it yet."""
         return self._channels
 
     def carrier(self, arguments: Mapping[str, Any]) -> Refusing | None:

@@ -361,7 +361,7 @@ class SparseSums:
 
     @property
     def opened(self) -> Refusing | None:
-        """What sparse calls begin on; None: the ranks have not made it yet."""
+        """Carrier of sparse calls; None: the ranks have not made it yet."""
         return self._state
 
     def _carrier(self, is_on_device: bool) -> Refusing | None:

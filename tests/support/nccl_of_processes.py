@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stub_library import build_stub
 
+from commrt.errors import CommError
 from commrt.nccl import NcclComm
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
 
-__all__ = ["Here", "NcclOfProcesses", "OverNccl", "build", "here"]
+__all__ = ["Here", "NcclOfProcesses", "OverNccl", "build", "error_of", "here"]
 
 
 def build() -> Path:
@@ -137,3 +138,12 @@ class OverNccl:
 
 
 _BLOCKS_OF_X = ("reduce_scatter", "alltoall", "scatter")
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error of a call in words."""
+    try:
+        call()
+    except CommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

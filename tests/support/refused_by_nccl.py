@@ -4,29 +4,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from nccl_of_processes import error_of
 
 import commrt
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.devices.registry import cuda_device
-from commrt.errors import CommError
 from commrt.launch.detect import detect
 
 __all__ = ["check_refused", "refused_by_nccl"]
 
 COUNT = 1000
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """Return the error of a call in words."""
-    try:
-        call()
-    except CommError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def refused_by_nccl(refuses: int) -> list[Any]:

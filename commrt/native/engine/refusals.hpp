@@ -21,9 +21,9 @@
 // Between nodes packets tell (P2P::tell_refused), and `afar` keeps the order of messages. A rank that
 // leaves a call by such a packet tells its node first, as one that refuses does.
 //
-// What a device was given cannot be taken back, and a library there matches calls by their order. So
-// the communicator ends by a refusal that meets such a call; and a rank that has refused one gives
-// the device the next one only when its peers have heard of that.
+// A device gives no call back, and a library there matches calls by their order. So a refusal that
+// meets such a call ends the communicator; and a rank that has refused one gives the device the next
+// one only when its peers have heard of that.
 #pragma once
 
 #include <atomic>

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ipc_ranks import ipc_here, on_ipc_threads
+from device_carriers import CARRIERS, Run, carrier_here
 from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, SimRanks, on_threads
 
@@ -17,23 +17,14 @@ from commrt.devices import DeviceStream
 from commrt.errors import NotFiniteError, RefusedError, RevokedError
 from commrt.group import finite_values
 
-Run = Callable[..., list[Any]]
-
 COUNT, AT = 5000, 4321
 ADDED = commrt.reduction(lambda a, b: np.add(a, b, out=b), commutative=True)
 
 
-@pytest.fixture(params=["staged", "nccl", "ipc"])
+@pytest.fixture(params=CARRIERS)
 def carrier(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
-    name = request.param
-    if name == "nccl":
-        with nccl_here(is_clean=False):
-            yield name, on_nccl_threads
-    elif name == "ipc":
-        with ipc_here(is_clean=False):
-            yield name, lambda size, main: on_ipc_threads(size, main, survives=False)
-    else:
-        yield name, on_threads
+    with carrier_here(request.param) as run:
+        yield request.param, run
 
 
 @pytest.fixture(autouse=True)

@@ -14,33 +14,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ipc_ranks import ipc_here, on_ipc_threads
-from nccl_ranks import nccl_here, on_nccl_threads
-from staged_ranks import Rank, on_threads
+from device_carriers import CARRIERS, Run, carrier_here
+from staged_ranks import Rank
 
 from commrt.comm import core_of
 from commrt.errors import CommError, RefusedError, RevokedError, UsageError
-
-Run = Callable[..., list[Any]]
 
 LONG_S = 300.0
 """No rank may need its deadline."""
 
 
-@pytest.fixture(params=["staged", "nccl", "ipc"])
+@pytest.fixture(params=CARRIERS)
 def carrier(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
-    name = request.param
-    if name == "nccl":
-        with nccl_here(is_clean=False):
-            yield name, on_nccl_threads
-    elif name == "ipc":
-        with ipc_here(is_clean=False):
-            yield (
-                name,
-                lambda size, main: on_ipc_threads(size, main, survives=False),
-            )
-    else:
-        yield name, on_threads
+    with carrier_here(request.param) as run:
+        yield request.param, run
 
 
 def duplicate(rank: Rank) -> Any:
@@ -173,9 +160,9 @@ def test_the_others_are_told_before_they_call(carrier: tuple[str, Run]) -> None:
     run(3, main)
 
 
-def test_a_root_that_was_done_hears_of_it(carrier: tuple[str, Run]) -> None:
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_a_root_that_was_done_hears_of_it(name: str) -> None:
     """A root may have sent all that there is to send; its communicator ends too."""
-    name, run = carrier
 
     def main(rank: Rank) -> str:
         comm = duplicate(rank)
@@ -191,9 +178,8 @@ def test_a_root_that_was_done_hears_of_it(carrier: tuple[str, Run]) -> None:
         rank.comm.barrier()
         return end(rank, comm)
 
-    if name == "staged":
-        pytest.skip("the host takes back what a root has sent")
-    run(2, main)
+    with carrier_here(name) as run:
+        run(2, main)
 
 
 def test_shrink_makes_a_communicator_that_works(carrier: tuple[str, Run]) -> None:
@@ -366,9 +352,5 @@ def test_a_call_is_refused_before_the_ranks_join(name: str, kind: str) -> None:
         comm.free()
         return [float(each) for each in value()][:1]
 
-    if name == "nccl":
-        with nccl_here(is_clean=False):
-            assert on_nccl_threads(2, main) == [[2.0]] * 2
-    else:
-        with ipc_here(is_clean=False):
-            assert on_ipc_threads(2, main, survives=False) == [[2.0]] * 2
+    with carrier_here(name) as run:
+        assert run(2, main) == [[2.0]] * 2

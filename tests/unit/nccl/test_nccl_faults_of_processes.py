@@ -16,7 +16,7 @@ from typing import Any
 import cuda_on_host
 import numpy as np
 import pytest
-from nccl_of_processes import NcclOfProcesses, here
+from nccl_of_processes import NcclOfProcesses, error_of, here
 from refused_by_nccl import check_refused, refused_by_nccl
 from run_ranks import RunRanks
 
@@ -24,7 +24,6 @@ import commrt
 from commrt.comm import Communicator, core_of
 from commrt.devices import DeviceArray, DeviceStream
 from commrt.devices.registry import cuda_device
-from commrt.errors import CommError
 from commrt.launch.detect import detect
 
 DEADLINE_S = 300.0
@@ -66,15 +65,6 @@ class Rank:
         x = comm.allreduce(self.ones(), algorithm=NATIVE)
         stream.synchronize()
         return float(x.get()[0])
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """Return the error of a call in words."""
-    try:
-        call()
-    except CommError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def run(

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import COUNTS, SPREADS, Case, legal_pairs, numpy_dtype, run_cases
-from nccl_of_processes import NcclOfProcesses, OverNccl, here
+from nccl_of_processes import NcclOfProcesses, OverNccl, error_of, here
 from run_ranks import RunRanks
 
 import commrt
 from commrt.comm import core_of
-from commrt.errors import CommError
 from commrt.launch.detect import detect
 from commrt.nccl import NcclComm, NcclConfig, libnccl, support
 from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
@@ -220,15 +219,6 @@ def lives(size: int) -> dict[str, Any]:
     seen["made"] = library.counter("made") - library.counter("destroyed")
     seen["aborted"] = library.counter("aborted")
     return seen
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """Return the error of a call in words."""
-    try:
-        call()
-    except CommError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 INTERNAL_ERROR = 3

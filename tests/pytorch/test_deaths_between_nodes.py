@@ -211,6 +211,35 @@ def test_what_was_sent_before_arrives(ranks: RunRanks) -> None:
     assert found == {0: [7.0, first, second], 1: [7.0, first], 2: [7.0]}
 
 
+def has_done_its_part_in_short_calls() -> list[float]:
+    """Rank 1 gives its part to rank 0, and leaves; rank 2 waits for rank 0."""
+    comm = commrt.init()
+    core, lengths = core_of(comm), (1, 1, 9, 500)
+    sum_of(comm)  # connects the nodes
+    if comm.rank == 1:
+        for length in lengths:
+            comm.reduce(np.ones(length), root=2)
+        return []
+    while not core.who_died(1):
+        core.world.engine.step()
+    if comm.rank == 0:
+        core.world.meet([0, 2], "late")
+        for length in lengths:
+            comm.reduce(np.ones(length), root=2)
+        return []
+    requests = [
+        comm.reduce(np.ones(length), root=2, nonblocking=True) for length in lengths
+    ]
+    assert not any(request.test() for request in requests)
+    core.world.meet([0, 2], "late")
+    return [float(request.wait().sum()) for request in requests]
+
+
+def test_short_calls_of_a_rank_that_has_left_count(ranks: RunRanks) -> None:
+    found = ranks.survivors(3, has_done_its_part_in_short_calls, env=on_nodes("2,1"))
+    assert found == {0: [], 1: [], 2: [3.0, 3.0, 27.0, 1500.0]}
+
+
 # -- late ranks -----------------------------------------------------------------------
 
 

@@ -177,10 +177,7 @@ std::shared_ptr<Op> Comm::fresh_op() {
 
 uint64_t Comm::take_number() {
   const uint64_t seq = next_seq++;
-  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
-  if (arena != nullptr) {
-    header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
-  }
+  tell_count();
   return seq;
 }
 
@@ -236,7 +233,6 @@ std::shared_ptr<Op> Comm::start_bucket(const std::shared_ptr<const Plan>& plan,
 
 // Keeps the books, and does the first of the work.
 std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
-  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
   note(op->seq, *op->plan, op->stream);
   if (chaos != nullptr) inject(*op);
 

@@ -455,8 +455,9 @@ class Comm {
   RankState state_of(int peer) const;
   // Tells ranks of this node what this one waits for; null: nothing.
   void show_wait(const ToldWait* wait);
-  // Counts one more operation, for the ranks that wait for it elsewhere; returns its number.
+  // Counts one more operation, and tells the other ranks; returns its number.
   uint64_t take_number();
+  void tell_count();
   // What a try of faults does to an operation that has its number (chaos.cpp).
   void inject(Op& op);
   // Remembers what an operation's array holds, in check mode (in_flight.cpp).
@@ -466,8 +467,7 @@ class Comm {
 
   // Ranks of this node that have not started operation `seq` yet.
   std::vector<int> not_started(uint64_t seq) const;
-  // Best half round trip to an on-node peer in ns, both calling equally often; negative
-  // where time ran out, here or there.
+  // Best half round trip to a peer of this node in ns; both call it equally often; < 0: no time.
   double probe_latency(int peer, int rounds, double timeout_s);
   // Measures both, while the peer does the same; negative where time ran out, here or there.
   SlotTimes probe_slots(int peer, size_t window, double timeout_s);

@@ -46,11 +46,17 @@ double Moment::seconds_since(uint64_t then_ticks) const {
   return 1e-9 * ns * static_cast<double>(ticks_ - then_ticks) / static_cast<double>(in_all);
 }
 
+void Comm::tell_count() {
+  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
+  if (arena == nullptr) return;
+  header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
+}
+
 // On one line, which is written with each call: so what it was costs nothing beside the count.
 void Comm::show_latest(const Record& record, uint64_t mark) {
+  tell_count();
   if (arena == nullptr) return;
   RankHeader& mine = *header(member_index_[rank]);
-  mine.started.store(next_seq, std::memory_order_relaxed);
   // Release: behind the count, for who compares it (differing_calls.cpp).
   mine.latest_mark.store(mark, std::memory_order_release);
   mine.latest_ticks.store(record.start_ticks, std::memory_order_relaxed);

@@ -27,7 +27,7 @@ PyDeviceCall start(const PyHostWork& self, const std::vector<ArrayRow>& rows, ui
   for (const auto& [address, nbytes, reads, writes] : rows) {
     arrays.push_back({as_memory(address), nbytes, reads, writes});
   }
-  return started(self, keep, nb::none(), [&](void* const* kept) {
+  return started(self, keep, nb::none(), timeout_s, [&](void* const* kept) {
     return self.own().start(std::move(arrays), stream, asked_for, kept, timeout_s);
   });
 }

@@ -18,7 +18,7 @@ using PyMpiWork = PyWork<MpiWork>;
 PyDeviceCall start(const PyMpiWork& self, const std::shared_ptr<const MpiDevicePlan>& plan,
                    uint64_t in, uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
                    nb::handle keep_out, double timeout_s) {
-  return started(self, keep_x, keep_out, [&](void* const* kept) {
+  return started(self, keep_x, keep_out, timeout_s, [&](void* const* kept) {
     return self.own().start(plan, as_memory(in), as_memory(out), stream, orders, kept, timeout_s);
   });
 }

@@ -19,7 +19,7 @@ using PyNcclWork = PyWork<NcclWork>;
 PyDeviceCall start(const PyNcclWork& self, const std::shared_ptr<const NcclPlan>& plan, uint64_t in,
                    uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
                    nb::handle keep_out, double timeout_s) {
-  return started(self, keep_x, keep_out, [&](void* const* kept) {
+  return started(self, keep_x, keep_out, timeout_s, [&](void* const* kept) {
     return self.own().start(plan, {as_memory(in), as_memory(out)}, stream, orders, kept,
                             timeout_s);
   });
@@ -30,7 +30,7 @@ PyDeviceCall start_arrays(const PyNcclWork& self, const std::shared_ptr<const Nc
                           nb::handle keep, double timeout_s) {
   std::vector<unsigned char*> arrays = as_memory(addresses);
   if (arrays.size() < 2) arrays.resize(2);
-  return started(self, keep, nb::none(), [&](void* const* kept) {
+  return started(self, keep, nb::none(), timeout_s, [&](void* const* kept) {
     return self.own().start(plan, std::move(arrays), stream, orders, kept, timeout_s);
   });
 }

@@ -31,7 +31,7 @@ PyDeviceCall start(const PyPeerWork& self, const std::shared_ptr<const PeerPlan>
           "the program publishes " + std::to_string(program.extents[i]) + " bytes in a part, and " +
           "half of the exchange memory has " + std::to_string(exchange.half_nbytes) +
           ": make the exchange memory larger, or the parts shorter");
-  return started(self, keep_x, keep_out, [&](void* const* kept) {
+  return started(self, keep_x, keep_out, timeout_s, [&](void* const* kept) {
     return self.own().start(plan, as_memory(in), as_memory(out), stream, orders, kept, timeout_s);
   });
 }

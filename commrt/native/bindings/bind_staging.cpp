@@ -25,7 +25,7 @@ using PyMessageStager = PyWork<MessageStager>;
 PyDeviceCall start(const PyStager& self, const std::shared_ptr<const StagedPlan>& plan,
                    uint64_t in, uint64_t out, uint64_t stream, bool orders, nb::handle keep_x,
                    nb::handle keep_out, double timeout_s) {
-  return started(self, keep_x, keep_out, [&](void* const* kept) {
+  return started(self, keep_x, keep_out, timeout_s, [&](void* const* kept) {
     return self.own().start(plan, {as_memory(in), as_memory(out)}, stream, orders, kept,
                             timeout_s);
   });
@@ -34,7 +34,7 @@ PyDeviceCall start(const PyStager& self, const std::shared_ptr<const StagedPlan>
 PyDeviceCall start_arrays(const PyStager& self, const std::shared_ptr<const StagedPlan>& plan,
                           const std::vector<uint64_t>& addresses, uint64_t stream, bool orders,
                           nb::handle keep, double timeout_s) {
-  return started(self, keep, nb::none(), [&](void* const* kept) {
+  return started(self, keep, nb::none(), timeout_s, [&](void* const* kept) {
     return self.own().start(plan, as_memory(addresses), stream, orders, kept, timeout_s);
   });
 }
@@ -52,7 +52,7 @@ PyDeviceCall start_messages(const PyMessageStager& self, const std::vector<Messa
   };
   fill(sends, lists.sends);
   fill(recvs, lists.recvs);
-  return started(self, keep, nb::none(), [&](void* const* kept) {
+  return started(self, keep, nb::none(), timeout_s, [&](void* const* kept) {
     return self.own().start(lists, stream, orders, kept, timeout_s);
   });
 }

@@ -32,9 +32,10 @@ std::vector<unsigned char*> as_memory(const std::vector<uint64_t>& addresses) {
 
 namespace {
 
+constexpr double kSignalPeriod_s = 0.05;
+
 // Returns how the wait ended: 0 done or failed, 1 out of time, 2 with a signal.
 int wait_for_end(const PyDeviceCall& self, double timeout_s) {
-  constexpr double kSignalPeriod_s = 0.05;
   constexpr unsigned kLooks = 64;
   Engine& engine = *self.engine;
   DeviceWork& work = self.work();
@@ -75,6 +76,18 @@ int wait_for_end(const PyDeviceCall& self, double timeout_s) {
 }
 
 }  // namespace
+
+void await_turn(const PyDeviceWork& self, double timeout_s) {
+  const double deadline = now_s() + timeout_s;
+  Engine& engine = *self.engine;
+  const auto may_start = [&] {
+    return self.work->may_start(std::min(now_s() + kSignalPeriod_s, deadline), deadline);
+  };
+  while (!guarded(may_start)) {
+    if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
 
 void PyDeviceCall::wait_on(Stream stream) const {
   guarded([&] {

@@ -99,11 +99,16 @@ void make_work(PyWork<Work>* self, Group& group, Make make) {
   new (self) PyWork<Work>{{std::move(made), group.engine}};
 }
 
+// Waits until a call may be given to the device.
+void await_turn(const PyDeviceWork& self, double timeout_s);
+
 // Starts a call, which takes references to what it is to keep.
 template <class F>
-PyDeviceCall started(const PyDeviceWork& self, nb::handle first, nb::handle second, F start) {
+PyDeviceCall started(const PyDeviceWork& self, nb::handle first, nb::handle second,
+                     double timeout_s, F start) {
   PyDeviceCall made{nullptr, self.engine};
   if (self.engine->has_ended()) drop_ended(*self.engine);
+  await_turn(self, timeout_s);
   void* kept[2] = {first.is_none() ? nullptr : first.inc_ref().ptr(),
                    second.is_none() ? nullptr : second.inc_ref().ptr()};
   try {

@@ -94,6 +94,7 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
     if (has_out) order_after(group_object, out, stream);
     PyDeviceCall call = started(
         entry->work, entry->sends ? nb::handle(asked.x) : nb::handle(Py_None), result,
+        asked.timeout_s,
         [&](void* const* kept) {
           return entry->start(from, to, stream, !asked.nonblocking, kept, asked.timeout_s);
         });

@@ -15,21 +15,21 @@ WatchedCall::~WatchedCall() {
   if (work != nullptr && begun != 0) work->events().give(begun);
 }
 
-void WatchedWork::settle_refusals(double timeout_s) {
-  if (comm_ == nullptr || !comm_->refusals.have_been()) return;
-  const double until_s = now_s() + timeout_s;
+bool WatchedWork::may_start(double until_s, double deadline_s) {
+  if (comm_ == nullptr || !comm_->refusals.have_been()) return true;
   GaveUp found;
-  progress_until([&] {
+  const auto is_settled = [&] {
     const std::lock_guard<std::mutex> own(engine_.mutex);
     comm_->refusals.look_around();
     found = comm_->who_gave_up(comm_->next_seq);
     if (!found.is_any() && comm_->broken) found.why = comm_->failure;
     if (found.is_any() || !comm_->refusals.hold_back(comm_->next_seq)) return true;
-    if (now_s() < until_s) return false;
+    if (now_s() < deadline_s) return false;
     found.why = "other ranks have not looked at a call that this rank has refused";
     return true;
-  });
-  if (!found.is_any()) return;
+  };
+  if (!progress_until(is_settled, until_s)) return false;
+  if (!found.is_any()) return true;
   give_up(found.kind(), found.why);
   throw CallFailure(failure_kind_, failure_);
 }

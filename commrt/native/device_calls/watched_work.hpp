@@ -59,14 +59,13 @@ class WatchedWork : public DeviceWork {
   using DeviceWork::DeviceWork;
   bool progress() override;
   void give_up_late(const CallPtr& call, double waited_s) override;
+  // Where this rank has refused a call, its peers are to hear of that first: a library would take
+  // the next call for theirs of the refused one. That may end the communicator.
+  bool may_start(double until_s, double deadline_s) override;
 
  protected:
   using WatchedPtr = std::shared_ptr<WatchedCall>;
 
-  // Waits, where this rank has refused a call, until its peers have heard of that: a library would
-  // take the next call for theirs of the refused one. Throws CallFailure where that has ended the
-  // communicator. The caller holds no lock.
-  void settle_refusals(double timeout_s);
   // The call becomes the communicator's next operation. Throws CallFailure where the ranks' calls
   // differ, or a fault on purpose is due.
   void count(WatchedCall& call, const WatchedPlan& plan, Stream stream, bool orders);

@@ -68,15 +68,18 @@ bool DeviceWork::pause(Backoff& backoff, double until_s) {
   return false;
 }
 
-void DeviceWork::progress_until(const std::function<bool()>& is_so) {
+bool DeviceWork::progress_until(const std::function<bool()>& is_so, double until_s) {
+  const bool is_limited = until_s != std::numeric_limits<double>::infinity();
   Backoff backoff(engine_, 0);
   while (!is_so()) {
     if (engine_.step()) {
       backoff.reset();
     } else {
-      pause(backoff);
+      pause(backoff, until_s);
     }
+    if (is_limited && (backoff.take_interrupt() || now_s() >= until_s)) return is_so();
   }
+  return true;
 }
 
 void DeviceWork::announce() {

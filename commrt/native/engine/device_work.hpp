@@ -86,6 +86,9 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   // Lets a stream wait for the end of a call. Throws DeviceFailure where one of them is in a
   // capture that the other one has no part in; the capture goes on.
   virtual void wait_on(const CallPtr& call, Stream stream) = 0;
+  // Waits until the next call may be given to the device; false where that is not so by `until_s`
+  // or a signal comes. Throws CallFailure where it never will be, or not by `deadline_s`.
+  virtual bool may_start(double /*until_s*/, double /*deadline_s*/) { return true; }
   // Gives the device what of a call can be given by now.
   virtual void advance(const CallPtr&) {}
   // Gives it all: nobody will ask for the call again.
@@ -132,8 +135,10 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   void check_failed() const;
   // Throws where a stream is captured; the capture goes on. `why` no graph can have the call.
   void refuse_capture_of(Stream stream, const char* why) const;
-  // Makes progress until that is so. Holds no lock that progress takes.
-  void progress_until(const std::function<bool()>& is_so);
+  // Makes progress until that is so. Holds no lock that progress takes. False where it is not so by
+  // `until_s`, or a signal comes before.
+  bool progress_until(const std::function<bool()>& is_so,
+                      double until_s = std::numeric_limits<double>::infinity());
   // The caller holds polling_. References that the call keeps become its own, and it counts as
   // under way.
   void take_up(DeviceCall& call, void* const* keep);

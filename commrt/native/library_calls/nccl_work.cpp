@@ -98,7 +98,6 @@ DeviceWork::CallPtr NcclWork::start(const std::shared_ptr<const NcclPlan>& plan,
   auto made = std::make_shared<NcclCall>();
   made->plan = plan;
   made->timeout_s = timeout_s;
-  settle_refusals(timeout_s);
   if (has(NcclPlanted::Unlocked)) {
     issue(made, arrays, stream, orders, keep);
   } else {

@@ -35,7 +35,6 @@ DeviceWork::CallPtr PeerWork::start(const std::shared_ptr<const PeerPlan>& plan,
   auto made = std::make_shared<PeerCall>();
   made->plan = plan;
   made->timeout_s = timeout_s;
-  settle_refusals(timeout_s);
   {
     HostLock own(device_, issue_);
     check(own.status());

@@ -301,3 +301,40 @@ def test_the_others_hear_of_a_refused_call(tmp_path: Path) -> None:
     said, complaints = run(tmp_path, 3, refused_by_nccl, refuses=1)
     check_refused(said, 1)
     assert complaints == []
+
+
+def interrupted(told: str) -> list[Any]:
+    """Interrupt the wait for a rank that has not looked at a refused call."""
+    me, file = Rank(), Path(told)
+    with DeviceStream(me.gpu) as stream:
+        said: list[Any] = [me.sums(me.comm, stream)]
+        if me.rank == 1:
+            short = DeviceArray(me.gpu, 999, "float32")
+            said.append(error_of(lambda: me.start(me.comm, out=short)))
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                me.start(me.comm, timeout_s=DEADLINE_S)
+            file.touch()
+            said.append(error_of(lambda: me.start(me.comm)))
+        else:
+            while not file.exists():  # it looks at nothing of commrt's
+                os.sched_yield()
+            said.append(error_of(lambda: me.start(me.comm).synchronize()))
+            said.append(error_of(lambda: me.start(me.comm)))
+        stream.synchronize()
+    return said
+
+
+def test_ctrl_c_ends_the_wait_after_a_refused_call(tmp_path: Path) -> None:
+    said, complaints = run(tmp_path, 2, interrupted, told=str(tmp_path / "told"))
+    result, refused, later = said[1]
+    assert (result, refused.split(":")[0], later.split(":")[0]) == (
+        *(2.0, "UsageError"),
+        "RevokedError",
+    )
+    result, refused, later = said[0]
+    assert result == 2.0
+    assert "rank 1 has refused its call" in refused
+    assert later.startswith("RevokedError")
+    assert complaints == []

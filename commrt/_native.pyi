@@ -2264,6 +2264,9 @@ class kernels:  # noqa: N801
 def leave_arrays(leaves: bool) -> None:
     """Whether this thread drops no arrays of devices that calls have kept."""
 
+def leaves_arrays() -> bool:
+    """Return whether this thread leaves arrays of devices to others."""
+
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...

@@ -36,13 +36,6 @@ __all__ = [
 _CURRENT = threading.local()
 
 
-class _Freeing(threading.local):
-    """The way in which a thread frees memory of devices."""
-
-    waits = True
-
-
-_FREEING = _Freeing()
 _LEFT = "_left_memory"
 """Attribute of a device: memory that threads were not allowed to free. It is freed
 before more is allocated on that device, so the device never holds more than the program
@@ -55,13 +48,12 @@ def freeing_nothing() -> Iterator[None]:
 
     To free it may wait for all that the device was given, and that for this thread.
     """
-    before, _FREEING.waits = _FREEING.waits, False
+    before = _native.leaves_arrays()
     _native.leave_arrays(True)
     try:
         yield
     finally:
-        _FREEING.waits = before
-        _native.leave_arrays(not before)
+        _native.leave_arrays(before)
 
 
 def free_what_was_left(device: Device) -> None:
@@ -71,7 +63,7 @@ def free_what_was_left(device: Device) -> None:
     call.
     """
     left: deque[tuple[int, int]] | None = device.__dict__.get(_LEFT)
-    while left and _FREEING.waits:
+    while left and may_free():
         try:
             each = left.popleft()
         except IndexError:  # another thread looks, too
@@ -85,7 +77,7 @@ def give_back(device: Device, address: int, pinned: int = 0) -> None:
     """Free memory, where this thread may; else leave it to others."""
     if not (address or pinned):  # it has been given back before
         return
-    if not _FREEING.waits:
+    if not may_free():
         device.__dict__.setdefault(_LEFT, deque()).append((address, pinned))
         return
     free_what_was_left(device)
@@ -94,7 +86,7 @@ def give_back(device: Device, address: int, pinned: int = 0) -> None:
 
 def may_free() -> bool:
     """Return whether this thread may wait for devices, as to free memory does."""
-    return _FREEING.waits
+    return not _native.leaves_arrays()
 
 
 def _free(device: Device, address: int, pinned: int) -> None:

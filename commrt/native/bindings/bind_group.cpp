@@ -560,6 +560,8 @@ void bind_group(nb::module_& m) {
   });
   m.def("mark_forked", [] { Engine::forked.store(true); });
   m.def("drop_ended", &drop_ended);
+  m.def("leaves_arrays", [] { return leaves_arrays; },
+        "Return whether this thread leaves arrays of devices to others.");
   m.def("leave_arrays", [](bool leaves) { leaves_arrays = leaves; }, nb::arg("leaves"),
         "Whether this thread drops no arrays of devices that calls have kept.");
 }

@@ -61,12 +61,16 @@ thread_local bool leaves_arrays = false;
 
 void drop_ended(Engine& engine) {
   const auto ended = engine.take_ended();
+  std::vector<void*> objects;
   if (leaves_arrays) {
     void* none[2] = {nullptr, nullptr};
     engine.discard_objects(none);  // somebody else is to look
   } else {
-    for (void* object : engine.take_objects()) Py_DECREF(static_cast<PyObject*>(object));
+    objects = engine.take_objects();
   }
+  // This is in any call of any communicator, and the device may wait for just that call.
+  const LeavingArrays leaving;
+  for (void* object : objects) Py_DECREF(static_cast<PyObject*>(object));
   for (const auto& op : ended) {
     for (void*& kept : op->keep) {
       if (!op->held) Py_XDECREF(static_cast<PyObject*>(kept));

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "arrays/view.hpp"
 #include "calls/plan_cache.hpp"
@@ -115,11 +116,24 @@ class Request {
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s,
                     bool spun = false);
 
-// Drops the Python objects of ended operations. Needs the GIL.
+// Drops the Python objects of ended operations, and leaves arrays that go with them. Needs the GIL.
 void drop_ended(Engine& engine);
 // True if this thread leaves arrays of devices to others. Freeing one may wait for the device, and
 // the device may wait for what this thread is to do.
 extern thread_local bool leaves_arrays;
+
+// Lets this thread leave them while it lives.
+class LeavingArrays {
+ public:
+  LeavingArrays() : before_(std::exchange(leaves_arrays, true)) {}
+  ~LeavingArrays() { leaves_arrays = before_; }
+  LeavingArrays(const LeavingArrays&) = delete;
+  LeavingArrays& operator=(const LeavingArrays&) = delete;
+
+ private:
+  const bool before_;
+};
+
 void keep_alive(Op& op, PyObject* first, PyObject* second);
 
 // Starts an operation and, unless nonblocking, waits for its end: the result, or a Request.

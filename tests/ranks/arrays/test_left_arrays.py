@@ -187,3 +187,27 @@ def test_a_communicator_that_is_dropped_there_stays_for_others(seed: int) -> Non
     gc.collect()
     assert ranks.world.live_nbytes < before - (2 << 20)
     ranks.close()
+
+
+def test_a_call_frees_no_array_of_an_earlier_one(seed: int) -> None:
+    """It may be what the device waits for; to free waits for the device."""
+
+    def main(rank: Rank) -> None:
+        device, gate = rank.device, rank.pin(64)
+        device.flag_store(gate, 0)
+        stream = device.stream_create(0)
+        x = DeviceArray(device, 4, "f4").put(np.ones(4, "f4"))
+        rank.comm.allreduce(x, stream=rank.stream, nonblocking=True).wait()
+        y = rank.array(np.ones(4, "f4"))
+        device.wait_value32_geq(stream, gate, 1)
+        del x  # the call alone has it
+        rank.comm.allreduce(y, nonblocking=True).synchronize()
+        device.flag_store(gate, 1)
+        device.stream_synchronize(stream)
+        device.stream_destroy(stream)
+        rank.finish()
+
+    ranks = SimRanks(2, seed)
+    ranks.run(main)
+    assert [left(rank.device) for rank in ranks.ranks] == [1, 1]
+    ranks.close()

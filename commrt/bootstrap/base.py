@@ -19,6 +19,7 @@ __all__ = [
     "Identities",
     "Keys",
     "check_alive",
+    "first_word",
     "poll_until",
     "timed_out",
     "with_heed",
@@ -236,6 +237,12 @@ def with_heed(
         heed()
 
     return call_both
+
+
+def first_word(*askers: Callable[[int], str] | None) -> Callable[[int], str]:
+    """Return what asks one after the other why a rank is gone, until one knows."""
+    known = [ask for ask in askers if ask is not None]
+    return lambda rank: next(filter(None, (ask(rank) for ask in known)), "")
 
 
 def check_alive(

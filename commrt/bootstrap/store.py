@@ -189,6 +189,22 @@ class StoreBootstrap:
         """Drop the count of attempts; the store keeps nothing that is over."""
         self._attempts.forget(key)
 
+    def post(self, key: str, blob: bytes) -> None:
+        """Say something to whoever asks; local."""
+        with self._reaching():
+            self._store.set(f"{self.prefix}/{key}", bytes(blob))
+
+    def posted(self, key: str) -> bytes | None:
+        """Return what a rank has said under a key; None: nothing."""
+        name = f"{self.prefix}/{key}"
+        with self._reaching():
+            return bytes(self._store.get(name)) if self._store.check([name]) else None
+
+    def unpost(self, key: str) -> None:
+        """Take back what this rank has said, once nobody asks any more."""
+        with self._reaching():
+            self._store.delete_key(f"{self.prefix}/{key}")
+
     def private_store(self, purpose: str) -> Any:
         """Return a part of the store of torch for one use; the same on all ranks."""
         from torch.distributed import PrefixStore

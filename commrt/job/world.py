@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from commrt import _native, env
-from commrt.bootstrap.base import Bootstrap, Identities, with_heed
+from commrt.bootstrap.base import Bootstrap, Identities, first_word, with_heed
+from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
 from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
@@ -28,6 +29,7 @@ from commrt.job.arena import (
     process_arena,
     share,
 )
+from commrt.job.arrivals import Arrivals
 from commrt.job.bells import NodeBells, hang_bells, own_bells
 from commrt.job.heeds import Heeds
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
@@ -331,6 +333,10 @@ def connect_world(
     """
     if timeout_s is None:
         timeout_s = env.read_float("COMMRT_TIMEOUT_S")
+    arrivals = None
+    if isinstance(bootstrap, StoreBootstrap) and bootstrap.gone is None:
+        arrivals = Arrivals(bootstrap)
+        bootstrap.gone = arrivals.gone
     located = _agree(bootstrap, timeout_s)
     everybody = list(range(bootstrap.size))
     # A process group of one is not what COMMRT_NODES speaks of.
@@ -374,6 +380,10 @@ def connect_world(
             by_thread=_threads_may_call_mpi(world),
         )
         _load_mpi(world)
+    if world.liveness is not None:
+        bootstrap.gone = world.liveness.gone
+    if arrivals is not None:
+        arrivals.close()
     return world
 
 
@@ -435,7 +445,8 @@ def _agree_cores_and_bells(world: World) -> None:
     if world.size > 1 and not world.in_process:
         processes, limit_s = [each[5] for each in said], world.timeout_s
         world.liveness = watch_processes(world.bootstrap, here, processes, limit_s)
-        world.bootstrap.gone = world.liveness.gone
+        # Nobody tells of ranks of other nodes before the relay is there.
+        world.bootstrap.gone = first_word(world.liveness.gone, world.bootstrap.gone)
 
 
 def _agree(bootstrap: Bootstrap, timeout_s: float) -> LocatedTable:

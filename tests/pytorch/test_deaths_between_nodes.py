@@ -22,12 +22,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deaths_in_init import begins, check_heard
 from run_ranks import RunRanks
 from store_ranks import StoreRanks
 
 import commrt
 from commrt.comm import Communicator, core_of
 from commrt.errors import CommError, PeerFailedError, RevokedError
+from commrt.job import liveness
+from commrt.launch.detect import detect
 
 FAILED = (PeerFailedError, RevokedError)
 ENDED = r"rank {} .*process \d+ on \S+ has ended"
@@ -238,6 +241,23 @@ def has_done_its_part_in_short_calls() -> list[float]:
 def test_short_calls_of_a_rank_that_has_left_count(ranks: RunRanks) -> None:
     found = ranks.survivors(3, has_done_its_part_in_short_calls, env=on_nodes("2,1"))
     assert found == {0: [], 1: [], 2: [3.0, 3.0, 27.0, 1500.0]}
+
+
+def meets_on_machines(dies: int, number: int) -> str:
+    """Die in ``init``, where ranks of the other node do not see this process."""
+    rank = detect().rank
+    liveness.machine_identity = lambda: f"node {int(rank > 1)}"
+    return begins(dies, number)
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+@pytest.mark.parametrize("dies", [1, 3])
+def test_other_nodes_hear_of_a_death_in_init(
+    ranks: RunRanks, dies: int, number: int
+) -> None:
+    arguments = {"dies": dies, "number": number, "env": on_nodes("2,2")}
+    heard = ranks.survivors(4, meets_on_machines, **arguments)
+    check_heard(heard, 4, dies)
 
 
 # -- late ranks -----------------------------------------------------------------------

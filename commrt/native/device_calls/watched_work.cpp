@@ -15,8 +15,12 @@ WatchedCall::~WatchedCall() {
   if (work != nullptr && begun != 0) work->events().give(begun);
 }
 
+bool WatchedWork::may_have_to_wait() const {
+  return comm_ != nullptr && comm_->refusals.have_been();
+}
+
 bool WatchedWork::may_start(double until_s, double deadline_s) {
-  if (comm_ == nullptr || !comm_->refusals.have_been()) return true;
+  if (!may_have_to_wait()) return true;
   GaveUp found;
   const auto is_settled = [&] {
     const std::lock_guard<std::mutex> own(engine_.mutex);

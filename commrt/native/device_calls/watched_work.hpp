@@ -59,6 +59,7 @@ class WatchedWork : public DeviceWork {
   using DeviceWork::DeviceWork;
   bool progress() override;
   void give_up_late(const CallPtr& call, double waited_s) override;
+  bool may_have_to_wait() const override;
   // Where this rank has refused a call, its peers are to hear of that first: a library would take
   // the next call for theirs of the refused one. That may end the communicator.
   bool may_start(double until_s, double deadline_s) override;

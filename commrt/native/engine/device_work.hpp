@@ -86,6 +86,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   // Lets a stream wait for the end of a call. Throws DeviceFailure where one of them is in a
   // capture that the other one has no part in; the capture goes on.
   virtual void wait_on(const CallPtr& call, Stream stream) = 0;
+  // False: a call may be given to the device at once. Asked with the GIL held.
+  virtual bool may_have_to_wait() const { return false; }
   // Waits until the next call may be given to the device; false where that is not so by `until_s`
   // or a signal comes. Throws CallFailure where it never will be, or not by `deadline_s`.
   virtual bool may_start(double /*until_s*/, double /*deadline_s*/) { return true; }

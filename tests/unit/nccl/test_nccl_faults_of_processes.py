@@ -316,7 +316,7 @@ def interrupted(told: str) -> list[Any]:
             with pytest.raises(KeyboardInterrupt):
                 me.start(me.comm, timeout_s=DEADLINE_S)
             file.touch()
-            said.append(error_of(lambda: me.start(me.comm)))
+            said.append(error_of(lambda: me.start(me.comm).synchronize()))
         else:
             while not file.exists():  # it looks at nothing of commrt's
                 os.sched_yield()

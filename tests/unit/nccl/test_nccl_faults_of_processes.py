@@ -303,23 +303,35 @@ def test_the_others_hear_of_a_refused_call(tmp_path: Path) -> None:
     assert complaints == []
 
 
-def interrupted(told: str) -> list[Any]:
+def wait_for_file(file: Path) -> None:
+    """Wait, and look at nothing of commrt's."""
+    while not file.exists():
+        os.sched_yield()
+
+
+def start_with_alarm(me: Rank) -> None:
+    """Start a sum; in 0.3 s there is a signal."""
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    me.start(me.comm, timeout_s=DEADLINE_S)
+
+
+def interrupted(where: str) -> list[Any]:
     """Interrupt the wait for a rank that has not looked at a refused call."""
-    me, file = Rank(), Path(told)
+    me, looks_away, done = Rank(), Path(where) / "looks away", Path(where) / "done"
     with DeviceStream(me.gpu) as stream:
         said: list[Any] = [me.sums(me.comm, stream)]
         if me.rank == 1:
+            wait_for_file(looks_away)
             short = DeviceArray(me.gpu, 999, "float32")
             said.append(error_of(lambda: me.start(me.comm, out=short)))
             signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(KeyboardInterrupt):
-                me.start(me.comm, timeout_s=DEADLINE_S)
-            file.touch()
+                start_with_alarm(me)
+            done.touch()
             said.append(error_of(lambda: me.start(me.comm).synchronize()))
         else:
-            while not file.exists():  # it looks at nothing of commrt's
-                os.sched_yield()
+            looks_away.touch()
+            wait_for_file(done)
             said.append(error_of(lambda: me.start(me.comm).synchronize()))
             said.append(error_of(lambda: me.start(me.comm)))
         stream.synchronize()
@@ -327,7 +339,7 @@ def interrupted(told: str) -> list[Any]:
 
 
 def test_ctrl_c_ends_the_wait_after_a_refused_call(tmp_path: Path) -> None:
-    said, complaints = run(tmp_path, 2, interrupted, told=str(tmp_path / "told"))
+    said, complaints = run(tmp_path, 2, interrupted, where=str(tmp_path))
     result, refused, later = said[1]
     assert (result, refused.split(":")[0], later.split(":")[0]) == (
         *(2.0, "UsageError"),

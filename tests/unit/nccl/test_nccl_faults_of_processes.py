@@ -303,9 +303,10 @@ def test_the_others_hear_of_a_refused_call(tmp_path: Path) -> None:
     assert complaints == []
 
 
-def wait_for_file(file: Path) -> None:
-    """Wait, and look at nothing of commrt's."""
-    while not file.exists():
+def stop(pid: int) -> None:
+    """Stop a process, whose threads then look at nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    while ") T " not in Path(f"/proc/{pid}/stat").read_text():
         os.sched_yield()
 
 
@@ -315,31 +316,32 @@ def start_with_alarm(me: Rank) -> None:
     me.start(me.comm, timeout_s=DEADLINE_S)
 
 
-def interrupted(where: str) -> list[Any]:
-    """Interrupt the wait for a rank that has not looked at a refused call."""
-    me, looks_away, done = Rank(), Path(where) / "looks away", Path(where) / "done"
+def interrupted() -> list[Any]:
+    """Interrupt the wait for a rank that does not look at a refused call."""
+    me = Rank()
+    said = core_of(me.comm).world.bootstrap.exchange(
+        *(range(me.size), "processes", str(os.getpid()).encode(), DEADLINE_S)
+    )
     with DeviceStream(me.gpu) as stream:
-        said: list[Any] = [me.sums(me.comm, stream)]
+        found: list[Any] = [me.sums(me.comm, stream)]
         if me.rank == 1:
-            wait_for_file(looks_away)
+            stop(int(said[0]))
             short = DeviceArray(me.gpu, 999, "float32")
-            said.append(error_of(lambda: me.start(me.comm, out=short)))
+            found.append(error_of(lambda: me.start(me.comm, out=short)))
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             with pytest.raises(KeyboardInterrupt):
                 start_with_alarm(me)
-            done.touch()
-            said.append(error_of(lambda: me.start(me.comm).synchronize()))
+            os.kill(int(said[0]), signal.SIGCONT)
+            found.append(error_of(lambda: me.start(me.comm).synchronize()))
         else:
-            looks_away.touch()
-            wait_for_file(done)
-            said.append(error_of(lambda: me.start(me.comm).synchronize()))
-            said.append(error_of(lambda: me.start(me.comm)))
+            for _ in range(2):
+                found.append(error_of(lambda: me.start(me.comm).synchronize()))
         stream.synchronize()
-    return said
+    return found
 
 
 def test_ctrl_c_ends_the_wait_after_a_refused_call(tmp_path: Path) -> None:
-    said, complaints = run(tmp_path, 2, interrupted, where=str(tmp_path))
+    said, complaints = run(tmp_path, 2, interrupted)
     result, refused, later = said[1]
     assert (result, refused.split(":")[0], later.split(":")[0]) == (
         *(2.0, "UsageError"),

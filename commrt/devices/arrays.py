@@ -34,8 +34,6 @@ __all__ = [
 ]
 
 _CURRENT = threading.local()
-
-
 _LEFT = "_left_memory"
 """Attribute of a device: memory that threads were not allowed to free. It is freed
 before more is allocated on that device, so the device never holds more than the program

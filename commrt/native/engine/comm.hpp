@@ -467,7 +467,7 @@ class Comm {
 
   // Ranks of this node that have not started operation `seq` yet.
   std::vector<int> not_started(uint64_t seq) const;
-  // Best half round trip to a peer of this node in ns; both call it equally often; < 0: no time.
+  // Best half round trip to a peer of this node, which calls it as often, in ns; < 0: time ran out.
   double probe_latency(int peer, int rounds, double timeout_s);
   // Measures both, while the peer does the same; negative where time ran out, here or there.
   SlotTimes probe_slots(int peer, size_t window, double timeout_s);

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from commrt.calls.channel import Channel
@@ -13,6 +14,7 @@ from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid, make_grid, ranks_along, times
 from commrt.grids.mesh import parse_axes
 from commrt.grids.neighbors import make_neighborhood
+from commrt.group.calls_of_some import CallsOfSome
 from commrt.group.compare import Comparison
 from commrt.vocabulary.checks import as_integer, as_items, check_flag, check_name
 
@@ -23,6 +25,7 @@ Plain = TypeVar("Plain", bound=Channel)
 Cart = TypeVar("Cart", bound=Channel)
 Graph = TypeVar("Graph", bound=Channel)
 Made = TypeVar("Made", bound=Channel)
+Agree = Callable[[str, str], int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
     ) -> None:
         self._comm, self._comparison, self._kinds = comm, comparison, kinds
         self._made: weakref.WeakSet[Plain | Cart | Graph] = weakref.WeakSet()
+        self._calls_of_some = CallsOfSome(comm)
 
     @property
     def made(self) -> list[Plain | Cart | Graph]:
@@ -130,24 +134,34 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         if not self._comm.failed_by_death:
             self._comm.check_usable()
         self._comm.check_open()
-        own_name = check_name("create_group", name)
-        wish = self._wish("create_group", deterministic)
-        given = as_items(ranks)
-        if given is None:
+        calls = self._calls_of_some
+        with calls.telling_all():
+            ranks = self._check_group(ranks)
+        if self._comm.rank not in ranks:  # it is a call of others
             raise UsageError(
-                f"create_group: ranks={shown(ranks)} must be a sequence of ranks, such "
-                f"as [0, 1]"
+                f"create_group: ranks={ranks} must contain the caller's rank "
+                f"{self._comm.rank}"
             )
-        ranks = [self._comm.check_rank("create_group", "ranks", rank) for rank in given]
-        if len(set(ranks)) != len(ranks) or self._comm.rank not in ranks:
-            raise UsageError(
-                f"create_group: ranks={ranks} must be distinct and contain the "
-                f"caller's rank {self._comm.rank}"
-            )
+        with calls.telling(ranks):
+            own_name = check_name("create_group", name)
+            wish = self._wish("create_group", deterministic)
         world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
         label = f"comm{self._comm.identity}/group{ranks}"
-        title = f"{self._comm.name}.group{ranks}"
-        return self._derive(world_ranks, label, own_name or title, wish, once=False)
+        title = own_name or f"{self._comm.name}.group{ranks}"
+        agree = partial(calls.agree, ranks)
+        return self._derive(world_ranks, label, title, wish, agree)
+
+    def _check_group(self, given: Any) -> list[int]:
+        ranks = as_items(given)
+        if ranks is None:
+            raise UsageError(
+                f"create_group: ranks={shown(given)} must be a sequence of ranks, such "
+                f"as [0, 1]"
+            )
+        found = [self._comm.check_rank("create_group", "ranks", rank) for rank in ranks]
+        if len({*found}) != len(found):
+            raise UsageError(f"create_group: ranks={found} must be distinct")
+        return found
 
     def cart(
         self,
@@ -300,12 +314,11 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         label: str,
         name: str,
         deterministic: bool | None = None,
-        *,
-        once: bool = True,
+        agree: Agree | None = None,
     ) -> Plain:
         wish = self._comm.deterministic if deterministic is None else deterministic
         return self._make(
-            self._kinds.plain, ranks, label, name, once=once, deterministic=wish
+            self._kinds.plain, ranks, label, name, agree, deterministic=wish
         )
 
     def _derive_cart(
@@ -335,13 +348,13 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         ranks: Sequence[int],
         label: str,
         name: str,
-        *,
-        once: bool = True,
+        agree: Agree | None = None,
         **given: Any,
     ) -> Made:
         """Return a communicator of ranks of the world; collective over them.
 
-        ``once``: these ranks have never used the label, and never will again.
+        ``agree`` returns its identity, given the label and what all ranks must say.
+        None: these ranks have never used the label, and never will again.
         """
         world, limit = self._comm.world, self._comm.timeout_s
         same = f"deterministic={given.get('deterministic')}"
@@ -350,7 +363,10 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         # Where a rank had died before, those that remain make one all the same.
         deaths = not (comm.failed_by_death or comm.who_died())
         with comm.making(places, deaths=deaths):
-            identity = world.agree_id(ranks, label, same, limit, once=once)
+            if agree is None:
+                identity = world.agree_id(ranks, label, same, limit, once=True)
+            else:
+                identity = agree(label, same)
             made: Any = kind(world, ranks, name, identity, timeout_s=limit, **given)
         self.adopt(made)
         found: Made = made

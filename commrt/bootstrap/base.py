@@ -91,6 +91,17 @@ class Bootstrap(Protocol):
         """
         ...
 
+    def leave_word(self, key: str, blob: bytes) -> None:
+        """Let the other ranks read ``blob`` under a key; local, and waits for nobody.
+
+        It replaces what this rank said there before.
+        """
+        ...
+
+    def words(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return the last words that ranks have left under a key; local."""
+        ...
+
     def forget(self, key: str) -> None:
         """Drop what is kept of exchanges that no rank makes any more.
 

@@ -246,6 +246,22 @@ class MpiBootstrap:
             f"ranks makes another one"
         )
 
+    def leave_word(self, key: str, blob: bytes) -> None:
+        """Let the other ranks read ``blob`` under a key; local: they all get it."""
+        mail, name = self.mail, self._prefix + key
+        places = [place for rank, place in enumerate(self.places) if rank != self.rank]
+        with mail.lock:
+            mail.abandon([mail.send(Says.WORD, 0, name, blob, at) for at in places])
+
+    def words(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return the last words that ranks have left under a key; local."""
+        mail = self.mail
+        with mail.lock:
+            mail.progress()
+            said = mail.words.of(self._prefix + key)
+            there = {rank: said.get(self.places[rank]) for rank in ranks}
+        return {rank: word for rank, word in there.items() if word is not None}
+
     def forget(self, key: str) -> None:
         """Drop what is kept of exchanges that are over."""
         self.mail.forget(self._prefix + key)

@@ -40,6 +40,8 @@ class Says(IntEnum):
     HEARD = 1
     """The sender has everybody's blob, and waits for everybody to say so."""
     WITHDRAWN = 2
+    WORD = 3
+    """The sender says something to whoever asks; it belongs to no attempt."""
 
 
 @dataclass
@@ -91,6 +93,8 @@ class Mailbox:
         """Numbers of the communicators whose messages go over this one."""
         self.topics: ByExchange[Topic] = ByExchange(Topic)
         self.ballots: ByExchange[Ballot] = ByExchange(Ballot)
+        self.words: ByExchange[dict[int, bytes]] = ByExchange(dict)
+        """The last words of ranks of the communicator, by key."""
         self.shrinking: Beside | None = None
         """The call that makes a communicator of the ranks that live."""
         self._receiving: list[tuple[Any, int, bytearray]] = []
@@ -100,6 +104,7 @@ class Mailbox:
         """Drop what is kept of exchanges that no rank makes any more."""
         self.topics.forget(key)
         self.ballots.forget(key)
+        self.words.forget(key)
 
     def send(
         self, says: int, attempt: int, name: str, blob: bytes, place: int
@@ -176,6 +181,9 @@ class Mailbox:
         says, attempt, name, blob = _unpack(buffer)
         if says >= Vote.CAME:
             self.ballots.of(name).take(Vote(says), blob)
+            return
+        if says == Says.WORD:
+            self.words.of(name)[source] = blob
             return
         topic = self.topics.of(name)
         if attempt < topic.attempt:

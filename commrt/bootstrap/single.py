@@ -39,6 +39,13 @@ class SingleBootstrap:
         with self._keys.turn(members, key, timeout_s):
             return SingleBootstrap(), {0: bytes(blob)}
 
+    def leave_word(self, key: str, blob: bytes) -> None:
+        """Tell nobody: there are no others."""
+
+    def words(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return no words: there are no others."""
+        return {}
+
     def forget(self, key: str) -> None:
         """Keep nothing of exchanges, and so drop nothing."""
 

@@ -185,8 +185,20 @@ class StoreBootstrap:
         made._host, made._why_no_other_host = self._host, self._why_no_other_host
         return made
 
+    def leave_word(self, key: str, blob: bytes) -> None:
+        """Let the other ranks read ``blob`` under a key; local."""
+        self.post(f"{key}/word/{self.rank}", blob)
+        self.post(f"{key}/word", b"1")
+
+    def words(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return the last words that ranks have left under a key; local."""
+        if self.posted(f"{key}/word") is None:  # one question, as a rule
+            return {}
+        found = {rank: self.posted(f"{key}/word/{rank}") for rank in ranks}
+        return {rank: word for rank, word in found.items() if word is not None}
+
     def forget(self, key: str) -> None:
-        """Drop the count of attempts; the store keeps nothing that is over."""
+        """Drop the count of attempts; the store keeps words, and nothing else."""
         self._attempts.forget(key)
 
     def post(self, key: str, blob: bytes) -> None:

@@ -79,6 +79,8 @@ class ThreadWorld:
         self._failure: str | None = None
         self._gone: dict[int, str] = {}
         self._parts: dict[str, tuple[list[int], ThreadWorld]] = {}
+        self.words: dict[tuple[str, int], bytes] = {}
+        """What ranks have said to whoever asks, by key and rank."""
         self.store = MemoryStore()
         """Where ranks agree on who goes on."""
 
@@ -237,6 +239,13 @@ class _ThreadBootstrap:
             return made
 
         return met_by_survivors(agree, part, timeout_s)
+
+    def leave_word(self, key: str, blob: bytes) -> None:
+        self._world.words[key, self.rank] = bytes(blob)
+
+    def words(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        found = {rank: self._world.words.get((key, rank)) for rank in ranks}
+        return {rank: word for rank, word in found.items() if word is not None}
 
     def forget(self, key: str) -> None:
         pass

@@ -246,14 +246,26 @@ class World:
         ``heed``: what it raises ends the wait, as in ``Bootstrap.exchange``. Raises
         MismatchError on all of them unless they say the ``same``.
         """
+        return self.meet_for_id(members, key, same, None, timeout_s, once, heed)[0]
+
+    def meet_for_id(
+        self,
+        members: Sequence[int],
+        key: str,
+        same: str,
+        mine: Any,
+        timeout_s: float | None = None,
+        once: bool = False,
+        heed: Callable[[], object] | None = None,
+    ) -> tuple[int, list[Any]]:
+        """Return what ``agree_id`` does, and each member's ``mine`` (JSON)."""
         key = f"{key}/id"
-        blob = f"{self.identities.next} {same}".encode()
+        blob = json.dumps([self.identities.next, same, mine]).encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
         said = self.bootstrap.exchange(members, key, blob, limit, heed)
         if once:
             self.bootstrap.forget(key)
-        parts = [text.decode().partition(" ") for text in said]
-        wishes = [wish for _, _, wish in parts]
+        numbers, wishes, rest = zip(*map(json.loads, said), strict=True)
         if len({*wishes}) > 1:
             lines = [
                 f"  rank {rank} of the job: {wish}"
@@ -263,14 +275,14 @@ class World:
                 "the ranks of a new communicator disagree; pass equal arguments:\n"
                 + "\n".join(lines)
             )
-        chosen = max(int(number) for number, _, _ in parts)
+        chosen: int = max(numbers)
         self.identities.next = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
             raise BackendError(
                 f"communicator {chosen} needs an MPI tag above this library's limit "
                 f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
             )
-        return chosen
+        return chosen, [*rest]
 
 
 class _SharedByThreads(Arena):

@@ -78,6 +78,29 @@ def test_timeout_names_the_missing_rank_and_leaves_the_others_usable(
         assert f"rank {rank}: rank 1 did not arrive" in messages[rank]
 
 
+def leave_words() -> list[Any]:
+    """All but rank 0 leave word, and replace it; who asks waits for the last one."""
+    peers = _connect()
+    everybody, others = range(peers.size), range(1, peers.size)
+    found = [peers.words("k", everybody)]
+    for word in (b"first", b"second" * 1000):
+        peers.exchange(everybody, "looked", b"", 20)
+        if peers.rank:
+            peers.leave_word("k", word)
+        want = dict.fromkeys([r for r in others if r != peers.rank], word)
+        deadline = time.monotonic() + 20
+        while peers.words("k", [*want]) != want:
+            assert time.monotonic() < deadline
+        found.append(peers.words("other", everybody))
+    peers.exchange(everybody, "over", b"", 20)
+    peers.forget("k")
+    return [*found, peers.words("k", everybody)]
+
+
+def test_words_reach_whoever_asks(mpirun: Any) -> None:
+    assert mpirun(3, leave_words) == [[{}] * 4] * 3
+
+
 def come_again() -> list[list[int]]:
     """Rank 1 does not come twice; then it is late; then all come."""
     peers = _connect()

@@ -161,6 +161,28 @@ def test_a_wrong_dup_is_heard_of(mpirun: Any, where: str) -> None:
     assert mpirun(3, call_dup_again, env=nodes(where)) == [[3.0, 3.0]] * 3
 
 
+def call_create_group_again(size: int) -> list[Any]:
+    """Rank 1 cannot say whose call it was that it refused, or says it."""
+    comm = commrt.init()
+    ranks, odd = [*range(1, size), 0], comm.rank == 1
+    found = []
+    for wrong in ({"ranks": [0, 99]}, {"ranks": 1}, {"name": 1}, {"deterministic": 2}):
+        for _ in range(2):
+            with pytest.raises(ValueError if odd else RefusedError):
+                comm.create_group(**{"ranks": ranks} | (wrong if odd else {}))
+        if comm.rank < 2:
+            found.append(float(comm.create_group([0, 1]).allreduce(np.ones(1))[0]))
+    found.append(float(comm.create_group(ranks).allreduce(np.ones(1))[0]))
+    return [*found, comm.allreduce(np.ones(1))[0]]
+
+
+@pytest.mark.parametrize("where", ["", "2,1"])
+def test_a_wrong_create_group_is_heard_of(mpirun: Any, where: str) -> None:
+    of_two, of_all = [2.0] * 4, [3.0, 3.0]
+    found = mpirun(3, call_create_group_again, env=nodes(where), size=3)
+    assert found == [of_two + of_all, of_two + of_all, of_all]
+
+
 def expect_nothing() -> list[str]:
     """Rank 0 sends what rank 1 does not expect; then both go on."""
     comm = commrt.init()

@@ -32,6 +32,7 @@ __all__ = [
     "test_who_neither_came_nor_ended_is_named_and_met_later",
     "test_who_never_came_need_not_make_up_for_it",
     "test_who_waits_longer_meets_those_that_come_again",
+    "test_words_reach_whoever_asks_until_they_are_replaced",
     "test_wrong_members_are_an_error_before_anything_is_sent",
 ]
 
@@ -321,3 +322,23 @@ def test_the_others_go_on_without_a_rank_that_comes_too_late(
         return [made.rank, *said]
 
     assert run_threads(3, rank_main) == [[0, 0, 2], [], [1, 0, 2]]
+
+
+def test_words_reach_whoever_asks_until_they_are_replaced(
+    make: Maker, run_threads
+) -> None:
+    join = make(3)
+
+    def rank_main(rank: int) -> list[dict[int, bytes]]:
+        peers = join(rank)
+        found = [peers.words("k", range(3))]
+        for word in (b"first", b"second"):
+            peers.exchange(range(3), "looked", b"", 10)
+            if rank:
+                peers.leave_word("k", word + bytes([rank]))
+            peers.exchange(range(3), "said", b"", 10)
+            found += [peers.words("k", [0, 2]), peers.words("other", range(3))]
+        return found
+
+    expected = [{}, {2: b"first\x02"}, {}, {2: b"second\x02"}, {}]
+    assert run_threads(3, rank_main) == [expected] * 3

@@ -109,14 +109,19 @@ CALLS: dict[str, Call] = {
     "sub": lambda c, wrong: total(c.sub(3 if wrong else 0)),
     "graph": lambda c, wrong: total(c.graph([9] if wrong else [], [])),
     "mesh": lambda c, wrong: total(c.mesh({"a": 2 if wrong else SIZE})["a"].dup()),
-    "group": lambda c, wrong: total(c.create_group([0, 9] if wrong else [0, 2, 1])),
     "empty": lambda c, wrong: float(c.empty(-1 if wrong else 9).sum()),
 }
+GROUPS: dict[str, Any] = {
+    "another rank": {"ranks": [0, 9]},
+    "no list": {"ranks": 3},
+    "a rank twice": {"ranks": [0, 2, 1, 1]},
+    "its name": {"name": 5},
+    "its flag": {"deterministic": "no"},
+}
+"""Arguments of ``create_group`` that one rank has and refuses."""
 NAMED = [*CALLS][: [*CALLS].index("compression")]
 """Those whose errors name the rank by themselves."""
-APART = ["group"]
-"""Those whose ranks are not known, where they are what is wrong."""
-CHECKED = [name for name in CALLS if name not in ("group", "empty")]
+CHECKED = [name for name in CALLS if name != "empty"]
 """All that all ranks of a communicator call, and not those of a node alone."""
 
 
@@ -142,29 +147,68 @@ def test_all_ranks_hear_of_it_and_call_again(name: str) -> None:
         assert others == [3.0, [before, rank, after], 3.0]
 
 
-@pytest.mark.parametrize("name", APART)
-def test_all_ranks_may_call_again(name: str) -> None:
-    call = CALLS[name]
-    turns = threading.Barrier(SIZE, timeout=LIMIT_S)
+def group_of(cart: Any, ranks: Any, **others: Any) -> float:
+    return total(cart.create_group(ranks, **others))
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_ranks_of_a_group_hear_of_it_and_call_again(name: str) -> None:
+    right: dict[str, Any] = {"ranks": [0, 2, 1]}
 
     def rank_main(comm: Any) -> list[Any]:
         cart = comm.cart((SIZE,), periodic=True)
-        for _ in range(2):
-            cart.timeout_s = IN_VAIN_S
-            turns.wait()
+        for turn in range(4):
             odd = comm.rank == ODD_ONE
-            with pytest.raises(UsageError if odd else TimeoutError_) as raised:
-                call(cart, odd)
-            assert odd or "rank 1 did not arrive" in str(raised.value)
-            turns.wait()
-        cart.timeout_s = LIMIT_S
-        # Whatever is made of it afterwards, too, is the same on all ranks.
-        return [call(cart, False), total(cart.dup()), halo(cart, False), total(cart)]
+            with pytest.raises(UsageError if odd else RefusedError) as raised:
+                group_of(cart, **right | (GROUPS[name] if odd else {}))
+            assert odd or "rank 1 has refused its call" in str(raised.value)
+            if turn == 2:
+                group_of(cart, **right)
+        return [group_of(cart, **right), total(cart.dup()), total(cart)]
 
-    found = run(SIZE, rank_main, timeout_s=LIMIT_S)
-    for rank, (_, *others) in enumerate(found):
-        before, after = (rank - 1) % SIZE, (rank + 1) % SIZE
-        assert others == [3.0, [before, rank, after], 3.0]
+    assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [[3.0, 3.0, 3.0]] * SIZE
+
+
+def test_groups_that_have_nothing_to_do_with_a_refused_one_are_made() -> None:
+    def rank_main(comm: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            if comm.rank == 0:
+                with pytest.raises(UsageError):
+                    comm.create_group([0, 1], name=5)
+            elif comm.rank == 1:
+                with pytest.raises(RefusedError):
+                    comm.create_group([0, 1])
+            # An error that all make alike, and one of a rank that is not in there.
+            with pytest.raises(UsageError):
+                comm.create_group([0, 9])
+            if comm.rank == 2:
+                with pytest.raises(UsageError, match="caller's rank 2"):
+                    comm.create_group([0, 1])
+            for ranks in ([0, 1], [1, 2], [2, 0], [0, 2, 1]):
+                if comm.rank in ranks:
+                    found.append(group_of(comm, ranks))
+        return found
+
+    assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [[2.0, 2.0, 3.0] * 3] * SIZE
+
+
+def test_a_rank_far_ahead_of_others_with_refused_groups_is_met_again() -> None:
+    """It has refused twenty before the others make their first call."""
+    ahead = threading.Event()
+
+    def rank_main(comm: Any) -> float:
+        if comm.rank != ODD_ONE:
+            assert ahead.wait(LIMIT_S)
+        for number in range(20):
+            odd = comm.rank == ODD_ONE
+            with pytest.raises(UsageError if odd else RefusedError) as raised:
+                comm.create_group([0, number + SIZE] if odd else [0, 1, 2])
+            assert odd or f"ranks={number + SIZE} is not a rank" in str(raised.value)
+        ahead.set()
+        return group_of(comm, [0, 1, 2])
+
+    assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [3.0] * SIZE
 
 
 @pytest.mark.parametrize("name", CHECKED)

@@ -156,6 +156,8 @@ class ThreadWorld:
                         )
                     ended = [m for m in members if m in self._gone and m not in here]
                     if ended:
+                        if idle is not None:
+                            idle()  # it may have said before why it does not come
                         raise PeerFailedError(
                             f"rank {rank} stopped waiting for ranks "
                             f"{', '.join(map(str, members))}: rank {ended[0]} does not "

@@ -243,6 +243,34 @@ def test_short_calls_of_a_rank_that_has_left_count(ranks: RunRanks) -> None:
     assert found == {0: [], 1: [], 2: [3.0, 3.0, 27.0, 1500.0]}
 
 
+def refuses_its_last_call_and_leaves(algorithm: str | None) -> list[str]:
+    """Rank 1 has left before the others call, and had refused its call before."""
+    comm = commrt.init()
+    core = core_of(comm)
+    sum_of(comm)  # connects the nodes
+    out = np.empty(5 + (comm.rank == 1))
+    while comm.rank != 1 and not core.who_died(1):
+        core.world.engine.step()
+    with pytest.raises(CommError, match="out has 6 elements") as raised:
+        comm.allreduce(np.ones(5), out=out, algorithm=algorithm)
+    assert core.comes_to_rest()
+    return [type(raised.value).__name__]
+
+
+@pytest.mark.parametrize("nodes", ["2,1", "1,1,1"])
+@pytest.mark.parametrize("algorithm", ["ring", None])
+def test_a_rank_that_leaves_after_a_refused_call_has_said_so(
+    ranks: RunRanks, nodes: str, algorithm: str | None
+) -> None:
+    found = ranks.survivors(
+        3,
+        refuses_its_last_call_and_leaves,
+        env=on_nodes(nodes),
+        algorithm=algorithm,
+    )
+    assert found == {0: ["RefusedError"], 1: ["UsageError"], 2: ["RefusedError"]}
+
+
 def meets_on_machines(dies: int, number: int) -> str:
     """Die in ``init``, where ranks of the other node do not see this process."""
     rank = detect().rank
@@ -304,6 +332,7 @@ def goes_on(dies: list[int]) -> list[Any]:
     comm = commrt.init()
     sum_of(comm)
     part = comm.split(int(comm.rank in dies))
+    core_of(comm).world.meet(range(comm.size), "made")
     if comm.rank in dies:
         die()
     error = last_error(comm)

@@ -460,7 +460,9 @@ void Afar::work() {
   });
 }
 
+// A relay takes or brings nothing any more once it has failed to, so no order is lost.
 void Afar::fail(const char* function, int code) {
+  if (comm_.off_node->is_relay) return;
   comm_.break_down("messages of a refused call: " + comm_.off_node->describe(function, code));
   comm_.tell_failure(comm_.next_seq);
 }

@@ -258,8 +258,9 @@ class P2P {
     void took_packet() { ack->consumed.store(++in, std::memory_order_release); }
 
     bool on_the_way() const {
-      return !control.empty() || !notices.empty() || !mpi_sending.empty() ||
-             !mpi_arriving.empty();
+      const bool any = !control.empty() || !notices.empty() || !mpi_sending.empty() ||
+                       !mpi_arriving.empty();
+      return any && failure.empty();  // nothing leaves for a rank that has
     }
   };
 

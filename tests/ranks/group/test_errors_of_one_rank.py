@@ -211,6 +211,25 @@ def test_a_rank_far_ahead_of_others_with_refused_groups_is_met_again() -> None:
     assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [3.0] * SIZE
 
 
+@pytest.mark.parametrize("name", [*CHECKED, *GROUPS])
+def test_a_rank_that_has_left_since_is_heard_of(name: str) -> None:
+    """Others begin the call that it has refused, its last one, when it is gone."""
+
+    def rank_main(comm: Any) -> bool:
+        cart = comm.cart((SIZE,), periodic=True)
+        odd, gone = comm.rank == ODD_ONE, core_of(comm).world.bootstrap.gone
+        while not odd and not gone(ODD_ONE):
+            core_of(comm).world.engine.step()
+        with pytest.raises(UsageError if odd else RefusedError) as raised:
+            if name in CALLS:
+                CALLS[name](cart, odd)
+            else:
+                group_of(cart, **{"ranks": [0, 2, 1]} | (GROUPS[name] if odd else {}))
+        return odd or "rank 1 has refused its call" in str(raised.value)
+
+    assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [True] * SIZE
+
+
 @pytest.mark.parametrize("name", CHECKED)
 def test_in_check_mode_all_ranks_raise_it(
     name: str, monkeypatch: pytest.MonkeyPatch

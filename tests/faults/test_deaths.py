@@ -94,7 +94,10 @@ elif what == "part":
     # A communicator without the rank goes on; one with it does not.
     part = comm.split(int(rank == dies))
     if rank == dies:
+        for one in survivors:  # they have left split()
+            comm.recv(np.empty(1), source=one)
         die()
+    comm.send(np.ones(1), dest=dies)
     first = error_of(lambda: comm.allreduce(small.copy()))
     said = [first[0], float(part.allreduce(np.ones(3))[0])]
     made = comm.create_group(survivors)

@@ -18,7 +18,7 @@ from started_operations import num_started, past_refusals
 from wrong_calls import ARGUMENTS, BUFFERS
 
 import commrt
-from commrt.errors import ClosedError, UsageError
+from commrt.errors import ClosedError, RefusedError, UsageError
 from commrt.local import LocalRanks, run
 
 F = np.float32
@@ -146,6 +146,9 @@ def test_groups_of_wrong_ranks(ranks: list[Any]) -> None:
         if comm.rank == 1:
             with pytest.raises(UsageError, match="create_group: ranks"):
                 comm.create_group(ranks)
+        elif ranks != [0]:  # that is a call of rank 0 alone
+            with pytest.raises(RefusedError, match="create_group: ranks"):
+                comm.create_group([1, 0])
         with comm.create_group([1, 0]) as group:
             assert group.rank == 1 - comm.rank
 

@@ -151,20 +151,23 @@ def group_of(cart: Any, ranks: Any, **others: Any) -> float:
     return total(cart.create_group(ranks, **others))
 
 
+def group(name: str, cart: Any, wrong: bool) -> float:
+    """``name``: of what is wrong, if something is."""
+    return group_of(cart, **{"ranks": [0, 2, 1]} | (GROUPS[name] if wrong else {}))
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_ranks_of_a_group_hear_of_it_and_call_again(name: str) -> None:
-    right: dict[str, Any] = {"ranks": [0, 2, 1]}
-
     def rank_main(comm: Any) -> list[Any]:
         cart = comm.cart((SIZE,), periodic=True)
         for turn in range(4):
             odd = comm.rank == ODD_ONE
             with pytest.raises(UsageError if odd else RefusedError) as raised:
-                group_of(cart, **right | (GROUPS[name] if odd else {}))
+                group(name, cart, odd)
             assert odd or "rank 1 has refused its call" in str(raised.value)
             if turn == 2:
-                group_of(cart, **right)
-        return [group_of(cart, **right), total(cart.dup()), total(cart)]
+                group(name, cart, False)
+        return [group(name, cart, False), total(cart.dup()), total(cart)]
 
     assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [[3.0, 3.0, 3.0]] * SIZE
 
@@ -221,10 +224,7 @@ def test_a_rank_that_has_left_since_is_heard_of(name: str) -> None:
         while not odd and not gone(ODD_ONE):
             core_of(comm).world.engine.step()
         with pytest.raises(UsageError if odd else RefusedError) as raised:
-            if name in CALLS:
-                CALLS[name](cart, odd)
-            else:
-                group_of(cart, **{"ranks": [0, 2, 1]} | (GROUPS[name] if odd else {}))
+            CALLS.get(name, partial(group, name))(cart, odd)
         return odd or "rank 1 has refused its call" in str(raised.value)
 
     assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [True] * SIZE

@@ -46,10 +46,11 @@ unsigned char* Op::start_of(const Instr& ins, const Ref& ref, int64_t fragment) 
 void Op::fail_mpi(const char* function, int code, const std::string& what, int peer) {
   const std::string died = comm->who_died(peer, MpiFailures::is_failure(code));
   if (!died.empty()) {
-    // A rank that has refused the call, and has left since, has said so before.
-    comm->p2p->look_closely();
-    comm->p2p->progress();
-    if (is_over()) return;
+    if (!is_over()) {  // a rank that has refused the call, and has left since, has said so before
+      comm->p2p->look_closely();
+      comm->p2p->progress();
+      if (is_over()) return;
+    }
     by_death = true;
     return fail(what + ": " + died);
   }

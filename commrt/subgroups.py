@@ -142,7 +142,9 @@ class Subgroups(Generic[Plain, Cart, Graph]):
                 f"create_group: ranks={ranks} must contain the caller's rank "
                 f"{self._comm.rank}"
             )
-        with calls.telling(ranks):
+        with calls.telling([*dict.fromkeys(ranks)]):
+            if len({*ranks}) != len(ranks):
+                raise UsageError(f"create_group: ranks={ranks} must be distinct")
             own_name = check_name("create_group", name)
             wish = self._wish("create_group", deterministic)
         world_ranks = [self._comm.world_ranks[rank] for rank in ranks]
@@ -158,10 +160,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
                 f"create_group: ranks={shown(given)} must be a sequence of ranks, such "
                 f"as [0, 1]"
             )
-        found = [self._comm.check_rank("create_group", "ranks", rank) for rank in ranks]
-        if len({*found}) != len(found):
-            raise UsageError(f"create_group: ranks={found} must be distinct")
-        return found
+        return [self._comm.check_rank("create_group", "ranks", rank) for rank in ranks]
 
     def cart(
         self,

@@ -18,13 +18,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from commrt.errors import CommError, RefusedError
+from commrt.errors import RefusedError
 from commrt.group.group import Group, said_refused
+from commrt.job.world import check_alike
 
 __all__ = ["CallsOfSome"]
 
 _MOST_REFUSALS = 64
-"""Of a rank, that others can read: they are seldom that far behind."""
+"""Refusals of a rank that end the wait of others. Of older ones only the last numbers
+are kept: a rank that is farther behind hears of them when it meets that rank."""
 _LONGEST_WHY = 1000
 """Characters of a reason that others read."""
 
@@ -36,8 +38,8 @@ class _Refusal:
     why: str
     numbers: Mapping[int, int]
     """Which of its calls with a rank that was; the first one is 0."""
-    with_others: int | None
-    """The same for every other rank; None: it was no call with them."""
+    with_others: int
+    """Which of its calls it was with every rank that has no number there; -1: none."""
 
     def said(self) -> Any:
         return [self.why, [*self.numbers.items()], self.with_others]
@@ -47,9 +49,15 @@ class _Refusal:
         why, numbers, with_others = said
         return cls(why, {rank: number for rank, number in numbers}, with_others)
 
-    def is_of(self, rank: int, number: int) -> bool:
-        """Return whether it was this call with a rank."""
-        return self.numbers.get(rank, self.with_others) == number
+    def number_with(self, rank: int) -> int:
+        """Return which of its calls with a rank it was; -1: none."""
+        return self.numbers.get(rank, self.with_others)
+
+    def and_later(self, other: _Refusal) -> _Refusal:
+        """Return one that has the later number of both for each rank."""
+        ranks = self.numbers.keys() | other.numbers.keys()
+        numbers = {r: max(self.number_with(r), other.number_with(r)) for r in ranks}
+        return _Refusal(self.why, numbers, max(self.with_others, other.with_others))
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,23 @@ class _Row:
     numbers: Sequence[int]
     """Of its calls with each member: how many were before this one."""
     refusals: Sequence[_Refusal]
+    older: _Refusal
+    """The last numbers of all that were before these."""
+    same: str
+    """What all members must say."""
 
     @classmethod
     def of(cls, said: Any) -> _Row:
-        numbers, refusals = said
-        return cls(numbers, [_Refusal.of(each) for each in refusals])
+        numbers, refusals, older, same = said
+        known = [_Refusal.of(each) for each in refusals]
+        return cls(numbers, known, _Refusal.of(older), same)
+
+    def refusal_of(self, rank: int, number: int) -> _Refusal | None:
+        """Return the refusal of this call with a rank; None: it was not refused."""
+        for refusal in self.refusals:
+            if refusal.number_with(rank) == number:
+                return refusal
+        return self.older if self.older.number_with(rank) >= number else None
 
 
 class CallsOfSome:
@@ -76,7 +96,9 @@ class CallsOfSome:
         self._with_all = 0
         self._with: dict[int, int] = {}
         """Calls with a rank, beside those with all."""
-        self._refusals: deque[_Refusal] = deque(maxlen=_MOST_REFUSALS)
+        self._refusals: deque[_Refusal] = deque()
+        self._older = _Refusal("so many calls ago that it is not known why", {}, -1)
+        """The last numbers of refusals that others cannot read any more."""
 
     @contextmanager
     def telling_all(self) -> Iterator[None]:
@@ -86,8 +108,8 @@ class CallsOfSome:
         except Exception as error:
             with self._lock:
                 known = {rank: self._number(rank) for rank in self._with}
-                self._refuse(error, known, self._with_all)
                 self._with_all += 1
+                self._refuse(error, known, self._with_all - 1)
             raise
 
     @contextmanager
@@ -98,8 +120,8 @@ class CallsOfSome:
         except Exception as error:
             with self._lock:
                 numbers = {rank: self._number(rank) for rank in self._others(ranks)}
-                self._refuse(error, numbers, None)
                 self._pass(ranks)
+                self._refuse(error, numbers, -1)
             raise
 
     def agree(self, ranks: Sequence[int], label: str, same: str) -> int:
@@ -115,11 +137,13 @@ class CallsOfSome:
                 mine = [
                     [self._number(rank) for rank in ranks],
                     [each.said() for each in self._refusals],
+                    self._older.said(),
+                    same,
                 ]
             identity, said = group.world.meet_for_id(
                 members,
                 label,
-                same,
+                "",
                 mine,
                 group.timeout_s,
                 heed=lambda: self._heed(ranks),
@@ -134,21 +158,23 @@ class CallsOfSome:
         for place, word in words.items():
             number = self._number(places[place])
             for refusal in map(_Refusal.of, json.loads(word)):
-                if refusal.is_of(self._group.rank, number):
+                if refusal.number_with(self._group.rank) == number:
                     raise self._refused(ranks, places[place], refusal)
 
     def _settle(self, ranks: Sequence[int], rows: Sequence[_Row]) -> bool:
         """Count the call, if it is the same one for all ranks; return whether it is.
 
-        A rank may have met others that are at their next call already, as it had not
-        heard that one of them has refused. It raises RefusedError; the others meet
-        again.
+        A late rank, at a call that another one has refused, may have met ranks that are
+        at their next call already. The late rank raises RefusedError, and the others
+        meet once more.
         """
         here = ranks.index(self._group.rank)
         if found := self._refused_to(ranks, rows, here):
-            raise self._refused(ranks, *found[0])
+            raise self._refused(ranks, *found)
         if any(self._refused_to(ranks, rows, at) for at in range(len(ranks))):
             return False
+        members = [self._group.world_ranks[rank] for rank in ranks]
+        check_alike(members, [row.same for row in rows])
         with self._lock:
             for at, rank in enumerate(ranks):
                 # One of two may have given up a call that the other has completed.
@@ -158,15 +184,15 @@ class CallsOfSome:
 
     def _refused_to(
         self, ranks: Sequence[int], rows: Sequence[_Row], at: int
-    ) -> list[tuple[int, _Refusal]]:
+    ) -> tuple[int, _Refusal] | None:
         """Return who has refused the call that the member at a place is in, and why."""
-        return [
-            (ranks[by], refusal)
-            for by, row in enumerate(rows)
-            if by != at
-            for refusal in row.refusals
-            if refusal.is_of(ranks[at], rows[at].numbers[by])
-        ]
+        for by, row in enumerate(rows):
+            if by == at:
+                continue
+            refusal = row.refusal_of(ranks[at], rows[at].numbers[by])
+            if refusal is not None:
+                return ranks[by], refusal
+        return None
 
     def _refused(
         self, ranks: Sequence[int], by: int, refusal: _Refusal
@@ -180,13 +206,15 @@ class CallsOfSome:
         )
 
     def _refuse(
-        self, error: Exception, numbers: Mapping[int, int], with_others: int | None
+        self, error: Exception, numbers: Mapping[int, int], with_others: int
     ) -> None:
         """Leave word of a refused call; hold the lock."""
         why = str(error).encode(errors="backslashreplace").decode()[:_LONGEST_WHY]
         self._refusals.append(_Refusal(why, numbers, with_others))
+        if len(self._refusals) > _MOST_REFUSALS:
+            self._older = self._older.and_later(self._refusals.popleft())
         word = json.dumps([each.said() for each in self._refusals]).encode()
-        with suppress(CommError):  # the others cannot be reached, and this one raises
+        with suppress(Exception):  # of what carries it; the caller's error is raised
             self._group.world.bootstrap.leave_word(self._key, word)
 
     def _number(self, rank: int) -> int:

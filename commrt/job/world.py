@@ -266,15 +266,7 @@ class World:
         if once:
             self.bootstrap.forget(key)
         numbers, wishes, rest = zip(*map(json.loads, said), strict=True)
-        if len({*wishes}) > 1:
-            lines = [
-                f"  rank {rank} of the job: {wish}"
-                for rank, wish in zip(members, wishes, strict=True)
-            ]
-            raise MismatchError(
-                "the ranks of a new communicator disagree; pass equal arguments:\n"
-                + "\n".join(lines)
-            )
+        check_alike(members, wishes)
         chosen: int = max(numbers)
         self.identities.next = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
@@ -283,6 +275,19 @@ class World:
                 f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
             )
         return chosen, [*rest]
+
+
+def check_alike(members: Sequence[int], wishes: Sequence[str]) -> None:
+    """Raise MismatchError where ``members`` of the job want different communicators."""
+    if len({*wishes}) > 1:
+        lines = [
+            f"  rank {rank} of the job: {wish}"
+            for rank, wish in zip(members, wishes, strict=True)
+        ]
+        raise MismatchError(
+            "the ranks of a new communicator disagree; pass equal arguments:\n"
+            + "\n".join(lines)
+        )
 
 
 class _SharedByThreads(Arena):

@@ -260,7 +260,7 @@ class P2P {
     bool on_the_way() const {
       const bool any = !control.empty() || !notices.empty() || !mpi_sending.empty() ||
                        !mpi_arriving.empty();
-      return any && failure.empty();  // nothing leaves for a rank that has
+      return any && failure.empty();  // else nothing leaves any more
     }
   };
 

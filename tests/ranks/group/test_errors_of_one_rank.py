@@ -196,18 +196,40 @@ def test_groups_that_have_nothing_to_do_with_a_refused_one_are_made() -> None:
     assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [[2.0, 2.0, 3.0] * 3] * SIZE
 
 
-def test_a_rank_far_ahead_of_others_with_refused_groups_is_met_again() -> None:
-    """It has refused twenty before the others make their first call."""
+def test_a_late_rank_meets_others_at_another_call_than_the_refused_one() -> None:
+    """What they ask for differs, and only the late rank's call was refused."""
+    heard = threading.Event()
+
+    def rank_main(comm: Any) -> float:
+        if comm.rank == 0:
+            assert heard.wait(LIMIT_S)
+        with pytest.raises(UsageError if comm.rank == ODD_ONE else RefusedError):
+            comm.create_group([0, 1, 2], name=5 if comm.rank == ODD_ONE else None)
+        if comm.rank == 2:
+            heard.set()
+        return group_of(comm, [0, 1, 2], deterministic=True)
+
+    assert run(SIZE, rank_main, timeout_s=LIMIT_S) == [3.0] * SIZE
+
+
+@pytest.mark.parametrize("count", [20, 70])
+def test_a_rank_far_ahead_of_others_with_refused_groups_is_met_again(
+    count: int,
+) -> None:
+    """It has refused so many before the others make their first call."""
     ahead = threading.Event()
 
     def rank_main(comm: Any) -> float:
         if comm.rank != ODD_ONE:
             assert ahead.wait(LIMIT_S)
-        for number in range(20):
+        for number in range(count):
             odd = comm.rank == ODD_ONE
             with pytest.raises(UsageError if odd else RefusedError) as raised:
                 comm.create_group([0, number + SIZE] if odd else [0, 1, 2])
-            assert odd or f"ranks={number + SIZE} is not a rank" in str(raised.value)
+            text = f"ranks={number + SIZE} is not a rank"
+            if number < count - 64:
+                text = "so many calls ago"
+            assert odd or text in str(raised.value)
         ahead.set()
         return group_of(comm, [0, 1, 2])
 

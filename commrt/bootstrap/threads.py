@@ -80,7 +80,7 @@ class ThreadWorld:
         self._gone: dict[int, str] = {}
         self._parts: dict[str, tuple[list[int], ThreadWorld]] = {}
         self.words: dict[tuple[str, int], bytes] = {}
-        """What ranks have said to whoever asks, by key and rank."""
+        """Words of ranks to whoever asks, by key and rank."""
         self.store = MemoryStore()
         """Where ranks agree on who goes on."""
 

@@ -62,7 +62,7 @@ class _Refusal:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a member of a call says to the others."""
+    """A member's word to the others of a call."""
 
     numbers: Sequence[int]
     """Of its calls with each member: how many were before this one."""
@@ -70,7 +70,7 @@ class _Row:
     older: _Refusal
     """The last numbers of all that were before these."""
     same: str
-    """What all members must say."""
+    """All members must say it alike."""
 
     @classmethod
     def of(cls, said: Any) -> _Row:
@@ -143,7 +143,6 @@ class CallsOfSome:
             identity, said = group.world.meet_for_id(
                 members,
                 label,
-                "",
                 mine,
                 group.timeout_s,
                 heed=lambda: self._heed(ranks),

@@ -246,27 +246,27 @@ class World:
         ``heed``: what it raises ends the wait, as in ``Bootstrap.exchange``. Raises
         MismatchError on all of them unless they say the ``same``.
         """
-        return self.meet_for_id(members, key, same, None, timeout_s, once, heed)[0]
+        chosen, wishes = self.meet_for_id(members, key, same, timeout_s, once, heed)
+        check_alike(members, wishes)
+        return chosen
 
     def meet_for_id(
         self,
         members: Sequence[int],
         key: str,
-        same: str,
         mine: Any,
         timeout_s: float | None = None,
         once: bool = False,
         heed: Callable[[], object] | None = None,
     ) -> tuple[int, list[Any]]:
-        """Return what ``agree_id`` does, and each member's ``mine`` (JSON)."""
+        """Return an identity as ``agree_id`` does, and each member's ``mine`` (JSON)."""
         key = f"{key}/id"
-        blob = json.dumps([self.identities.next, same, mine]).encode()
+        blob = json.dumps([self.identities.next, mine]).encode()
         limit = self.timeout_s if timeout_s is None else timeout_s
         said = self.bootstrap.exchange(members, key, blob, limit, heed)
         if once:
             self.bootstrap.forget(key)
-        numbers, wishes, rest = zip(*map(json.loads, said), strict=True)
-        check_alike(members, wishes)
+        numbers, theirs = zip(*map(json.loads, said), strict=True)
         chosen: int = max(numbers)
         self.identities.next = chosen + 1
         if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
@@ -274,7 +274,7 @@ class World:
                 f"communicator {chosen} needs an MPI tag above this library's limit "
                 f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
             )
-        return chosen, [*rest]
+        return chosen, [*theirs]
 
 
 def check_alike(members: Sequence[int], wishes: Sequence[str]) -> None:

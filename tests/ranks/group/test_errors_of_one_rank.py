@@ -197,7 +197,7 @@ def test_groups_that_have_nothing_to_do_with_a_refused_one_are_made() -> None:
 
 
 def test_a_late_rank_meets_others_at_another_call_than_the_refused_one() -> None:
-    """What they ask for differs, and only the late rank's call was refused."""
+    """The others ask for something else; only the late rank's call was refused."""
     heard = threading.Event()
 
     def rank_main(comm: Any) -> float:

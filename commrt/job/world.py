@@ -259,7 +259,7 @@ class World:
         once: bool = False,
         heed: Callable[[], object] | None = None,
     ) -> tuple[int, list[Any]]:
-        """Return an identity as ``agree_id`` does, and each member's ``mine`` (JSON)."""
+        """Return an identity as ``agree_id`` does, and every ``mine`` (JSON)."""
         key = f"{key}/id"
         blob = json.dumps([self.identities.next, mine]).encode()
         limit = self.timeout_s if timeout_s is None else timeout_s

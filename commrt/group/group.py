@@ -39,7 +39,8 @@ from commrt.group.rank_states import (
 from commrt.job.arena import Arena
 from commrt.job.links import agree_link_class, measure_links, spins_for
 from commrt.job.slot_window import measure_slot_window
-from commrt.job.world import FIRST_TAG, World
+from commrt.job.world import World
+from commrt.mpi import tags
 from commrt.planning.footprint import LANE_NBYTES
 from commrt.schedule.nodes import check_nodes
 from commrt.select.facts import CommFacts
@@ -226,7 +227,7 @@ class Group(_native.Group):
             self.attach_liveness(world.liveness.native, list(ranks))
         self.node_members = frozenset(members)
         if len(members) < len(ranks):
-            world.attach_other_nodes(self, list(ranks), FIRST_TAG + 2 * self.identity)
+            world.attach_other_nodes(self, list(ranks), tags.of_steps(self.identity))
 
     def _leave_memory(self) -> None:
         if self.arena is not None:
@@ -325,7 +326,7 @@ class Group(_native.Group):
             for r in range(self.size)
             if r not in self.node_members
         }
-        told = relay.started(list(away), FIRST_TAG + 2 * self.identity)
+        told = relay.started(list(away), tags.of_steps(self.identity))
         found: dict[int, Any] = {}
         for at, rank in away.items():
             count = told[at]

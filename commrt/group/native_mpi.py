@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
 from commrt.group.group import Group
-from commrt.job.world import FIRST_TAG
-from commrt.mpi import library
+from commrt.mpi import library, tags
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,7 +66,7 @@ class NativeMpi:
         lender = group.world.native_comms
         if lender is None or group.size == 1:
             return
-        tag = FIRST_TAG + 2 * group.identity + 1
+        tag = tags.for_library(group.identity)
         ranks = group.world_ranks
         self._lease = lender.lend(ranks, group.identity, tag, timeout_s)
         self._comm = None if self._lease is None else self._lease.lent
@@ -89,7 +88,7 @@ class NativeMpi:
             return world.mpi_comm
         if self._for_caller is None:
             key = f"comm{group.identity}/mpi"
-            tag = FIRST_TAG + 2 * group.identity
+            tag = tags.for_caller(group.identity)
             with group.making():
                 world.meet(group.world_ranks, key, group.timeout_s)
                 self._for_caller = world.native_comms.create(

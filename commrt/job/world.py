@@ -35,7 +35,7 @@ from commrt.job.heeds import Heeds
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
-from commrt.mpi import library
+from commrt.mpi import library, tags
 from commrt.mpi.ulfm import failure_table, finalize_without_fence, survival
 from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
@@ -48,11 +48,7 @@ from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["FIRST_TAG", "World", "connect_world"]
-
-
-FIRST_TAG = 16
-"""MPI tags below it belong to the bootstrap; each communicator takes two."""
+__all__ = ["World", "connect_world"]
 
 
 @dataclass
@@ -269,7 +265,7 @@ class World:
         numbers, theirs = zip(*map(json.loads, said), strict=True)
         chosen: int = max(numbers)
         self.identities.next = chosen + 1
-        if self.mpi is not None and FIRST_TAG + 2 * chosen + 1 > self.mpi_tag_ub:
+        if self.mpi is not None and tags.last(chosen) > self.mpi_tag_ub:
             raise BackendError(
                 f"communicator {chosen} needs an MPI tag above this library's limit "
                 f"of {self.mpi_tag_ub}: free communicators do not give theirs back"

@@ -2329,8 +2329,8 @@ def make_box_template(
         ]
     ],
     layouts: tuple[
-        tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
-        tuple[Sequence[int], Sequence[tuple[int, int, bool]]],
+        tuple[Sequence[int], Sequence[tuple[Sequence[int], int, bool]]],
+        tuple[Sequence[int], Sequence[tuple[Sequence[int], int, bool]]],
     ]
     | None = None,
     facts: int = 0,

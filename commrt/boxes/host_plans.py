@@ -133,13 +133,13 @@ def box_template(
     )
 
 
-def _kind(layout: Layout) -> tuple[list[int], list[tuple[int, int, bool]]]:
+def _kind(layout: Layout) -> tuple[list[int], list[tuple[list[int], int, bool]]]:
     """Return a layout without its lengths, as the engine takes it."""
     axes = []
     for kind in layout.dims:
-        dim = _NOBODY if kind is None else kind.dim
+        dims = [] if kind is None else [*kind.grid_dims]
         block = kind.block if isinstance(kind, Cyclic) else 0
-        axes.append((dim, block, isinstance(kind, Block) and kind.sizes is not None))
+        axes.append((dims, block, isinstance(kind, Block) and kind.sizes is not None))
     return [*layout.grid], axes
 
 

@@ -29,34 +29,59 @@ _LARGEST = 2**63 - 1
 class Block:
     """One piece of the dimension per place of the grid's dimension ``dim``.
 
-    Without ``sizes`` they are as even as can be: place i of p has the elements
+    ``dim`` may be several dimensions, which count as one, the last one fastest. Without
+    ``sizes`` the pieces are as even as can be: place i of p has the elements
     ``i * n // p`` to ``(i + 1) * n // p``.
     """
 
-    dim: int
-    """The grid's dimension."""
+    dim: int | tuple[int, ...]
+    """The grid's dimension, or several."""
     sizes: tuple[int, ...] | None = None
     """Elements of each place."""
 
     def __post_init__(self) -> None:
-        _set_integer(self, "dim", 0)
+        _set_dims(self)
         if self.sizes is not None:
             sizes = _integers("Block: sizes", self.sizes, 0)
             object.__setattr__(self, "sizes", sizes)
 
+    @property
+    def grid_dims(self) -> tuple[int, ...]:
+        """The grid's dimensions, the last one fastest."""
+        return self.dim if isinstance(self.dim, tuple) else (self.dim,)
+
 
 @dataclass(frozen=True)
 class Cyclic:
-    """Pieces of ``block`` elements, dealt out in turn along the grid's dimension."""
+    """Pieces of ``block`` elements, dealt out in turn along the grid's dimension.
 
-    dim: int
-    """The grid's dimension."""
+    ``dim`` may be several dimensions, which count as one, the last one fastest.
+    """
+
+    dim: int | tuple[int, ...]
+    """The grid's dimension, or several."""
     block: int = 1
     """Elements of a piece; the last one may be shorter."""
 
     def __post_init__(self) -> None:
-        _set_integer(self, "dim", 0)
+        _set_dims(self)
         _set_integer(self, "block", 1)
+
+    @property
+    def grid_dims(self) -> tuple[int, ...]:
+        """The grid's dimensions, the last one fastest."""
+        return self.dim if isinstance(self.dim, tuple) else (self.dim,)
+
+
+def _set_dims(kind: Block | Cyclic) -> None:
+    """Keep the grid's dimension, or several as a tuple, or raise UsageError."""
+    if as_items(kind.dim) is None:
+        _set_integer(kind, "dim", 0)
+        return
+    dims = _integers(f"{type(kind).__name__}: dim", kind.dim, 0)
+    if not dims:
+        raise UsageError(f"{type(kind).__name__}: dim=() must name a dimension")
+    object.__setattr__(kind, "dim", dims[0] if len(dims) == 1 else dims)
 
 
 def _set_integer(kind: Block | Cyclic, name: str, least: int) -> None:
@@ -168,26 +193,27 @@ class Layout:
             if kind is None:
                 continue
             self._check(axis, kind)
-            if kind.dim in used:
-                raise UsageError(
-                    f"Layout: dims[{axis}]={kind} uses dimension {kind.dim} of the "
-                    f"grid a second time"
-                )
-            used.add(kind.dim)
+            for dim in kind.grid_dims:
+                if dim in used:
+                    raise UsageError(
+                        f"Layout: dims[{axis}]={kind} uses dimension {dim} of the grid "
+                        f"a second time"
+                    )
+                used.add(dim)
 
     def _check(self, axis: int, kind: Any) -> None:
         if not isinstance(kind, Block | Cyclic):
             raise UsageError(
                 f"Layout: dims[{axis}]={shown(kind)} must be Block, Cyclic or None"
             )
-        if kind.dim >= len(self.grid):
+        if max(kind.grid_dims) >= len(self.grid):
             raise UsageError(
                 f"Layout: dims[{axis}]={kind}: dim is not a dimension of "
                 f"grid={self.grid}; expected 0..{len(self.grid) - 1}"
             )
         if isinstance(kind, Block) and kind.sizes is not None:
             sizes = kind.sizes
-            places, extent = self.grid[kind.dim], self.shape[axis]
+            places, extent = self._places_along(kind), self.shape[axis]
             if len(sizes) != places or sum(sizes) != extent:
                 raise UsageError(
                     f"Layout: dims[{axis}]: sizes={sizes} do not cover dimension "
@@ -221,7 +247,9 @@ class Layout:
         is the rank at the same place as ``rank`` in the dimensions that make no
         difference.
         """
-        used = {kind.dim for kind in self.dims if kind is not None}
+        used = {
+            dim for kind in self.dims if kind is not None for dim in kind.grid_dims
+        }
         there = self.coords_of(self._number("of", of))
         pairs = zip(self.coords_of(rank), there, strict=True)
         return all(a == b for dim, (a, b) in enumerate(pairs) if dim not in used)
@@ -236,11 +264,17 @@ class Layout:
             )
         return number
 
+    def _places_along(self, kind: Block | Cyclic) -> int:
+        """Return the places along what distributes a dimension of the array."""
+        return math.prod(self.grid[dim] for dim in kind.grid_dims)
+
     def _place(self, axis: int, coords: Sequence[int]) -> _Place:
         kind, extent = self.dims[axis], self.shape[axis]
         if kind is None:
             return _Place(0, extent)
-        place, places = coords[kind.dim], self.grid[kind.dim]
+        place, places = 0, self._places_along(kind)
+        for dim in kind.grid_dims:
+            place = place * self.grid[dim] + coords[dim]
         if places == 1:
             return _Place(0, extent)
         if isinstance(kind, Cyclic):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,13 +42,15 @@ def draw_layout(rng: random.Random, shape: tuple[int, ...], size: int) -> Layout
         if kind == "all" or not free:
             dims.append(None)
             continue
-        dim = free.pop()
+        dim: Any = free.pop()
+        if free and rng.random() < 0.3:
+            dim = (dim, *(free.pop() for _ in range(rng.randint(1, len(free)))))
         if kind == "cyclic":
             dims.append(Cyclic(dim, rng.choice((1, 1, 2, 3, 7))))
         elif kind == "block":
             dims.append(Block(dim))
         else:
-            dims.append(Block(dim, draw_sizes(rng, extent, grid[dim])))
+            dims.append(Block(dim, draw_sizes(rng, extent, places_along(grid, dim))))
     return Layout(shape, tuple(grid), tuple(dims))
 
 
@@ -55,9 +59,15 @@ def draw_lengths(rng: random.Random, layout: Layout, shape: tuple[int, ...]) -> 
     dims: list[Any] = []
     for extent, kind in zip(shape, layout.dims, strict=True):
         if isinstance(kind, Block) and kind.sizes is not None:
-            kind = Block(kind.dim, draw_sizes(rng, extent, layout.grid[kind.dim]))
+            places = places_along(layout.grid, kind.dim)
+            kind = Block(kind.dim, draw_sizes(rng, extent, places))
         dims.append(kind)
     return Layout(shape, layout.grid, tuple(dims))
+
+
+def places_along(grid: Sequence[int], dim: int | tuple[int, ...]) -> int:
+    """Return the places along one dimension of the grid, or several."""
+    return math.prod(grid[one] for one in (dim if isinstance(dim, tuple) else (dim,)))
 
 
 def draw_sizes(rng: random.Random, extent: int, places: int) -> tuple[int, ...]:
@@ -73,7 +83,10 @@ def indices(layout: Layout, rank: int) -> list[Array]:
     for extent, kind in zip(layout.shape, layout.dims, strict=True):
         index = np.arange(extent)
         if kind is not None:
-            place, places = int(coords[kind.dim]), layout.grid[kind.dim]
+            dims = list(kind.grid_dims)
+            extents = [layout.grid[dim] for dim in dims]
+            at = [coords[dim] for dim in dims]
+            place, places = int(np.ravel_multi_index(at, extents)), math.prod(extents)
             if isinstance(kind, Cyclic):
                 index = index[index // kind.block % places == place]
             elif kind.sizes is not None:

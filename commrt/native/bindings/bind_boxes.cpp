@@ -53,10 +53,11 @@ BoxTemplate::End read_end(const EndOf& given, const BoxTemplate& made) {
   return end;
 }
 
-// A grid of ranks; and for each dimension of an array: the grid's that distributes it (below 0:
-// none does), the elements of a block that is dealt out (0: none is), and whether the call says
-// the pieces' elements.
-using LayoutOf = std::pair<std::vector<int64_t>, std::vector<std::tuple<int, int64_t, bool>>>;
+// A grid of ranks; and for each dimension of an array: those of the grid that distribute it, the
+// elements of a block that is dealt out (0: none is), and whether the call says the pieces'
+// elements.
+using AxisOf = std::tuple<std::vector<int>, int64_t, bool>;
+using LayoutOf = std::pair<std::vector<int64_t>, std::vector<AxisOf>>;
 
 LayoutKind read_layout(const LayoutOf& given, const BoxTemplate& made) {
   LayoutKind kind;
@@ -65,9 +66,10 @@ LayoutKind read_layout(const LayoutOf& given, const BoxTemplate& made) {
   bool fits = made.dims.size() == 2 && given.second.size() <= kMostDims / 2;
   for (const int ndim : made.dims) fits = fits && static_cast<size_t>(ndim) == given.second.size();
   for (const int64_t extent : kind.grid) fits = fits && extent > 0;
-  for (const auto& [grid_dim, block, has_sizes] : given.second) {
-    fits = fits && grid_dim < most && block >= 0 && !(has_sizes && grid_dim < 0);
-    kind.axes.push_back({grid_dim, block, has_sizes});
+  for (const auto& [grid_dims, block, has_sizes] : given.second) {
+    for (const int dim : grid_dims) fits = fits && 0 <= dim && dim < most;
+    fits = fits && block >= 0 && !(has_sizes && grid_dims.empty());
+    kind.axes.push_back({grid_dims, block, has_sizes});
   }
   if (!fits || kind.num_ranks() != made.size) {
     throw std::invalid_argument("a layout of " + std::to_string(given.second.size()) +

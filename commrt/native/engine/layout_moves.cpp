@@ -125,9 +125,8 @@ struct Lengths {
       const int64_t extent = numbers[axis];
       Place& place = places[axis];
       place = Place{0, extent};
-      if (how.grid_dim < 0) continue;
-      const auto dim = static_cast<size_t>(how.grid_dim);
-      const int64_t all = kind.grid[dim], own = kind.coordinate(rank, dim);
+      if (how.grid_dims.empty()) continue;
+      const int64_t all = kind.num_places(how), own = kind.place(rank, how);
       const int64_t* const pieces = sizes;
       if (how.has_sizes) sizes += all;
       if (all == 1) continue;
@@ -175,7 +174,7 @@ int64_t LayoutKind::num_ranks() const {
 size_t LayoutKind::num_numbers() const {
   size_t sum = axes.size();
   for (const Axis& axis : axes) {
-    if (axis.has_sizes) sum += static_cast<size_t>(grid[static_cast<size_t>(axis.grid_dim)]);
+    if (axis.has_sizes) sum += static_cast<size_t>(num_places(axis));
   }
   return sum;
 }
@@ -186,10 +185,25 @@ int64_t LayoutKind::coordinate(int rank, size_t dim) const {
   return rest % grid[dim];
 }
 
+int64_t LayoutKind::num_places(const Axis& axis) const {
+  int64_t product = 1;
+  for (const int dim : axis.grid_dims) product *= grid[static_cast<size_t>(dim)];
+  return product;
+}
+
+int64_t LayoutKind::place(int rank, const Axis& axis) const {
+  int64_t found = 0;
+  for (const int dim : axis.grid_dims) {
+    const auto at = static_cast<size_t>(dim);
+    found = found * grid[at] + coordinate(rank, at);
+  }
+  return found;
+}
+
 bool LayoutKind::is_holder(int rank, int of) const {
   for (size_t dim = 0; dim < grid.size(); ++dim) {
     const bool is_used = std::any_of(axes.begin(), axes.end(), [dim](const Axis& axis) {
-      return axis.grid_dim == static_cast<int>(dim);
+      return std::count(axis.grid_dims.begin(), axis.grid_dims.end(), static_cast<int>(dim)) > 0;
     });
     if (!is_used && coordinate(rank, dim) != coordinate(of, dim)) return false;
   }
@@ -255,7 +269,11 @@ void LayoutPair::add_moves(const int64_t* numbers, const int64_t* strides, int r
 
 size_t LayoutPair::nbytes() const {
   const auto of = [](const LayoutKind& kind) {
-    return kind.grid.capacity() * sizeof kind.grid[0] + kind.axes.capacity() * sizeof kind.axes[0];
+    size_t sum = kind.grid.capacity() * sizeof kind.grid[0];
+    for (const LayoutKind::Axis& axis : kind.axes) {
+      sum += sizeof axis + axis.grid_dims.capacity() * sizeof axis.grid_dims[0];
+    }
+    return sum;
   };
   return sizeof *this + of(source) + of(target);
 }

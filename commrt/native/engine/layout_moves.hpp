@@ -16,7 +16,7 @@ namespace commrt {
 struct LayoutKind {
   // How a dimension of the array is distributed.
   struct Axis {
-    int grid_dim = -1;  // negative: every rank has all of it
+    std::vector<int> grid_dims;  // of the grid, the last one fastest; none: every rank has it all
     int64_t block = 0;  // elements of a block that is dealt out in turn; 0: one piece per place
     bool has_sizes = false;  // the call says the pieces' elements
   };
@@ -28,6 +28,9 @@ struct LayoutKind {
   size_t num_numbers() const;
   // A rank's place in a dimension of the grid.
   int64_t coordinate(int rank, size_t dim) const;
+  // Places along the dimensions that distribute an axis, and a rank's place among them.
+  int64_t num_places(const Axis& axis) const;
+  int64_t place(int rank, const Axis& axis) const;
   // True if `of` is where `rank` takes what `of` has.
   bool is_holder(int rank, int of) const;
 };

@@ -109,6 +109,17 @@ def test_every_element_comes_from_one_rank_and_its_own_where_it_can(seed: int) -
             "block=0 must be an integer from 1",
         ),
         (
+            lambda: Layout((4, 4), (2, 2), (Block((1, 0)), Cyclic(0))),
+            "uses dimension 0 of the grid a second time",
+        ),
+        (
+            lambda: Layout((4,), (2, 2), (Block((1, 1)),)),
+            "uses dimension 1 of the grid a second time",
+        ),
+        (lambda: Layout((4,), (2, 2), (Block((0, 2)),)), r"expected 0\.\.1"),
+        (lambda: Block(()), r"dim=\(\) must name a dimension"),
+        (lambda: Block((0, -1)), "dim=.* integers from 0"),
+        (
             lambda: Layout((4, 4), (2,), (Block(0), Cyclic(0))),
             "uses dimension 0 of the grid a second time",
         ),

@@ -247,9 +247,7 @@ class Layout:
         is the rank at the same place as ``rank`` in the dimensions that make no
         difference.
         """
-        used = {
-            dim for kind in self.dims if kind is not None for dim in kind.grid_dims
-        }
+        used = {dim for kind in self.dims if kind is not None for dim in kind.grid_dims}
         there = self.coords_of(self._number("of", of))
         pairs = zip(self.coords_of(rank), there, strict=True)
         return all(a == b for dim, (a, b) in enumerate(pairs) if dim not in used)

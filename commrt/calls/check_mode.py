@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     from commrt.calls.arguments import Bound, Call
     from commrt.calls.channel import Channel
 
-__all__ = ["Checker", "describe", "shortened"]
+__all__ = ["Checker", "Said", "describe", "shortened"]
 
 _NBYTES = 640
 _TEXT_NBYTES = 96
 _ERROR_LENGTH = 300
 _MOST_SHOWN = 400
 """Characters of a call that are shown whole."""
+_MOST_KEPT = 256
+"""Descriptions of calls that a communicator keeps."""
 _COMPARED = (
     "operation",
     "shapes",
@@ -98,6 +100,17 @@ def shortened(text: str) -> str:
     return f"{text[:8]}...{digest}"
 
 
+class Said:
+    """Fields of a call that are compared, and a number that stands for them."""
+
+    __slots__ = ("fields", "number")
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        """``fields`` are short texts, and stay as they are."""
+        self.fields = fields
+        self.number = _number_of([fields.get(key) for key in _COMPARED])
+
+
 class Checker:
     """Compares calls of one communicator, over another one of the same ranks."""
 
@@ -113,6 +126,7 @@ class Checker:
             partial(_bound_exchange, channel), channel.size, _number_of(table)
         )
         """Tells numbers of calls, for the engine, too."""
+        self._kept: dict[Hashable, Said] = {}
 
     @staticmethod
     def is_wanted() -> bool:
@@ -183,14 +197,46 @@ class Checker:
             call: the call in words, of any length: its name, then its arguments. It is
                 sent, and shown, only where the ranks do not say the same.
         """
-        what = fields["operation"]
-        said = [fields.get(key) for key in _COMPARED]
-        number = _number_of([said, self._comm.next_seq])
-        if self._are_same(number, 0, what, timeout_s):
+        self.compare_said(Said(fields), timeout_s, lambda: call)
+
+    def compare_said(
+        self, said: Said, timeout_s: float | None, in_words: Callable[[], Sequence[str]]
+    ) -> None:
+        """Compare fields whose number is known, as ``compare`` does.
+
+        Args:
+            said: what is compared.
+            timeout_s: limit, None for the communicator's.
+            in_words: returns the call in words. It is asked only where the ranks do
+                not say the same.
+        """
+        # Every rank hashes the same text, whether it has kept the number or not.
+        number = _native.number_of_text(b"%d %d" % (said.number, self._comm.next_seq))
+        if self._are_same(number, 0, said.fields["operation"], timeout_s):
             return
+        fields, call = {**said.fields}, in_words()
         if call:
             fields["in_words"] = True
         self._compare(self._exchange(fields, timeout_s), call)
+
+    def said(self, key: Hashable, describe: Callable[[], dict[str, Any]]) -> Said:
+        """Return what ``describe`` says; it is asked once for each key.
+
+        A call whose key is None is described each time.
+        """
+        found = self._kept.get(key)
+        if found is None:
+            found = Said(describe())
+            if key is not None:
+                self._keep(key, found)
+        return found
+
+    def _keep(self, key: Hashable, said: Said) -> None:
+        if len(self._kept) >= _MOST_KEPT:
+            # All at once: where slightly more calls repeat than fit, each one would
+            # else be dropped just before it comes again.
+            self._kept.clear()
+        self._kept[key] = said
 
     def with_calls(self, error: MismatchError, call: Sequence[str]) -> MismatchError:
         """Return an error that was raised on all ranks with the calls of all of them.

@@ -23,17 +23,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from commrt._native import Request
+from commrt._native import Request, has_memory
 from commrt.calls.channel import Channel
 from commrt.calls.check_mode import shortened
 from commrt.errors import (
+    CommError,
     MismatchError,
     TruncationError,
     UsageError,
 )
 from commrt.group.call_site import call_site
 from commrt.messages.from_anyone import FromAnyone
-from commrt.torch.described import DESCRIBED, tensor_in_words
+from commrt.torch.described import DESCRIBED, key_of, tensor_in_words
 from commrt.torch.errors import as_torch_error
 from commrt.torch.group_methods import Collectives
 from commrt.torch.messages import Messages
@@ -56,55 +57,84 @@ _TENSORS = ("tensors", "outputs", "inputs", "output", "input")
 def _compared(name: str) -> Any:
     """Return a collective that compares its calls across ranks."""
     method = getattr(Collectives, name)
-    describe, arguments = DESCRIBED[name], inspect.signature(method)
+    bind = _binding(method)
 
     @wraps(method)
     def compared(self: CheckedCalls, *args: Any, **more: Any) -> Any:
         if _IS_PART.get():
             return method(self, *args, **more)
-        called = arguments.bind(self, *args, **more).arguments
+        called = bind(self, args, more)
         token = _IS_PART.set(True)
         try:
-            return self._compared(name, describe, called, lambda: method(**called))
+            return self._compared(name, called, method)
         finally:
             _IS_PART.reset(token)
 
     return compared
 
 
+def _binding(method: Any) -> Callable[[Any, Any, dict[str, Any]], dict[str, Any]]:
+    """Return a function that returns a call's arguments by their names.
+
+    ``inspect`` takes ten times as long, so it has only the calls with keywords and
+    the wrong ones.
+    """
+    signature = inspect.signature(method)
+    names = tuple(signature.parameters)[1:]
+    needed = tuple(
+        each
+        for each in names
+        if signature.parameters[each].default is inspect.Parameter.empty
+    )
+
+    def bind(self: Any, args: Any, more: dict[str, Any]) -> dict[str, Any]:
+        if not more and len(needed) <= len(args) <= len(names):
+            return dict(zip(names, args, strict=False))
+        called = signature.bind(self, *args, **more).arguments
+        del called["self"]
+        return called
+
+    return bind
+
+
 class CheckedCalls(Collectives, Messages):
     """A group's methods where its ranks compare their calls."""
 
     def _compared(
-        self,
-        name: str,
-        describe: Callable[[Any], Any],
-        called: dict[str, Any],
-        run: Callable[[], Any],
+        self, name: str, called: dict[str, Any], method: Callable[..., Any]
     ) -> Any:
         comm, limit = self.calls.comm, _limit(called)
         checker = comm.checker
         assert checker is not None
-        with self.calls.raising():
+
+        def fields() -> dict[str, Any]:
+            return {
+                key: shortened(value) if isinstance(value, str) else value
+                for key, value in DESCRIBED[name](called).compared().items()
+            }
+
+        def in_words() -> list[str]:
+            return DESCRIBED[name](called).call()
+
+        try:
             try:
                 comm.check_usable()
-                called.update(_with_memory(name, called))
-                said = describe(called)
-                fields = {
-                    key: shortened(value) if isinstance(value, str) else value
-                    for key, value in said.compared().items()
-                }
-                checker.compare(fields, limit, said.call())
+                _take_memory(name, called)
+                said = checker.said(key_of(name, called), fields)
+                checker.compare_said(said, limit, in_words)
             except UsageError as error:
                 comm.comparison.tell(name, error, limit)
                 raise
+        except CommError:
+            with self.calls.raising():
+                raise
         try:
-            return run()
+            return method(self, **called)
         except MismatchError as error:
-            raise as_torch_error(checker.with_calls(error, said.call())) from error
+            raise as_torch_error(checker.with_calls(error, in_words())) from error
         except UsageError as error:
             with self.calls.raising():
-                comm.comparison.tell(said.operation, error, limit)
+                comm.comparison.tell(said.fields["operation"], error, limit)
             raise
 
     # -- messages ----------------------------------------------------------------
@@ -161,13 +191,16 @@ for _name in DESCRIBED:
     setattr(CheckedCalls, _name, _compared(_name))
 
 
-def _with_memory(name: str, called: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors among a call's arguments, as those that have their memory."""
-    return {
-        argument: _memory_of(value, f"{name}: {argument}")
-        for argument, value in called.items()
-        if argument in _TENSORS
-    }
+def _take_memory(name: str, called: dict[str, Any]) -> None:
+    """Replace the tensors among a call's arguments by those that have their memory."""
+    for argument, value in called.items():
+        if argument in _TENSORS and not _are_plain(value):
+            called[argument] = _memory_of(value, f"{name}: {argument}")
+
+
+def _are_plain(value: Any) -> bool:
+    """Return whether a tensor, or each of a list, has its memory itself."""
+    return all(map(has_memory, value)) if type(value) is list else has_memory(value)
 
 
 def _memory_of(value: Any, what: str) -> Any:

@@ -11,19 +11,24 @@ out, are compared, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from commrt.errors import UsageError
 from commrt.torch.options import one, tensor_list
-from commrt.torch.reductions import reduction_of
+from commrt.torch.reductions import PLAIN, reduction_of
 
-__all__ = ["DESCRIBED", "Described", "tensor_in_words"]
+__all__ = ["DESCRIBED", "Described", "key_of", "tensor_in_words"]
 
 Arguments = Mapping[str, Any]
 Tensors = Sequence[torch.Tensor]
+_SPLITS = ("output_splits", "input_splits")
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,13 @@ def _op(arguments: Arguments) -> str:
 def _root(arguments: Arguments) -> int:
     root = _of_opts(arguments, "rootRank")
     return 0 if root is None else int(root)
+
+
+def _sizes(splits: Any) -> list[Any]:
+    """Return splits as a list; Megatron-core passes arrays of numpy."""
+    if isinstance(splits, np.ndarray):
+        return list(splits.tolist())
+    return list(splits or [])
 
 
 def _are_alike(tensors: Tensors) -> bool:
@@ -222,10 +234,7 @@ def _scatter(arguments: Arguments) -> Described:
 
 def _all_to_all_single(arguments: Arguments) -> Described:
     out, x = arguments["output"], arguments["input"]
-    splits = {
-        name: list(arguments.get(name) or [])
-        for name in ("output_splits", "input_splits")
-    }
+    splits = {name: _sizes(arguments.get(name)) for name in _SPLITS}
     words = [*_words("output", out), *_words("input", x)]
     words += [f"{name}={sizes}" for name, sizes in splits.items() if sizes]
     how = "given" if any(splits.values()) else "none"
@@ -269,3 +278,111 @@ DESCRIBED: dict[str, Callable[[Arguments], Described]] = {
     "barrier": _barrier,
 }
 """Functions that describe a call, by the names of a group's methods."""
+
+
+# -- keys of descriptions ------------------------------------------------------------
+
+_LONGEST = 256
+"""Tensors of a list that a key holds."""
+_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+_OPTIONS = {
+    kind: (hasattr(kind, "reduceOp"), hasattr(kind, "rootRank"))
+    for kind in (
+        c10d.AllgatherOptions,
+        c10d.AllreduceCoalescedOptions,
+        c10d.AllreduceOptions,
+        c10d.AllToAllOptions,
+        c10d.BarrierOptions,
+        c10d.BroadcastOptions,
+        c10d.GatherOptions,
+        c10d.ReduceOptions,
+        c10d.ReduceScatterOptions,
+        c10d.ScatterOptions,
+    )
+}
+"""Whether torch's options have a reduction, and whether they have a root."""
+
+
+class _NoKeyError(Exception):
+    """A call has an argument that no key can hold."""
+
+
+def key_of(name: str, arguments: Arguments) -> Hashable:
+    """Return a key of a call: calls with equal keys have equal fields.
+
+    None for a call of unusual arguments, which is to be described each time.
+    """
+    key: list[Hashable] = [name]
+    known = _FACTS_OF_TYPES if name in _ONLY_TYPES else _FACTS
+    try:
+        for argument, value in arguments.items():
+            facts = known.get(argument)
+            if facts is not None:
+                key += argument, facts(value)
+    except _NoKeyError:
+        return None
+    return tuple(key)
+
+
+def _facts_of_tensors(value: Any) -> Hashable:
+    """Return what fields hold of a tensor, or of all tensors of a list."""
+    if isinstance(value, list):
+        if len(value) > _LONGEST:
+            raise _NoKeyError
+        return tuple([_facts_of_tensors(each) for each in value])
+    types = _facts_of_types(value)
+    if (layout := value.layout) is torch.strided:
+        return value.shape, types
+    return value.shape, types, layout, value.sparse_dim()
+
+
+def _facts_of_types(value: Any) -> Hashable:
+    """Return what fields hold of a tensor whose shape may differ."""
+    if not isinstance(value, torch.Tensor):
+        raise _NoKeyError
+    return value.dtype, value.is_cpu or value.device.type
+
+
+def _facts_of_options(value: Any) -> Hashable:
+    """Return reduction and root of options, or of what stands in their place."""
+    kind = type(value)
+    if (has := _OPTIONS.get(kind)) is not None:
+        op = _facts_of_op(value.reduceOp) if has[0] else None
+        return kind, op, value.rootRank if has[1] else None
+    if kind in _OPS:
+        return _facts_of_op(value)
+    if value is None or kind is int:
+        return value  # type: ignore[no-any-return]
+    raise _NoKeyError
+
+
+def _facts_of_op(op: Any) -> str:
+    if (name := PLAIN.get(hash(op))) is not None:
+        return name
+    try:
+        return reduction_of(op).name
+    except UsageError:  # the description raises it in its turn
+        raise _NoKeyError from None
+
+
+def _facts_of_splits(value: Any) -> bool:
+    """Return whether there are any: their numbers are in words only."""
+    if value is not None and not isinstance(value, list | tuple | np.ndarray):
+        raise _NoKeyError
+    return value is not None and len(value) > 0
+
+
+_FACTS: dict[str, Callable[[Any], Hashable]] = {
+    **dict.fromkeys(
+        ("tensors", "outputs", "inputs", "output", "input"), _facts_of_tensors
+    ),
+    **dict.fromkeys(("opts", "root", "op"), _facts_of_options),
+    **dict.fromkeys(_SPLITS, _facts_of_splits),
+}
+"""What fields hold of each argument; nothing of those that are not here."""
+_ONLY_TYPES = ("all_to_all_single", "alltoall_base")
+"""Calls whose tensors have other lengths in every step where tokens are routed."""
+_FACTS_OF_TYPES = {
+    name: _facts_of_types if facts is _facts_of_tensors else facts
+    for name, facts in _FACTS.items()
+}

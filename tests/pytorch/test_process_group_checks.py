@@ -6,10 +6,13 @@ The odd one out is the last rank; each case is called on one line, which the err
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from process_groups import job
 from torch.distributed import ReduceOp
 
 import commrt.torch
+from commrt.calls import check_mode
 from commrt.errors import MismatchError, TimeoutError_, UsageError
+from commrt.torch.described import DESCRIBED
 
 DEADLINE_S = 300.0
 HERE = "test_process_group_checks.py"
@@ -257,6 +262,105 @@ def check_allowed(results: list[Any]) -> None:
         assert rest == [2.0, [rank + 1] * 2, [1.0, 0.0, 0.0], 2.0, 2.0, 2.0, [0, 1]]
 
 
+# -- calls that came before ----------------------------------------------------------
+
+# fmt: off
+REPEATED: dict[str, tuple[str, Call, Call, str, str]] = {
+    "shape": (
+        "allreduce",
+        lambda n: dist.all_reduce(Z(2, 3)),
+        lambda n: dist.all_reduce(Z(3, 2)),
+        "all_reduce #", "shapes",
+    ),
+    "type": (
+        "broadcast",
+        lambda n: dist.broadcast(Z(3), 0),
+        lambda n: dist.broadcast(Z(3).int(), 0),
+        "broadcast #", "dtype",
+    ),
+    "layout": (
+        "allreduce",
+        lambda n: dist.all_reduce(Z(3, 4).to_sparse()),
+        lambda n: dist.all_reduce(Z(3, 4)),
+        "all_reduce #", "shapes",
+    ),
+    "reduction": (
+        "reduce",
+        lambda n: dist.reduce(Z(2), 0, ReduceOp.MAX),
+        lambda n: dist.reduce(Z(2), 0, ReduceOp.MIN),
+        "reduce #", "op",
+    ),
+    "factor": (
+        "allreduce",
+        lambda n: dist.all_reduce(Z(2), dist._make_nccl_premul_sum(0.5)),
+        lambda n: dist.all_reduce(Z(2)),
+        "all_reduce #", "op",
+    ),
+    "root": (
+        "broadcast",
+        lambda n: dist.broadcast(Z(3), 0),
+        lambda n: dist.broadcast(Z(3), 1),
+        "broadcast #", "root",
+    ),
+    "order of a list": (
+        "allreduce_coalesced",
+        lambda n: whole("allreduce_coalesced")([Z(2), Z(3)]),
+        lambda n: whole("allreduce_coalesced")([Z(3), Z(2)]),
+        "all_reduce_coalesced #", "shapes",
+    ),
+    "splits": (
+        "alltoall_base",
+        lambda n: dist.all_to_all_single(Z(n), Z(n), [1] * n, [1] * n),
+        lambda n: dist.all_to_all_single(Z(n), Z(n)),
+        "all_to_all_single #", "splits",
+    ),
+    "operation": (
+        "barrier",
+        lambda n: dist.barrier(),
+        lambda n: dist.all_reduce(Z(3)),
+        "collective #", "operation",
+    ),
+}
+# fmt: on
+
+
+def repeated() -> list[Any]:
+    """Calls that all ranks have made before: each by itself, then one beside another.
+
+    Return how often calls were described or written as JSON, and the errors.
+    """
+    found: list[Any] = []
+    with job(name="repeated") as rank:
+        size = dist.get_world_size()
+        for name, (method, usual, odd, *_) in REPEATED.items():
+            usual(size)
+            odd(size)
+            described = mock.Mock(wraps=DESCRIBED[method])
+            dumped = mock.Mock(wraps=json.dumps)
+            with (
+                mock.patch.dict(DESCRIBED, {method: described}),
+                mock.patch.object(check_mode.json, "dumps", dumped),
+            ):
+                usual(size)
+                odd(size)
+            counts = described.call_count, dumped.call_count
+            with pytest.raises(MismatchError) as raised:
+                (odd if rank == size - 1 else usual)(size)
+            usual(size)
+            found.append([name, *counts, str(raised.value)])
+    return found
+
+
+def check_repeated(got: list[list[Any]]) -> None:
+    assert got[0] == got[1]
+    for name, described, dumped, text in got[0]:
+        *_, first, field = REPEATED[name]
+        own = 1 if name == "layout" else 0  # of the sparse sum, which compares itself
+        assert (described, dumped) == (0, own), name
+        assert text.startswith(first)
+        assert re.search(rf"disagree on {field}\b", text)
+
+
 # -- errors of one rank --------------------------------------------------------------
 
 # fmt: off
@@ -398,6 +502,7 @@ def everything() -> dict[str, Any]:
     return {
         "compared": compared(),
         "allowed": allowed(),
+        "repeated": repeated(),
         "one_wrong": one_wrong(),
         "named": received(0),
         "anyone": received(None),
@@ -413,6 +518,7 @@ def test_check_mode_of_two_ranks(torchrun: Any) -> None:
     by_name = {name: [each[name] for each in got] for name in got[0]}
     check_compared(by_name["compared"])
     check_allowed(by_name["allowed"])
+    check_repeated(by_name["repeated"])
     check_wrong(by_name["one_wrong"])
     check_received(by_name["named"])
     check_received(by_name["anyone"])

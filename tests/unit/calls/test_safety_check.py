@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from commrt.calls.arguments import bind, parse
-from commrt.calls.check_mode import _NBYTES, _message, describe
+from commrt.calls.check_mode import (
+    _COMPARED,
+    _MOST_KEPT,
+    _NBYTES,
+    Checker,
+    Said,
+    _message,
+    describe,
+)
+from commrt.errors import UsageError
 from commrt.vocabulary.operations import OPERATIONS, operation
 
 
@@ -65,3 +74,62 @@ def test_message_groups_ranks_that_agree() -> None:
         "  ranks 0, 2: op=sum (at train.py:3)\n"
         "  rank 1: op=max (at train.py:9)"
     )
+
+
+def test_each_field_is_in_the_number() -> None:
+    usual = dict.fromkeys(_COMPARED, "a")
+    numbers = {Said({**usual, field: "b"}).number for field in _COMPARED}
+    assert len(numbers) == len(_COMPARED)
+    assert Said(usual).number == Said({**usual}).number
+    assert Said(usual).number not in numbers
+
+
+class Counted:
+    """Describes calls, and counts how often it does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.count += 1
+        return {"operation": f"call {self.count}"}
+
+
+@pytest.fixture
+def checker() -> Checker:
+    """Return a checker that describes only, without any ranks."""
+    made = Checker.__new__(Checker)
+    made._kept = {}
+    return made
+
+
+def test_a_call_is_described_once_for_each_key(checker: Checker) -> None:
+    describe = Counted()
+    first = checker.said("a", describe)
+    assert checker.said("a", describe) is first
+    assert checker.said("b", describe) is not first
+    assert describe.count == 2
+
+
+def test_a_call_without_a_key_is_described_each_time(checker: Checker) -> None:
+    describe = Counted()
+    assert checker.said(None, describe) is not checker.said(None, describe)
+    assert describe.count == 2
+    assert not checker._kept
+
+
+def test_an_error_is_not_kept(checker: Checker) -> None:
+    def fails() -> dict[str, Any]:
+        raise UsageError("wrong")
+
+    with pytest.raises(UsageError, match="wrong"):
+        checker.said("a", fails)
+    assert checker.said("a", Counted()).fields == {"operation": "call 1"}
+
+
+def test_no_more_than_so_many_are_kept(checker: Checker) -> None:
+    describe = Counted()
+    for key in range(3 * _MOST_KEPT):
+        checker.said(key, describe)
+        assert len(checker._kept) <= _MOST_KEPT
+    assert checker.said(key, describe).fields["operation"] == f"call {key + 1}"

@@ -151,23 +151,11 @@ def _sliced(
     grid, shape, target = between.grid, between.shape, between.target
     for number, (before, dim) in enumerate(zip(dims, target.dims, strict=True)):
         if before is None and dim is not None:
-            index = _positions(dim, grid, shape[number])
-            part = part.index_select(number, index.to(part.device))
+            runs = target.runs(number, grid, shape[number])
+            pieces = [part.narrow(number, low, high - low) for low, high, _ in runs]
+            nothing = [part.narrow(number, 0, 0)]
+            part = torch.cat(pieces or nothing, number)
     return part
-
-
-def _positions(dim: Sharded, grid: ProcessGrid, extent: int) -> torch.Tensor:
-    """Return the indices in a dimension that this rank has, in its own order."""
-    places, place = grid.size(dim.axes), 0
-    for axis in dim.axes:
-        place = place * grid.size(axis) + grid.coords[axis]
-    index = torch.arange(extent)
-    if dim.block is not None:
-        return index[index // dim.block % places == place]
-    if dim.sizes is not None:
-        low = sum(dim.sizes[:place])
-        return index[low : low + dim.sizes[place]]
-    return index[extent * place // places : extent * (place + 1) // places]
 
 
 def _as_parts(part: torch.Tensor, between: _Between) -> torch.Tensor:

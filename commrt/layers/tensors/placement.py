@@ -181,6 +181,32 @@ class Placement:
             return tuple(shape)
         return self.layout(grid, shape).local_shape(grid.rank if rank is None else rank)
 
+    def runs(
+        self, number: int, grid: ProcessGrid, extent: int
+    ) -> list[tuple[int, int, int]]:
+        """Return the runs of elements that this rank has of a dimension.
+
+        Each is (low, high, position of low in this rank's part); none is empty.
+        """
+        cut = self.dims[number]
+        if cut is None:
+            return [(0, extent, 0)] if extent else []
+        places, place = grid.size(cut.axes), 0
+        for axis in cut.axes:
+            place = place * grid.size(axis) + grid.coords[axis]
+        if cut.block is not None:
+            starts = range(place * cut.block, extent, places * cut.block)
+            return [
+                (low, min(low + cut.block, extent), turn * cut.block)
+                for turn, low in enumerate(starts)
+            ]
+        if cut.sizes is not None:
+            low = sum(cut.sizes[:place])
+            high = low + cut.sizes[place]
+        else:
+            low, high = extent * place // places, extent * (place + 1) // places
+        return [(low, high, 0)] if low < high else []
+
     def is_same_as(
         self, other: Placement, grid: ProcessGrid, shape: Sequence[int]
     ) -> bool:

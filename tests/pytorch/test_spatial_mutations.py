@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons with torch turn red where spatial convolution has a typical mistake."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from spatial_reference import NEAR, CutGrid, difference, drawn
+from torch.nn import functional
+
+from commrt.comm import Communicator
+from commrt.layers.spatial import Cut, exchange, overlapped_convolution
+from commrt.layers.spatial import convolution as module
+from commrt.layers.spatial.convolution import conv
+from commrt.layers.spatial.weight_gradients import GradientSum
+from commrt.layers.spatial.windows import Sliding, Window, clipped
+from commrt.local import run
+
+
+def largest(overlap: bool, times: int = 1) -> dict[str, float]:
+    """Return how far a convolution is from torch's, after some calls of it."""
+
+    def main(comm: Communicator) -> dict[str, float]:
+        grid, rng = CutGrid(comm, {2: comm}), random.Random(5)
+        found: dict[str, float] = {}
+        for _ in range(times):
+            x, weight = drawn(rng, (2, 3, 13, 6)), drawn(rng, (4, 3, 3, 3))
+            bias = drawn(rng, (4,))
+            cuts = {2: Cut(comm, (6, 7))}
+            found = difference(
+                *(grid, cuts, x, [weight, bias]),
+                lambda x, w, b, cuts=cuts: conv(
+                    *(x, w, b),
+                    cuts=cuts,
+                    padding=1,
+                    overlap=overlap,
+                    sum_weight_gradients_over=comm,
+                ),
+                lambda x, w, b: functional.conv2d(x, w, b, padding=1),
+                rng,
+                are_summed=True,
+            ).of
+        return found
+
+    ranks = run(2, main)
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+EVERYTHING = {"result", "gradient of x", "gradient of weight 0"}
+WEIGHTS = {"gradient of weight 0", "gradient of weight 1"}
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def one_halo_row_is_missing(patch: pytest.MonkeyPatch) -> None:
+    def short(low: int, high: int, extent: int) -> Window:
+        window = clipped(low, high, extent)
+        parts = [
+            part._replace(high=part.high - 1) if part.high < extent else part
+            for part in window.parts
+        ]
+        return Window(window.length, tuple(parts))
+
+    patch.setattr(overlapped_convolution, "clipped", short)
+    patch.setattr(module, "clipped", short)
+
+
+def low_and_high_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    def swapped(self: Sliding, low: int, high: int) -> tuple[int, int]:
+        first, last = reads(self, low, high)
+        # One more element before the window instead of behind it.
+        return (first - 1, last - 1) if first > 0 else (first + 1, last + 1)
+
+    reads = Sliding.reads
+    patch.setattr(Sliding, "reads", swapped)
+
+
+def weight_gradients_are_summed_twice(patch: pytest.MonkeyPatch) -> None:
+    def twice(self: GradientSum) -> list[Any]:
+        return GradientSum(wait(self), self.comm).wait_once()
+
+    wait = GradientSum.wait
+    made = GradientSum.__init__
+
+    def init(self: Any, gradients: list[Any], comm: Communicator | None) -> None:
+        made(self, gradients, comm)
+        self.comm = comm
+
+    patch.setattr(GradientSum, "__init__", init)
+    patch.setattr(GradientSum, "wait_once", wait, raising=False)
+    patch.setattr(GradientSum, "wait", twice)
+
+
+def halos_are_stale(patch: pytest.MonkeyPatch) -> None:
+    def stale(self: exchange.Strips) -> list[Any]:
+        came = [each.clone() for each in wait(self)]
+        key = tuple(each.shape for each in came)
+        before = earlier.__dict__.get(str(key), came)
+        earlier.__dict__[str(key)] = came
+        return before
+
+    wait = exchange.Strips.wait
+    earlier = threading.local()  # each rank's
+    patch.setattr(exchange.Strips, "wait", stale)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nothing_is_red_without_a_mistake(overlap: bool) -> None:
+    assert max(largest(overlap).values()) < NEAR
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("mistake", "red"),
+    [
+        (one_halo_row_is_missing, EVERYTHING),
+        (low_and_high_are_swapped, {"result"}),
+        (weight_gradients_are_summed_twice, WEIGHTS),
+        (halos_are_stale, EVERYTHING),
+    ],
+)
+def test_mistakes_turn_the_comparison_red(
+    mistake: Patch, red: set[str], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    found = {name for name, off in largest(overlap, 2).items() if off > 1e-3}
+    assert red <= found
+    if mistake is weight_gradients_are_summed_twice:
+        assert found == WEIGHTS

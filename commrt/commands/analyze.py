@@ -13,16 +13,19 @@ from commrt.errors import UsageError
 from commrt.files.visible import visible, visible_lines
 from commrt.trace.divergence import compare, verdict_lines
 from commrt.trace.dump_flight import write_for_torch
-from commrt.trace.dump_reader import find_dumps, read_dump
+from commrt.trace.dump_reader import Dump, find_dumps, read_dump
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 where a file could not be written, 2 for misuse."""
+    """Run the command; return 0, 1 where a file was damaged or not written, 2 else.
+
+    Damaged dumps are left out and named; without any other dump that is misuse.
+    """
     args = _parser().parse_args(argv)
     try:
-        dumps = [read_dump(path) for path in find_dumps(args.files)]
+        dumps, damaged = _read(find_dumps(args.files))
         verdict = compare(dumps, args.job)
         if args.json:
             print(json.dumps(verdict.as_json(), indent=1))
@@ -34,13 +37,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             for dump in dumps:
                 if dump.job == verdict.job:
                     write_for_torch(dump, folder)
-        return 0
+        for error in damaged:
+            print(f"commrt analyze: left out: {visible(str(error))}", file=sys.stderr)
+        return 1 if damaged else 0
     except UsageError as error:
         print(f"commrt analyze: {visible(str(error))}", file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:
         print(f"commrt analyze: {visible(str(error))}", file=sys.stderr)
         return 1
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[Dump], list[UsageError]]:
+    """Return the dumps, and what is wrong with those that cannot be read.
+
+    Raises UsageError where none can.
+    """
+    dumps: list[Dump] = []
+    damaged: list[UsageError] = []
+    for path in paths:
+        try:
+            dumps.append(read_dump(path))
+        except UsageError as error:
+            damaged.append(error)
+    if damaged and not dumps:
+        raise damaged[0]
+    return dumps, damaged
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -244,6 +244,19 @@ def test_files_that_are_no_dumps_are_named(
     assert why in said
 
 
+def test_a_cut_dump_is_left_out_and_named(tmp_path: Path, capsys: Capture) -> None:
+    first, second, third = write_dumps(
+        tmp_path, [dump_of(rank, 3, same_calls(2)) for rank in range(3)]
+    )
+    expected = verdict_lines(compare([*map(read_dump, (first, third))], None))
+    second.write_text(second.read_text()[:100])
+    assert main(["analyze", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [*expected]
+    assert f"left out: {second}" in err
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.layers.spatial import Cut, exchange, overlapped_convolution
-from commrt.layers.spatial import convolution as module
 from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.weight_gradients import GradientSum
 from commrt.layers.spatial.windows import Sliding, Window, clipped
@@ -65,7 +64,7 @@ def one_halo_row_is_missing(patch: pytest.MonkeyPatch) -> None:
         return Window(window.length, tuple(parts))
 
     patch.setattr(overlapped_convolution, "clipped", short)
-    patch.setattr(module, "clipped", short)
+    patch.setattr(exchange, "clipped", short)
 
 
 def low_and_high_are_swapped(patch: pytest.MonkeyPatch) -> None:

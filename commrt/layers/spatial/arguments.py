@@ -7,7 +7,7 @@ so ranks that are given different ones may fail alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commrt.errors import UsageError, shown
@@ -19,6 +19,7 @@ __all__ = [
     "cut_of_outputs",
     "is_whole",
     "per_dimension",
+    "piece_shape",
     "whole_extents",
 ]
 
@@ -115,3 +116,20 @@ def cut_of_outputs(
         dim: cut if dim < 2 else Cut.even(cut.comm, outputs[dim - 2])
         for dim, cut in cuts.items()
     }
+
+
+def piece_shape(
+    x: Any, channels: int, outputs: Sequence[int], made: Mapping[int, Cut]
+) -> tuple[int, ...]:
+    """Return the shape of this rank's piece of a result.
+
+    Args:
+        x: has the batch.
+        channels: of the result.
+        outputs: its spatial extents.
+        made: how it is cut.
+    """
+    shape = [x.shape[0], channels, *outputs]
+    for dim, cut in made.items():
+        shape[dim] = cut.sizes[cut.comm.rank]
+    return tuple(shape)

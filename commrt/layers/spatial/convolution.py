@@ -34,18 +34,19 @@ from commrt.layers.spatial.arguments import (
     check_outputs,
     cut_of_outputs,
     per_dimension,
+    piece_shape,
     whole_extents,
 )
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.empty_results import empty_result
-from commrt.layers.spatial.exchange import window
+from commrt.layers.spatial.exchange import window_of_outputs
 from commrt.layers.spatial.overlapped_convolution import (
     Geometry,
     OverlappedConvolution,
 )
 from commrt.layers.spatial.padded_windows import check_mode, padded, padded_window
 from commrt.layers.spatial.weight_gradients import check_sum, summed_gradients
-from commrt.layers.spatial.windows import Range, Sliding, Window, clipped
+from commrt.layers.spatial.windows import Range, Sliding
 
 __all__ = ["conv"]
 
@@ -115,8 +116,7 @@ def conv(
         along.sort(key=lambda dim: (slidings[dim - 2].span / extents[dim - 2], dim))
         last = along.pop() if overlap else None
         for dim in along:
-            needs = _windows(slidings[dim - 2], cuts[dim], made[dim])
-            x = window(x, dim, cuts[dim], needs)
+            x = window_of_outputs(x, dim, cuts[dim], slidings[dim - 2], made[dim])
             pads[dim - 2] = (0, 0)
         if last is not None:
             pads[last - 2] = (0, 0)
@@ -127,7 +127,7 @@ def conv(
             cut=cuts[last],
             sliding=slidings[last - 2],
             outputs=made[last].pieces,
-            shape=_piece(x, weight, outputs, made),
+            shape=piece_shape(x, weight.shape[0], outputs, made),
             stride=strides,
             padding=both,
             dilation=dilations,
@@ -136,7 +136,7 @@ def conv(
         )
         return OverlappedConvolution.apply(x, weight, bias, geometry), made
     weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
-    shape = _piece(x, weight, outputs, made)
+    shape = piece_shape(x, weight.shape[0], outputs, made)
     if 0 in shape[2:]:
         return empty_result(shape, x, weight, bias), made
     return PLAIN[dims](x, weight, bias, strides, both, dilations, groups), made
@@ -210,21 +210,6 @@ def _named_pads(
 
 
 # -- what the outputs read -------------------------------------------------------------
-
-
-def _windows(sliding: Sliding, cut: Cut, outputs: Cut) -> list[Window]:
-    """Return what each rank's outputs read along a cut, with room for zeros."""
-    return [clipped(*sliding.reads(*out), cut.extent) for out in outputs.pieces]
-
-
-def _piece(
-    x: Any, weight: Any, outputs: Sequence[int], made: Mapping[int, Cut]
-) -> tuple[int, ...]:
-    """Return the shape of this rank's piece of the output."""
-    shape = [x.shape[0], weight.shape[0], *outputs]
-    for dim, cut in made.items():
-        shape[dim] = cut.sizes[cut.comm.rank]
-    return tuple(shape)
 
 
 def _padded(x: Any, pads: Sequence[Range]) -> tuple[Any, tuple[int, ...]]:

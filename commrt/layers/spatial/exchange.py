@@ -23,13 +23,21 @@ from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.windows import (
     Message,
     Range,
+    Sliding,
     Transfers,
     Window,
     clipped,
     transfers,
 )
 
-__all__ = ["Strips", "fetch", "start_strips", "window"]
+__all__ = [
+    "Strips",
+    "fetch",
+    "start_messages",
+    "start_strips",
+    "window",
+    "window_of_outputs",
+]
 
 
 def fetch(x: Any, dim: int, cut: Cut, needs: Sequence[Range]) -> Any:
@@ -88,6 +96,26 @@ def window(
     if not moved.sends and not moved.recvs and _is_whole(moved, x.shape[dim], length):
         return x
     return _Gather.apply(x, dim, cut.comm, moved, length, fill)
+
+
+def window_of_outputs(
+    x: Any, dim: int, cut: Cut, sliding: Sliding, outputs: Cut, *, fill: float = 0.0
+) -> Any:
+    """Return what this rank's outputs read along a cut, with ``fill`` as padding.
+
+    Args:
+        x: this rank's piece.
+        dim: the dimension that is cut.
+        cut: how it is cut.
+        sliding: the kernel in this dimension.
+        outputs: how the result is cut there.
+        fill: the value of padding.
+
+    Collective like ``window``.
+    """
+    reads = [sliding.reads(*out) for out in outputs.pieces]
+    windows = [clipped(*each, cut.extent) for each in reads]
+    return window(x, dim, cut, windows, fill=fill)
 
 
 def _is_whole(moved: Transfers, size: int, length: int) -> bool:

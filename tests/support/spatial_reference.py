@@ -176,7 +176,9 @@ def difference(
             total = mine.grad.clone()
             if not are_summed:
                 grid.comm.allreduce(total)
-            of[f"gradient of weight {number}"] = off_by(total, plain.grad)
+            # One element is the sum of many, which may cancel each other.
+            scale = max(float(plain.grad.abs().max()), float(gradient.norm()))
+            of[f"gradient of weight {number}"] = off_by(total, plain.grad, scale)
     return Difference(of)
 
 

@@ -15,6 +15,7 @@ from commrt.layers.spatial.cut import Cut
 
 __all__ = [
     "check_cuts",
+    "check_filters",
     "check_outputs",
     "cut_of_outputs",
     "is_whole",
@@ -94,6 +95,53 @@ def per_dimension(
             f"from {least} on"
         )
     return values
+
+
+def check_filters(
+    what: str,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    groups: int,
+    *,
+    is_transposed: bool = False,
+) -> None:
+    """Raise UsageError where weight, bias and groups do not fit ``x`` and each other.
+
+    Args:
+        what: the function, for messages.
+        x: this rank's piece; it has all channels.
+        weight: its first dimension has the output channels; in a transposed convolution
+            the second one.
+        bias: one element for each output channel, or None.
+        groups: groups of channels.
+        is_transposed: of the convolution.
+    """
+    if not isinstance(groups, int) or groups < 1:
+        raise UsageError(f"{what}: groups={shown(groups)} must be an integer from 1 on")
+    if weight.dim() != x.dim():
+        raise UsageError(
+            f"{what}: weight of shape {tuple(weight.shape)} must have the {x.dim()} "
+            f"dimensions of x, whose shape is {tuple(x.shape)}"
+        )
+    if 0 in weight.shape or weight.shape[0] % groups:
+        raise UsageError(
+            f"{what}: weight of shape {tuple(weight.shape)} must have elements, and "
+            f"groups={groups} must divide its first dimension"
+        )
+    taken, made = weight.shape[1] * groups, weight.shape[0]
+    if is_transposed:
+        taken, made = made, taken
+    if x.shape[1] != taken:
+        raise UsageError(
+            f"{what}: x of shape {tuple(x.shape)} has {x.shape[1]} channels; weight of "
+            f"shape {tuple(weight.shape)} with groups={groups} takes {taken}"
+        )
+    if bias is not None and tuple(bias.shape) != (made,):
+        raise UsageError(
+            f"{what}: bias of shape {tuple(bias.shape)} must have one element for each "
+            f"of {made} output channels"
+        )
 
 
 def check_outputs(what: str, extents: tuple[int, ...], outputs: list[int]) -> None:

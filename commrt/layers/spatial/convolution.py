@@ -28,9 +28,10 @@ from typing import Any
 from torch.nn import functional
 
 from commrt.comm import Communicator
-from commrt.errors import UsageError, shown
+from commrt.errors import UsageError
 from commrt.layers.spatial.arguments import (
     check_cuts,
+    check_filters,
     check_outputs,
     cut_of_outputs,
     per_dimension,
@@ -95,7 +96,7 @@ def conv(
     before anything is sent.
     """
     dims = check_cuts("conv", x, cuts)
-    _check_channels(x, weight, bias, groups)
+    check_filters("conv", x, weight, bias, groups)
     check_sum("conv", sum_weight_gradients_over)
     slidings = _slidings(weight, stride, padding, dilation, dims)
     extents = whole_extents(x, cuts)[2:]
@@ -143,32 +144,6 @@ def conv(
 
 
 # -- arguments -------------------------------------------------------------------------
-
-
-def _check_channels(x: Any, weight: Any, bias: Any, groups: int) -> None:
-    if not isinstance(groups, int) or groups < 1:
-        raise UsageError(f"conv: groups={shown(groups)} must be an integer from 1 on")
-    if weight.dim() != x.dim():
-        raise UsageError(
-            f"conv: weight of shape {tuple(weight.shape)} must have the {x.dim()} "
-            f"dimensions of x, whose shape is {tuple(x.shape)}"
-        )
-    if 0 in weight.shape or weight.shape[0] % groups:
-        raise UsageError(
-            f"conv: weight of shape {tuple(weight.shape)} must have elements, and "
-            f"output channels that groups={groups} divides"
-        )
-    if x.shape[1] != weight.shape[1] * groups:
-        raise UsageError(
-            f"conv: x of shape {tuple(x.shape)} has {x.shape[1]} channels; weight of "
-            f"shape {tuple(weight.shape)} with groups={groups} takes "
-            f"{weight.shape[1] * groups}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise UsageError(
-            f"conv: bias of shape {tuple(bias.shape)} must have one element for each "
-            f"of {weight.shape[0]} output channels"
-        )
 
 
 def _slidings(

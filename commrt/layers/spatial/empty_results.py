@@ -15,32 +15,33 @@ import torch
 __all__ = ["empty_result"]
 
 
-def empty_result(shape: Sequence[int], *inputs: Any) -> Any:
-    """Return an empty tensor; all inputs get a gradient of zeros.
+def empty_result(shape: Sequence[int], *inputs: Any, fill: float = 0.0) -> Any:
+    """Return a tensor that depends on no input; all get a gradient of zeros.
 
     Args:
-        shape: has a 0.
+        shape: of the result; mostly it has a 0.
         inputs: tensors, or None. The first one says type and device.
+        fill: the value of its elements, if it has any.
     """
-    return _Empty.apply(tuple(shape), *inputs)
+    return _Empty.apply(tuple(shape), fill, *inputs)
 
 
 class _Empty(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], first: Any, *others: Any) -> Any:
+    def forward(
+        ctx: Any, shape: tuple[int, ...], fill: float, first: Any, *others: Any
+    ) -> Any:
         # Shapes of inputs, not the inputs: their values are not needed.
         ctx.like = [
             None if each is None else (each.shape, each.dtype, each.device)
             for each in (first, *others)
         ]
-        return first.new_empty(shape)
+        return first.new_full(shape, fill)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        zeros = [
-            None
-            if each is None
-            else torch.zeros(each[0], dtype=each[1], device=each[2])
-            for each in ctx.like
-        ]
-        return None, *zeros
+        return None, None, *(each and _zeros(*each) for each in ctx.like)
+
+
+def _zeros(shape: Any, dtype: Any, device: Any) -> Any:
+    return torch.zeros(shape, dtype=dtype, device=device)

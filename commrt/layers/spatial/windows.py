@@ -19,6 +19,7 @@ __all__ = [
     "Part",
     "Range",
     "Sliding",
+    "Spreading",
     "Transfers",
     "Window",
     "clipped",
@@ -158,6 +159,44 @@ class Sliding:
         if own[1] < extent:  # the last window that ends at own[1] or before
             high = min(high, (own[1] + self.low - self.span) // self.stride + 1)
         return (low, high) if low < high else (outputs[0], outputs[0])
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """A kernel along one dimension of a transposed convolution.
+
+    Input i contributes to outputs ``i * stride - padding + n * dilation``. ``more`` is
+    the output padding: outputs behind the last.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+    more: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Outputs from the first to the last that one input contributes to, less 1."""
+        return (self.kernel - 1) * self.dilation
+
+    def outputs(self, extent: int) -> int:
+        """Return the outputs of a dimension."""
+        return (
+            (extent - 1) * self.stride - 2 * self.padding + self.reach + self.more + 1
+        )
+
+    def first(self, place: int) -> int:
+        """Return the first output that an input contributes to; it may be below 0."""
+        return place * self.stride - self.padding
+
+    def reads(self, low: int, high: int, extent: int) -> Range:
+        """Return the inputs that contribute to outputs ``[low, high)``."""
+        if high <= low:
+            return 0, 0
+        first = -(-(low + self.padding - self.reach) // self.stride)
+        last = (high - 1 + self.padding) // self.stride
+        return meet((first, last + 1), (0, extent))
 
 
 # -- messages --------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from commrt.errors import UsageError
 from commrt.layers.spatial import Cut
 from commrt.layers.spatial.windows import (
     Sliding,
+    Spreading,
     Window,
     clipped,
     even_ranges,
@@ -95,6 +96,30 @@ def test_the_interior_reads_the_own_piece_and_padding_only(seed: int) -> None:
         assert [*range(low, high)] == inside
         found += bool(inside)
     assert found > 100
+
+
+def test_transposed_outputs_come_from_the_inputs_that_contribute(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(500):
+        spreading = Spreading(
+            kernel=rng.randint(1, 5),
+            stride=rng.randint(1, 4),
+            padding=rng.randint(0, 4),
+            dilation=rng.randint(1, 3),
+        )
+        extent = rng.randint(1, 10)
+        low = rng.randint(0, 20)
+        high = low + rng.randint(1, 6)
+        contribute = {
+            place
+            for place in range(extent)
+            for number in range(spreading.kernel)
+            if low <= spreading.first(place) + number * spreading.dilation < high
+        }
+        assert contribute <= {*range(*spreading.reads(low, high, extent))}
+        last = spreading.first(extent - 1) + spreading.reach
+        assert spreading.outputs(extent) == last + 1 - spreading.padding
+        assert spreading.reads(low, low, extent) == (0, 0)
 
 
 def test_windows_leave_room_where_they_leave_the_dimension() -> None:

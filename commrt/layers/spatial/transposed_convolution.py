@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transposed convolution of a tensor that is cut in space, in 1 to 3 dimensions.
+
+Each rank computes an even piece of the output, from all inputs that contribute to it.
+
+Pattern: one exchange of strips along each cut dimension, one dimension after another.
+The backward pass sends the gradients of the strips to their owners, and may sum the
+gradients of weight and bias over ranks by one ``allreduce`` of both.
+
+Bytes that a rank sends along a cut dimension: the elements of its piece that contribute
+to outputs of other ranks, times the other extents (with what came in the dimensions
+that went before), times the size of an element. With a stride of s and a kernel of
+k = s, pieces that lie like their outputs need nothing of other ranks. The backward pass
+sends as many bytes as this rank received; the allreduce counts those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn import functional
+
+from commrt.comm import Communicator
+from commrt.errors import UsageError
+from commrt.layers.spatial.arguments import (
+    check_cuts,
+    check_filters,
+    check_outputs,
+    cut_of_outputs,
+    per_dimension,
+    piece_shape,
+    whole_extents,
+)
+from commrt.layers.spatial.cut import Cut
+from commrt.layers.spatial.empty_results import empty_result
+from commrt.layers.spatial.exchange import window
+from commrt.layers.spatial.weight_gradients import check_sum, summed_gradients
+from commrt.layers.spatial.windows import Range, Spreading, clipped
+
+__all__ = ["conv_transpose"]
+
+PLAIN = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
+
+
+def conv_transpose(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    cuts: Mapping[int, Cut],
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    sum_weight_gradients_over: Communicator | None = None,
+) -> tuple[Any, dict[int, Cut]]:
+    """Return this rank's piece of a transposed convolution, and how it is cut.
+
+    Args:
+        x: this rank's piece: batch, channels, then 1 to 3 spatial dimensions.
+        weight: equal on all ranks: channels, outputs / groups, kernel.
+        bias: one element for each output channel, or None.
+        cuts: the dimensions that are cut: spatial ones (2 and up), and the batch (0),
+            which moves nothing. Pieces may be uneven, empty, and narrow.
+        stride, padding, output_padding, groups, dilation: as in torch.
+        sum_weight_gradients_over: ranks over which the backward pass sums the gradients
+            of weight and bias. None: they are this rank's parts of the sums.
+
+    Returns:
+        The piece of the output, and its cuts: even pieces on the same communicators.
+
+    Collective over the communicators of the cuts, also in the backward pass. ``x`` must
+    need a gradient on all ranks or on none, and so must the weights. Where no spatial
+    dimension is cut among several ranks, the result is torch's own, bit for bit.
+
+    Raises UsageError for arguments that do not fit and for a result without elements,
+    before anything is sent.
+    """
+    dims = check_cuts("conv_transpose", x, cuts)
+    check_filters("conv_transpose", x, weight, bias, groups, is_transposed=True)
+    check_sum("conv_transpose", sum_weight_gradients_over)
+    spreadings = _spreadings(weight, stride, padding, output_padding, dilation, dims)
+    extents = whole_extents(x, cuts)[2:]
+    outputs = [one.outputs(n) for one, n in zip(spreadings, extents, strict=True)]
+    check_outputs("conv_transpose", extents, outputs)
+    made = cut_of_outputs(cuts, outputs)
+
+    pads = [each.padding for each in spreadings]
+    more = [each.more for each in spreadings]
+    trims: dict[int, Range] = {}
+    for dim, cut in cuts.items():
+        if dim < 2 or cut.comm.size == 1:
+            continue
+        spreading = spreadings[dim - 2]
+        reads = [spreading.reads(*out, cut.extent) for out in made[dim].pieces]
+        x = window(x, dim, cut, [clipped(*each, cut.extent) for each in reads])
+        pads[dim - 2] = more[dim - 2] = 0
+        # Where this rank's outputs lie in those that the window gives.
+        first = spreading.first(reads[cut.comm.rank][0])
+        low, high = made[dim].own
+        trims[dim] = low - first, high - first
+    weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
+    shape = piece_shape(x, weight.shape[1] * groups, outputs, made)
+    if 0 in shape[2:]:
+        return empty_result(shape, x, weight, bias), made
+    strides = tuple(each.stride for each in spreadings)
+    dilations = tuple(each.dilation for each in spreadings)
+    arguments = strides, pads, more, groups, dilations
+    if not trims:
+        return PLAIN[dims](x, weight, bias, *arguments), made
+    if 0 in x.shape[2:]:  # nothing contributes to these outputs
+        y = empty_result(shape, x, weight, fill=0.0)
+    else:
+        y = _trimmed(PLAIN[dims](x, weight, None, *arguments), trims)
+    if bias is not None:
+        y = y + bias.view(-1, *[1] * dims)
+    return y, made
+
+
+def _spreadings(
+    weight: Any,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    output_padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    dims: int,
+) -> list[Spreading]:
+    """Return the kernel in each spatial dimension."""
+    what = "conv_transpose"
+    strides = per_dimension(what, "stride", stride, dims, 1)
+    pads = per_dimension(what, "padding", padding, dims, 0)
+    more = per_dimension(what, "output_padding", output_padding, dims, 0)
+    dilations = per_dimension(what, "dilation", dilation, dims, 1)
+    for s, m, d in zip(strides, more, dilations, strict=True):
+        if m >= max(s, d):
+            raise UsageError(
+                f"{what}: output_padding={output_padding} must be smaller than stride "
+                f"{strides} or dilation {dilations}"
+            )
+    every = zip(weight.shape[2:], strides, pads, dilations, more, strict=True)
+    return [Spreading(*each) for each in every]
+
+
+def _trimmed(y: Any, trims: Mapping[int, Range]) -> Any:
+    """Return the outputs in these ranges; those outside of ``y`` are 0."""
+    zeros = [0, 0] * (y.dim() - 2)
+    for dim, (low, high) in trims.items():
+        first, last = max(low, 0), min(high, y.shape[dim])
+        y = y.narrow(dim, min(first, y.shape[dim]), max(0, last - first))
+        side = 2 * (y.dim() - 1 - dim)
+        inside = max(0, last - first)
+        before = min(first, high) - low if inside else 0
+        zeros[side : side + 2] = [before, high - low - inside - before]
+    return functional.pad(y, zeros) if any(zeros) else y

@@ -4,30 +4,48 @@
 The ranks first tell each other what they call, and how much comes or that nothing can:
 so all of them raise the same error where one rank's object cannot be pickled, and no
 rank waits for it. Then come the heads, then the large arrays, each to its own memory.
+Before heads that are long and before large arrays, the ranks tell each other whether
+they have the memory: where one has not, all raise an error, and none is a step ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from commrt.calls.channel import Channel
-from commrt.errors import MismatchError, UsageError
+from commrt.errors import (
+    CommError,
+    MemoryError_,
+    MismatchError,
+    RefusedError,
+    UsageError,
+)
 from commrt.group.stepped import Awaited, Steps
-from commrt.objects.packing import Packed, Refusal, memory_for_large, pack, unpack
+from commrt.objects.packing import (
+    LARGE_NBYTES,
+    Packed,
+    Refusal,
+    memory_for_large,
+    no_memory_to_pickle,
+    pack,
+    unpack,
+)
 from commrt.vocabulary.operations import names_of
 
 __all__ = ["Talk", "allgather", "bcast", "gather", "scatter"]
 
 _NAMES = names_of("object")
 _MAGIC = 0x6F626A31
-_CALL, _ROOT, _REFUSED, _SIZES = 1, 2, 3, 4
-"""Places of a row; behind them stand the bytes of each head."""
+_CALL, _ROOT, _REFUSED, _NO_MEMORY, _SIZES = 1, 2, 3, 4, 5
+"""Places of a row; behind them stand the bytes of each head, then of its large arrays.
+"""
 _TAG = 1
+T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Row = npt.NDArray[np.int64]
 
@@ -54,9 +72,9 @@ class Talk:
     def row(self, refusal: Refusal | None, sizes: Sequence[int]) -> Row:
         """Return what this rank tells the others."""
         refused = 0 if refusal is None else refusal.head.size
-        return np.array(
-            [_MAGIC, _NAMES.index(self.call), self.root, refused, *sizes], np.int64
-        )
+        no_memory = refusal is not None and refusal.for_memory
+        call = _NAMES.index(self.call)
+        return np.array([_MAGIC, call, self.root, refused, no_memory, *sizes], np.int64)
 
     def bcast(self, array: Any) -> Awaited:
         """Start to copy the root's array."""
@@ -70,10 +88,9 @@ class Talk:
         """Start to bring all ranks' arrays together."""
         return self._start("allgather", array, out=out)
 
-    def joined(self, part: Bytes, counts: Sequence[int]) -> tuple[Bytes, Awaited]:
-        """Start to bring together arrays of different lengths; return where."""
-        out = np.empty(sum(counts), np.uint8)
-        return out, self._start("allgatherv", part, counts=[*counts], out=out)
+    def join(self, part: Bytes, counts: Sequence[int], out: Bytes) -> Awaited:
+        """Start to bring together arrays of different lengths."""
+        return self._start("allgatherv", part, counts=[*counts], out=out)
 
     def send(self, array: Bytes, dest: int) -> Awaited:
         """Start to send an array."""
@@ -103,17 +120,66 @@ class Talk:
             )
 
     def refused(
-        self, ranks: Sequence[int], texts: Sequence[Bytes], own: Refusal | None
-    ) -> UsageError:
-        """Return the error of all ranks for objects that cannot be sent."""
+        self,
+        ranks: Sequence[int],
+        rows: Sequence[Row],
+        texts: Sequence[Bytes],
+        own: Refusal | None,
+    ) -> CommError:
+        """Return this rank's error where ranks have objects that cannot be sent.
+
+        A rank without memory raises MemoryError_. The others raise RefusedError where
+        nothing but memory is lacking.
+        """
         said = [
             f"{bytes(text).decode(errors='replace')} on rank {rank}"
             for rank, text in zip(ranks, texts, strict=True)
         ]
-        error = UsageError(f"{self.what}: {'; '.join(said)}; nothing was sent")
+        kind: type[CommError] = UsageError
+        if own is not None and own.for_memory:
+            kind = MemoryError_
+        elif own is None and all(row[_NO_MEMORY] for row in rows):
+            kind = RefusedError
+        error = kind(f"{self.what}: {'; '.join(said)}; nothing was sent")
         error.on_all_ranks = True
         error.__cause__ = None if own is None else own.cause
         return error
+
+    def memory(
+        self, make: Callable[[], T], wanted: int, *, most: int | None = None
+    ) -> Steps[T]:
+        """Return memory for what comes; all ranks raise where one has none for it.
+
+        Args:
+            make: returns the memory on this rank.
+            wanted: its bytes, for messages.
+            most: bytes that every rank knows: if they are few, the ranks do not tell
+                each other; None: they do.
+        """
+        if most is not None and most < LARGE_NBYTES:
+            return make()
+        made, error = _made(make)
+        lacking = np.array([0 if error is None else max(1, wanted)], np.int64)
+        every = np.empty(self.channel.size, np.int64)
+        yield [self.allgather(lacking, every)]
+        if made is None:
+            mine = MemoryError_(
+                f"{self.what}: there is no memory on rank {self.channel.rank} for the "
+                f"{wanted} bytes that come ({error}); nothing was delivered, and all "
+                f"ranks may call again: free memory, or send less at a time"
+            )
+            mine.on_all_ranks = True
+            raise mine from error
+        if every.any():
+            said = ", ".join(
+                f"rank {rank} has no memory for the {every[rank]} bytes that come"
+                for rank in np.flatnonzero(every)
+            )
+            raise RefusedError(
+                f"{self.what}: {said}; nothing was delivered, and all ranks may call "
+                f"again"
+            )
+        return made[0]
 
     def _start(self, name: str, array: Any, **more: Any) -> Awaited:
         # Without a limit of its own the engine knows the call; its wait has one.
@@ -128,132 +194,193 @@ def _said(row: Row) -> str:
     return f"{_NAMES[row[_CALL]]}{root}"
 
 
+def _made(make: Callable[[], T]) -> tuple[tuple[T] | None, MemoryError | None]:
+    """Return the memory, or the error where there is none."""
+    try:
+        return (make(),), None
+    except MemoryError as error:
+        return None, error
+
+
 def _refusal(found: Packed | Refusal | None) -> Refusal | None:
     return found if isinstance(found, Refusal) else None
 
 
-def _head_of(found: Packed | Refusal | None) -> Bytes:
-    return np.empty(0, np.uint8) if found is None else found.head
+def _sizes_of(found: Packed | Refusal | None) -> tuple[int, int]:
+    """Return the bytes of an object's head and of its large arrays."""
+    if isinstance(found, Packed):
+        return found.head.size, found.large_nbytes
+    return 0, 0
 
 
 def bcast(talk: Talk, x: Any) -> Steps[Any]:
     """Return the root's object."""
     mine = pack(x) if talk.is_root else None
-    refusal = _refusal(mine)
-    row = talk.row(refusal, [_head_of(mine).size])
-    yield [talk.bcast(row)]
-    talk.check([row], [talk.root])
-    if row[_REFUSED]:
-        text = np.empty(row[_REFUSED], np.uint8) if refusal is None else refusal.head
-        yield [talk.bcast(text)]
-        raise talk.refused([talk.root], [text], refusal)
-    head = _head_of(mine) if talk.is_root else np.empty(row[_SIZES], np.uint8)
+    own = mine if isinstance(mine, Packed) else None
+    row = yield from _told_by_root(talk, _refusal(mine), _sizes_of(mine))
+    nbytes, large_nbytes = row[_SIZES:].tolist()
+    head = yield from talk.memory(
+        lambda: np.empty(nbytes, np.uint8) if own is None else own.head,
+        nbytes,
+        most=nbytes,
+    )
     yield [talk.bcast(head)]
-    large = mine.large if isinstance(mine, Packed) else memory_for_large(head)
-    yield [talk.bcast(each) for each in large]
+    if large_nbytes:
+        large = yield from talk.memory(
+            lambda: memory_for_large(head) if own is None else own.large, large_nbytes
+        )
+        yield [talk.bcast(each) for each in large]
+    else:
+        large = ()
     return x if talk.is_root else unpack(talk.what, head, large)
 
 
 def allgather(talk: Talk, x: Any) -> Steps[list[Any]]:
     """Return the objects of all ranks; that of this rank is ``x`` itself."""
-    mine = pack(x)
-    sizes = yield from _told(talk, mine)
-    joined, coming = talk.joined(mine.head, sizes)
-    yield [coming]
+    mine, me = pack(x), talk.channel.rank
+    own, sizes, large_sizes = yield from _told(talk, mine)
+    total = sum(sizes)
+    joined = yield from talk.memory(
+        lambda: np.empty(total, np.uint8), total, most=total
+    )
+    yield [talk.join(own.head, sizes, joined)]
     heads = _split(joined, sizes)
-    large = [
-        mine.large
-        if rank == talk.channel.rank and isinstance(mine, Packed)
-        else memory_for_large(head)
-        for rank, head in enumerate(heads)
-    ]
-    yield [talk.bcast_of(rank, each) for rank, of in enumerate(large) for each in of]
+    large = [own.large if rank == me else () for rank in range(len(heads))]
+    if any(large_sizes):
+        large = yield from talk.memory(
+            lambda: [
+                own.large if rank == me else memory_for_large(head)
+                for rank, head in enumerate(heads)
+            ],
+            sum(large_sizes) - large_sizes[me],
+        )
+        yield [
+            talk.bcast_of(rank, each) for rank, of in enumerate(large) for each in of
+        ]
     return [
-        x if rank == talk.channel.rank else unpack(talk.what, head, of)
+        x if rank == me else unpack(talk.what, head, of)
         for rank, (head, of) in enumerate(zip(heads, large, strict=True))
     ]
 
 
 def gather(talk: Talk, x: Any) -> Steps[list[Any] | None]:
     """Return the objects of all ranks on the root; its own is ``x`` itself."""
-    mine = pack(x)
-    sizes = yield from _told(talk, mine)
-    joined = np.empty(sum(sizes), np.uint8) if talk.is_root else None
-    yield [talk.rooted("gatherv", mine.head, sizes, joined)]
+    mine, root = pack(x), talk.root
+    own, sizes, large_sizes = yield from _told(talk, mine)
+    total = sum(sizes)
+    joined = yield from talk.memory(
+        lambda: np.empty(total, np.uint8) if talk.is_root else None, total, most=total
+    )
+    yield [talk.rooted("gatherv", own.head, sizes, joined)]
+    heads = [] if joined is None else _split(joined, sizes)
+    found: list[tuple[Bytes, ...]] = [() for _ in heads]
+    if any(large_sizes):
+        found = yield from talk.memory(
+            lambda: [
+                () if rank == root else memory_for_large(head)
+                for rank, head in enumerate(heads)
+            ],
+            sum(large_sizes) - large_sizes[root],
+        )
     if joined is None:
-        large = mine.large if isinstance(mine, Packed) else ()
-        yield [talk.send(each, talk.root) for each in large]
+        yield [talk.send(each, root) for each in own.large]
         return None
-    heads = _split(joined, sizes)
-    found = [
-        () if rank == talk.root else memory_for_large(head)
-        for rank, head in enumerate(heads)
-    ]
     yield [talk.recv(each, rank) for rank, of in enumerate(found) for each in of]
     return [
-        x if rank == talk.root else unpack(talk.what, head, of)
+        x if rank == root else unpack(talk.what, head, of)
         for rank, (head, of) in enumerate(zip(heads, found, strict=True))
     ]
 
 
 def scatter(talk: Talk, x: Any) -> Steps[Any]:
     """Return this rank's object of the root's list; the root's own is not copied."""
-    size, root = talk.channel.size, talk.root
-    packed, refusal = _pack_each(x, size) if talk.is_root else ([], None)
-    sizes = [each.head.size for each in packed] or [0] * size
-    row = talk.row(refusal, sizes)
-    yield [talk.bcast(row)]
-    talk.check([row], [root])
-    if row[_REFUSED]:
-        text = np.empty(row[_REFUSED], np.uint8) if refusal is None else refusal.head
-        yield [talk.bcast(text)]
-        raise talk.refused([root], [text], refusal)
-    sizes = row[_SIZES:].tolist()
-    head = np.empty(sizes[talk.channel.rank], np.uint8)
-    joined = np.concatenate([each.head for each in packed]) if packed else None
+    size, root, me = talk.channel.size, talk.root, talk.channel.rank
+    packed, joined, refusal = _pack_each(x, size) if talk.is_root else ([], None, None)
+    each_sizes = [_sizes_of(each) for each in packed] or [(0, 0)] * size
+    row = yield from _told_by_root(
+        talk,
+        refusal,
+        [*(head for head, _ in each_sizes), *(large for _, large in each_sizes)],
+    )
+    sizes = row[_SIZES : _SIZES + size].tolist()
+    large_sizes = row[_SIZES + size :].tolist()
+    head = yield from talk.memory(
+        lambda: np.empty(sizes[me], np.uint8), sizes[me], most=max(sizes)
+    )
     yield [talk.rooted("scatterv", joined, sizes, head)]
+    large: tuple[Bytes, ...] = ()
+    if any(large_sizes):
+        large = yield from talk.memory(
+            lambda: () if talk.is_root else memory_for_large(head), large_sizes[me]
+        )
     if talk.is_root:
         others = [(rank, each) for rank, each in enumerate(packed) if rank != root]
         yield [talk.send(part, rank) for rank, each in others for part in each.large]
         return x[root]
-    large = memory_for_large(head)
     yield [talk.recv(each, root) for each in large]
     return unpack(talk.what, head, large)
 
 
-def _pack_each(x: Any, size: int) -> tuple[list[Packed], Refusal | None]:
-    """Return the objects of a list as bytes, or why they cannot be sent."""
+def _pack_each(x: Any, size: int) -> tuple[list[Packed], Bytes | None, Refusal | None]:
+    """Return a list's objects as bytes, and their heads in a row; or why not."""
     if not isinstance(x, list | tuple):
         kind = type(x).__name__
-        return [], Refusal(f"x is a {kind}, expected a list of {size} objects")
+        return [], None, Refusal(f"x is a {kind}, expected a list of {size} objects")
     if len(x) != size:
-        return [], Refusal(f"x has {len(x)} objects, expected one for each rank")
+        why = Refusal(f"x has {len(x)} objects, expected one for each rank")
+        return [], None, why
     packed: list[Packed] = []
     for rank, each in enumerate(x):
         found = pack(each, f"x[{rank}]")
         if isinstance(found, Refusal):
-            return [], found
+            return [], None, found
         packed.append(found)
-    return packed, None
+    try:
+        return packed, np.concatenate([each.head for each in packed]), None
+    except MemoryError as error:
+        return [], None, no_memory_to_pickle("x", error)
 
 
-def _told(talk: Talk, mine: Packed | Refusal) -> Steps[list[int]]:
-    """Return the bytes of each rank's head; UsageError where a rank has none."""
-    refusal = _refusal(mine)
-    row = talk.row(refusal, [0 if refusal else mine.head.size])
+def _told_by_root(
+    talk: Talk, refusal: Refusal | None, sizes: Sequence[int]
+) -> Steps[Row]:
+    """Return the root's row; where the root has nothing to send, all ranks raise."""
+    row = talk.row(refusal, sizes)
+    yield [talk.bcast(row)]
+    talk.check([row], [talk.root])
+    if row[_REFUSED]:
+        text = np.empty(row[_REFUSED], np.uint8) if refusal is None else refusal.head
+        yield [talk.bcast(text)]
+        raise talk.refused([talk.root], [row], [text], refusal)
+    return row
+
+
+def _told(
+    talk: Talk, mine: Packed | Refusal
+) -> Steps[tuple[Packed, list[int], list[int]]]:
+    """Return this rank's object, and the bytes of each rank's head and large arrays.
+
+    Where a rank has nothing to send, all ranks raise.
+    """
+    row = talk.row(_refusal(mine), _sizes_of(mine))
     rows = np.empty((talk.channel.size, row.size), np.int64)
     yield [talk.allgather(row, rows)]
     talk.check([*rows], range(talk.channel.size))
     lengths = rows[:, _REFUSED].tolist()
-    if any(lengths):
-        own = np.empty(0, np.uint8) if refusal is None else refusal.head
-        joined, coming = talk.joined(own, lengths)
-        yield [coming]
+    if isinstance(mine, Refusal) or any(lengths):
+        refusal = _refusal(mine)
+        part = np.empty(0, np.uint8) if refusal is None else refusal.head
+        joined = np.empty(sum(lengths), np.uint8)
+        yield [talk.join(part, lengths, joined)]
         ranks = [rank for rank, length in enumerate(lengths) if length]
         texts = _split(joined, lengths)
-        raise talk.refused(ranks, [texts[rank] for rank in ranks], refusal)
-    found: list[int] = rows[:, _SIZES].tolist()
-    return found
+        raise talk.refused(
+            ranks,
+            [rows[rank] for rank in ranks],
+            [texts[rank] for rank in ranks],
+            refusal,
+        )
+    return mine, rows[:, _SIZES].tolist(), rows[:, _SIZES + 1].tolist()
 
 
 def _split(joined: Bytes, sizes: Sequence[int]) -> list[Bytes]:

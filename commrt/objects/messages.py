@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from commrt import _native
-from commrt.errors import MismatchError, ObjectError, UsageError, shown
+from commrt.errors import (
+    CommError,
+    MemoryError_,
+    MismatchError,
+    ObjectError,
+    RefusedError,
+    UsageError,
+    shown,
+)
 from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.messages.from_anyone import WaitingMessage, probe
@@ -26,7 +34,7 @@ from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["IN_STEP", "ObjectMessages", "check_object_tag"]
 
-IN_STEP = (MismatchError, ObjectError, UsageError)
+IN_STEP = (MemoryError_, MismatchError, ObjectError, UsageError)
 """Errors of a call with objects after which its ranks can make the next one."""
 
 _FIRST_TAG = -16
@@ -34,6 +42,8 @@ _FIRST_TAG = -16
 _MOST_TAG = 2**31 - 17
 _NO_OBJECT = np.array([-1])
 """What stands before the reason, in the place of the number of an object's parts."""
+_NO_MEMORY = np.array([-2])
+"""The same where the reason is that the sender has no memory to pickle the object."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -45,6 +55,9 @@ class ObjectMessages:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._unfinished: SteppedRequest | None = None
+        self._kept: dict[tuple[int, int], Bytes] = {}
+        """Heads of objects for whose large arrays there was no memory, by source and
+        tag: the next receive goes on with them."""
 
     def send(self, x: Any, dest: int, tag: int, limit_s: float) -> SteppedRequest:
         """Start to send an object; the receiver is told if it cannot be pickled."""
@@ -56,8 +69,8 @@ class ObjectMessages:
         if isinstance(found, Refusal):
             for request in requests:
                 request.be_quiet()
-            error = UsageError(f"{what}: {found.text}; rank {dest} is told")
-            raise error from found.cause
+            kind: type[CommError] = MemoryError_ if found.for_memory else UsageError
+            raise kind(f"{what}: {found.text}; rank {dest} is told") from found.cause
 
         def steps() -> Steps[None]:
             yield requests
@@ -68,7 +81,8 @@ class ObjectMessages:
         self, found: Packed | Refusal, dest: int, tag: int, limit_s: float
     ) -> list[_native.Request]:
         if isinstance(found, Refusal):
-            arrays = [np.concatenate([_NO_OBJECT.view(np.uint8), found.head])]
+            mark = _NO_MEMORY if found.for_memory else _NO_OBJECT
+            arrays = [np.concatenate([mark.view(np.uint8), found.head])]
         else:
             arrays = [found.head, *found.large]
         return [
@@ -85,19 +99,29 @@ class ObjectMessages:
         group, number = self._group, _FIRST_TAG - tag
         deadline, left_s = deadline_after(limit_s), limit_s
         while True:
-            probe(
-                *(group, source, number, left_s),
-                what="recv_object",
-                written_tag=tag,
-            )
+            if self._kept_from(source, number) is None:
+                probe(
+                    *(group, source, number, left_s),
+                    what="recv_object",
+                    written_tag=tag,
+                )
             left_s = max(1e-3, deadline - time.monotonic())
             with self._receiving:
                 if self._unfinished is not None:
                     with suppress(*IN_STEP):  # which its own call has raised
                         self._unfinished.wait(timeout_s=left_s)
-                found = probe(group, source, number, None)
+                found = self._kept_from(source, number)
+                if found is None:  # large arrays of a kept one must not pass for heads
+                    found = probe(group, source, number, None)
                 if found is not None:  # else another thread has taken it
                     return self._take(found, tag, left_s), found.source
+
+    def _kept_from(self, source: int | None, tag: int) -> WaitingMessage | None:
+        """Return the message of a kept head that a receive asks for."""
+        for (rank, kept_tag), head in [*self._kept.items()]:
+            if kept_tag == tag and source in (None, rank):
+                return WaitingMessage(rank, tag, head.nbytes, "")
+        return None
 
     def _take(self, found: WaitingMessage, tag: int, limit_s: float) -> Any:
         where = f"from rank {found.source}, tag {tag}, on {self._group.name}"
@@ -120,14 +144,32 @@ class ObjectMessages:
             )
             return request
 
-        head = np.empty(found.nbytes, np.uint8)
-        yield [coming(head)]
-        if head[: _NO_OBJECT.nbytes].view(np.int64)[0] == _NO_OBJECT[0]:
-            text = bytes(head[_NO_OBJECT.nbytes :]).decode(errors="replace")
-            raise UsageError(f"{what}: {text} on rank {found.source}")
-        large = memory_for_large(head)
+        key = found.source, found.tag
+        head = self._kept.pop(key, None)
+        try:
+            if head is None:
+                head = np.empty(found.nbytes, np.uint8)
+                yield [coming(head)]
+                _raise_reason(head, what, found.source)
+            large = memory_for_large(head)
+        except MemoryError as error:
+            if head is not None:
+                self._kept[key] = head
+            raise MemoryError_(
+                f"{what}: there is no memory for the object that comes ({error}); it "
+                f"can still be received: free memory, and call recv_object again"
+            ) from error
         yield [coming(each) for each in large]
         return unpack(what, head, large)
+
+
+def _raise_reason(head: Bytes, what: str, source: int) -> None:
+    """Raise the reason for which the sender has sent no object, if it says one."""
+    mark = head[: _NO_OBJECT.nbytes].view(np.int64)[0]
+    if mark in (_NO_OBJECT[0], _NO_MEMORY[0]):
+        text = bytes(head[_NO_OBJECT.nbytes :]).decode(errors="replace")
+        kind = UsageError if mark == _NO_OBJECT[0] else RefusedError
+        raise kind(f"{what}: {text} on rank {source}")
 
 
 def check_object_tag(what: str, tag: Any) -> int:

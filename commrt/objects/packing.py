@@ -18,7 +18,15 @@ import numpy.typing as npt
 
 from commrt.errors import MemoryError_, ObjectError
 
-__all__ = ["LARGE_NBYTES", "Packed", "Refusal", "memory_for_large", "pack", "unpack"]
+__all__ = [
+    "LARGE_NBYTES",
+    "Packed",
+    "Refusal",
+    "memory_for_large",
+    "no_memory_to_pickle",
+    "pack",
+    "unpack",
+]
 
 LARGE_NBYTES = 65536
 Bytes = npt.NDArray[np.uint8]
@@ -35,6 +43,11 @@ class Packed:
     large: tuple[Bytes, ...] = ()
     """The memory of large parts, where it is."""
 
+    @property
+    def large_nbytes(self) -> int:
+        """The bytes of all large parts."""
+        return sum(part.nbytes for part in self.large)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -44,6 +57,8 @@ class Refusal:
     """What all ranks are told."""
     cause: Exception | None = None
     """The exception on this rank, if there is one."""
+    for_memory: bool = False
+    """True if there is no memory to pickle it."""
 
     @property
     def head(self) -> Bytes:
@@ -71,10 +86,22 @@ def pack(x: Any, called: str = "x") -> Packed | Refusal:
 
     try:
         pickled = pickle.dumps(x, protocol=5, buffer_callback=keep)
+        return _packed([memoryview(pickled), *buffers])
+    except MemoryError as error:
+        return no_memory_to_pickle(called, error)
     except Exception as error:  # noqa: BLE001 - an object raises what it likes
         kind = type(error).__name__
         return Refusal(f"{called} cannot be pickled ({kind}: {_text(error)})", error)
-    parts = [memoryview(pickled), *buffers]
+
+
+def no_memory_to_pickle(called: str, error: MemoryError) -> Refusal:
+    """Return the reason why a rank has no object to send: it has no memory for it."""
+    why = f"there is no memory to pickle {called}{_in_brackets(error)}"
+    return Refusal(why, error, for_memory=True)
+
+
+def _packed(parts: list[memoryview]) -> Packed:
+    """Return the parts of an object with the small ones put together."""
     lengths = np.array([len(parts), *(part.nbytes for part in parts)], "<i8")
     small = [part for part in parts if part.nbytes < LARGE_NBYTES]
     head = bytearray().join([lengths.data, *small])
@@ -85,21 +112,40 @@ def pack(x: Any, called: str = "x") -> Packed | Refusal:
 
 
 def memory_for_large(head: Bytes) -> tuple[Bytes, ...]:
-    """Return memory for the large parts of an object that is to come."""
-    try:
-        return tuple(
-            np.empty(nbytes, np.uint8)
-            for nbytes in _lengths(head)
-            if nbytes >= LARGE_NBYTES
-        )
-    except MemoryError as error:
-        raise MemoryError_(
-            f"an object that comes does not fit into memory ({error}): send it in parts"
-        ) from error
+    """Return memory for the large parts of an object that is to come.
+
+    Raises MemoryError where there is none.
+    """
+    return tuple(
+        np.empty(nbytes, np.uint8)
+        for nbytes in _lengths(head)
+        if nbytes >= LARGE_NBYTES
+    )
 
 
 def unpack(what: str, head: Bytes, large: tuple[Bytes, ...]) -> Any:
-    """Return the object; ObjectError where it cannot be unpickled here."""
+    """Return the object; ObjectError where it cannot be unpickled here.
+
+    Raises MemoryError_ where there is no memory to unpickle it.
+    """
+    try:
+        parts = _parts(head, large)
+        return pickle.loads(parts[0], buffers=parts[1:])
+    except MemoryError as error:
+        raise MemoryError_(
+            f"{what}: there is no memory here to unpickle the object that "
+            f"came{_in_brackets(error)}: free memory, or send less at a time"
+        ) from error
+    except Exception as error:
+        raise ObjectError(
+            f"{what}: the object that came cannot be unpickled here "
+            f"({type(error).__name__}: {_text(error)}): its classes must be importable "
+            f"on every rank"
+        ) from error
+
+
+def _parts(head: Bytes, large: tuple[Bytes, ...]) -> list[Any]:
+    """Return all parts of an object, in their order."""
     lengths = _lengths(head)
     at = _WORD * (1 + len(lengths))
     parts: list[Any] = []
@@ -110,14 +156,7 @@ def unpack(what: str, head: Bytes, large: tuple[Bytes, ...]) -> Any:
         else:  # a copy, so that one small array does not keep the memory of all
             parts.append(bytearray(head[at : at + nbytes]))
             at += nbytes
-    try:
-        return pickle.loads(parts[0], buffers=parts[1:])
-    except Exception as error:
-        raise ObjectError(
-            f"{what}: the object that came cannot be unpickled here "
-            f"({type(error).__name__}: {_text(error)}): its classes must be importable "
-            f"on every rank"
-        ) from error
+    return parts
 
 
 def _lengths(head: Bytes) -> list[int]:
@@ -125,6 +164,12 @@ def _lengths(head: Bytes) -> list[int]:
     number = int(head[:_WORD].view("<i8")[0])
     found: list[int] = head[_WORD : _WORD * (1 + number)].view("<i8").tolist()
     return found
+
+
+def _in_brackets(error: MemoryError) -> str:
+    """Return an error's text to stand behind others; often it has none."""
+    text = _text(error)
+    return f" ({text})" if text else ""
 
 
 def _text(error: Exception) -> str:

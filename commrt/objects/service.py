@@ -66,6 +66,7 @@ class Objects:
         Raises:
             UsageError: it cannot be pickled, on every rank.
             ObjectError: it cannot be unpickled, on the ranks where it cannot.
+            MemoryError_: this rank has no memory for it; other ranks, RefusedError.
         """
         return self._run("bcast_object", exchange.bcast, x, timeout_s, root)
 
@@ -115,7 +116,7 @@ class Objects:
 
         It is pickled at once; its large arrays may be changed when the call returns, or
         the request of a nonblocking one is complete. If it cannot be pickled, both
-        ranks raise UsageError.
+        ranks raise UsageError; without memory for that, MemoryError_ and RefusedError.
         """
         what = "send_object"
         self._group.check_usable()
@@ -140,6 +141,9 @@ class Objects:
 
         Without a source it is of whichever rank sends one with this tag; with
         ``with_source=True`` a pair of the object and that rank is returned.
+
+        Raises:
+            MemoryError_: there is no memory for it; the next call can receive it.
         """
         what = "recv_object"
         self._group.check_usable()

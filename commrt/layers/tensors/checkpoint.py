@@ -48,7 +48,7 @@ def shards(state: Any) -> Any:
     return _Shards(state) if isinstance(state, DistTensor) else state
 
 
-class _Shards(torch.Tensor):
+class _Shards(torch.Tensor):  # type: ignore[misc]
     """A distributed tensor as torch's checkpoints want it: the boxes of this rank."""
 
     _local: torch.Tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that lie on a grid of processes, and torch's functions of them."""
 
-from commrt.layers.tensors import elementwise, products, reductions, shapes
+from commrt.layers.tensors import elementwise, products, reductions, shapes, spatial
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.products import ProductPlan, einsum, plan
@@ -17,4 +17,5 @@ __all__ = [
     "products",
     "reductions",
     "shapes",
+    "spatial",
 ]

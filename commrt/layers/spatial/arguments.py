@@ -149,7 +149,7 @@ def check_outputs(what: str, extents: tuple[int, ...], outputs: list[int]) -> No
     if min(outputs) < 1:
         raise UsageError(
             f"{what}: x with spatial dimensions {extents} gives an empty result "
-            f"of {tuple(max(0, each) for each in outputs)}; its windows are too large"
+            f"of {tuple(max(0, each) for each in outputs)}"
         )
 
 

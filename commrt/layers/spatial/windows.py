@@ -22,6 +22,8 @@ __all__ = [
     "Spreading",
     "Transfers",
     "Window",
+    "adaptive_outputs",
+    "adaptive_window",
     "clipped",
     "even_ranges",
     "even_sizes",
@@ -197,6 +199,22 @@ class Spreading:
         first = -(-(low + self.padding - self.reach) // self.stride)
         last = (high - 1 + self.padding) // self.stride
         return meet((first, last + 1), (0, extent))
+
+
+def adaptive_window(output: int, extent: int, outputs: int) -> Range:
+    """Return the elements that an output of adaptive pooling takes."""
+    return output * extent // outputs, -(-(output + 1) * extent // outputs)
+
+
+def adaptive_outputs(piece: Range, extent: int, outputs: int) -> Range:
+    """Return the outputs of adaptive pooling that take elements of a piece.
+
+    At most one of them takes elements on both sides of a boundary.
+    """
+    low, high = piece
+    if low >= high:
+        return 0, 0
+    return low * outputs // extent, -(-high * outputs // extent)
 
 
 # -- messages --------------------------------------------------------------------------

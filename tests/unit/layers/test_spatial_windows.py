@@ -6,14 +6,18 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from commrt.errors import UsageError
 from commrt.layers.spatial import Cut
+from commrt.layers.spatial.linear_sources import linear_sources, span_of
 from commrt.layers.spatial.windows import (
     Sliding,
     Spreading,
     Window,
+    adaptive_outputs,
+    adaptive_window,
     clipped,
     even_ranges,
     even_sizes,
@@ -120,6 +124,46 @@ def test_transposed_outputs_come_from_the_inputs_that_contribute(seed: int) -> N
         last = spreading.first(extent - 1) + spreading.reach
         assert spreading.outputs(extent) == last + 1 - spreading.padding
         assert spreading.reads(low, low, extent) == (0, 0)
+
+
+def test_adaptive_windows_share_at_most_one_output_across_a_boundary(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(500):
+        extent, outputs = rng.randint(1, 20), rng.randint(1, 20)
+        windows = [adaptive_window(out, extent, outputs) for out in range(outputs)]
+        assert windows[0][0] == 0
+        assert windows[-1][1] == extent
+        pieces = pieces_of(rng, extent, 3)
+        last = -1
+        for piece in pieces:
+            touched = range(*adaptive_outputs(piece, extent, outputs))
+            assert [*touched] == [
+                out
+                for out, window in enumerate(windows)
+                if meet(piece, window)[0] < meet(piece, window)[1]
+            ]
+            if touched:
+                assert touched[0] >= last
+                last = touched[-1]
+
+
+def test_linear_outputs_lie_between_neighbours(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        extent, outputs = rng.randint(1, 20), rng.randint(1, 40)
+        aligned = rng.random() < 0.5
+        found = linear_sources(extent, outputs, None, aligned, np.float64)
+        values = found.low * (1 - found.part) + found.high * found.part
+        if aligned:
+            expected = np.linspace(0, extent - 1, outputs)
+        else:
+            expected = (np.arange(outputs) + 0.5) * extent / outputs - 0.5
+            expected = np.clip(expected, 0, extent - 1)
+        assert np.abs(values - expected).max() < 1e-12
+        assert (found.low >= 0).all()
+        assert (found.high < extent).all()
+    assert span_of([], []) == (0, 0)
+    assert span_of([2, 3], [3, 4]) == (2, 5)
 
 
 def test_windows_leave_room_where_they_leave_the_dimension() -> None:

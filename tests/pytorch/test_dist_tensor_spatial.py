@@ -21,7 +21,7 @@ NEAR = 1e-12
 
 
 def network(dims: int) -> nn.Module:
-    """Return convolutions, poolings and a residual sum, in float64."""
+    """Return convolutions, poolings, normalizations and a residual sum, in float64."""
     conv, up = getattr(nn, f"Conv{dims}d"), getattr(nn, f"ConvTranspose{dims}d")
     pool, mean = getattr(nn, f"MaxPool{dims}d"), getattr(nn, f"AvgPool{dims}d")
 
@@ -29,10 +29,13 @@ def network(dims: int) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.one = conv(4, 4, 3, padding=1, bias=False)
-            self.two = conv(4, 4, 3, padding="same", dilation=2)
+            self.norm = getattr(nn, f"BatchNorm{dims}d")(4)
+            self.two = conv(4, 4, 3, padding=2, dilation=2, padding_mode="replicate")
+            self.groups = nn.GroupNorm(2, 4)
 
         def forward(self, x: Any) -> Any:
-            return torch.relu(self.two(nn.functional.relu(self.one(x))) + x)
+            inner = nn.functional.relu(self.norm(self.one(x)))
+            return torch.relu(self.groups(self.two(inner)) + x)
 
     down = [conv(2, 4, 5, stride=2, padding=2), nn.GELU(), pool(3, 2, 1), Residual()]
     return nn.Sequential(*down, mean(2, 1), up(4, 3, 2, stride=2), nn.Tanh()).double()
@@ -55,13 +58,14 @@ def test_a_network_has_the_outputs_and_gradients_of_one_process(
     rng = random.Random(seed)
     whole = drawn(rng, (3, 2, *(21, 17, 13)[:dims]))
     serial = network(dims)
+    untouched = copy.deepcopy(serial)
     one = whole.clone().requires_grad_()
     expected = serial(one)
     expected.square().sum().backward()
+    buffers = [*serial.buffers()]
 
     def main(comm: Any) -> None:
-        mine = copy.deepcopy(serial)
-        mine.zero_grad()
+        mine = copy.deepcopy(untouched)
         with ProcessGrid(comm, axes) as grid:
             x = leaf(whole, grid, placement)
             y = mine(x)
@@ -72,6 +76,8 @@ def test_a_network_has_the_outputs_and_gradients_of_one_process(
             assert off_by(x.grad.whole(), one.grad) < NEAR
             for got, right in zip(mine.parameters(), serial.parameters(), strict=True):
                 assert off_by(got.grad, right.grad) < NEAR
+            for got, right in zip(mine.buffers(), buffers, strict=True):
+                assert off_by(got.double(), right.double()) < NEAR
 
     ranks = 1
     for size in axes.values():

@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that lie on a grid of processes, and torch's functions of them."""
 
-from commrt.layers.tensors import elementwise, products, reductions, shapes, spatial
+from commrt.layers.tensors import (
+    elementwise,
+    normalization,
+    products,
+    reductions,
+    shapes,
+    spatial,
+)
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.products import ProductPlan, einsum, plan
@@ -13,6 +20,7 @@ __all__ = [
     "Sharded",
     "einsum",
     "elementwise",
+    "normalization",
     "plan",
     "products",
     "reductions",

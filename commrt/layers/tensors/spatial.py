@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's convolutions and poolings of tensors that are cut in space.
+"""torch's convolutions, poolings and paddings of tensors that are cut in space.
 
     x = DistTensor.from_whole(images, grid, Placement("data", None, "height", "width"))
     y = torch.nn.Conv2d(3, 8, 3, padding=1)(x)     # halos come from the neighbours
@@ -23,13 +23,14 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError
 from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.cut import Cut
+from commrt.layers.spatial.padding import pad as pad_piece
 from commrt.layers.spatial.pooling import avg_pool, max_pool
 from commrt.layers.spatial.transposed_convolution import conv_transpose
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import takes
 
-__all__ = ["cuts_of"]
+__all__ = ["check_weights", "cuts_of", "cutting_comm"]
 
 
 def cuts_of(what: str, x: DistTensor) -> dict[int, Cut]:
@@ -71,14 +72,15 @@ def _result(x: DistTensor, local: Any, cuts: Mapping[int, Cut]) -> DistTensor:
     return DistTensor(local, shape, x.grid, Placement(*dims))
 
 
-def _summed_over(x: DistTensor) -> Communicator | None:
+def cutting_comm(x: DistTensor) -> Communicator | None:
     """Return the ranks whose parts of a weight's gradient belong together."""
     cutting = x.placement.cut_axes
     axes = tuple(a for a in x.grid.axes if a in cutting and x.grid.size(a) > 1)
     return x.grid[axes] if axes else None
 
 
-def _checked(what: str, x: Any, weight: Any, bias: Any) -> None:
+def check_weights(what: str, x: Any, weight: Any, bias: Any) -> None:
+    """Raise UsageError unless only the input is a distributed tensor."""
     if not isinstance(x, DistTensor) or isinstance(weight, DistTensor):
         raise UsageError(
             f"{what}: the input must be a DistTensor, and the weight a plain tensor "
@@ -98,7 +100,7 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> DistTensor:
-    _checked(what, input, weight, bias)
+    check_weights(what, input, weight, bias)
     local, cuts = conv(
         *(input.local, weight, bias),
         cuts=cuts_of(what, input),
@@ -106,7 +108,7 @@ def _conv(
         padding=padding,
         dilation=dilation,
         groups=groups,
-        sum_weight_gradients_over=_summed_over(input),
+        sum_weight_gradients_over=cutting_comm(input),
     )
     return _result(input, local, cuts)
 
@@ -122,7 +124,7 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> DistTensor:
-    _checked(what, input, weight, bias)
+    check_weights(what, input, weight, bias)
     local, cuts = conv_transpose(
         *(input.local, weight, bias),
         cuts=cuts_of(what, input),
@@ -131,7 +133,7 @@ def _conv_transpose(
         output_padding=output_padding,
         groups=groups,
         dilation=dilation,
-        sum_weight_gradients_over=_summed_over(input),
+        sum_weight_gradients_over=cutting_comm(input),
     )
     return _result(input, local, cuts)
 
@@ -177,6 +179,21 @@ def _avg_pool(
         ceil_mode=ceil_mode,
         count_include_pad=count_include_pad,
         divisor_override=divisor_override,
+    )
+    return _result(input, local, cuts)
+
+
+@takes(functional.pad)
+def pad(
+    input: DistTensor, pad: Any, mode: str = "constant", value: float | None = None
+) -> DistTensor:
+    """Return a tensor with more elements around it in space."""
+    local, cuts = pad_piece(
+        input.local,
+        pad,
+        mode,
+        0.0 if value is None else value,
+        cuts=cuts_of("pad", input),
     )
     return _result(input, local, cuts)
 

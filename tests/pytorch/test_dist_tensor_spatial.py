@@ -85,6 +85,38 @@ def test_a_network_has_the_outputs_and_gradients_of_one_process(
     run(ranks, main)
 
 
+def test_a_classifier_ends_in_whole_means(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = drawn(rng, (4, 3, 11, 9))
+
+    def made() -> nn.Module:
+        up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
+        body = [nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True), nn.AdaptiveMaxPool2d((6, 5))]
+        head = [nn.AdaptiveAvgPool2d((3, 2)), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        return nn.Sequential(up, *body, *head).double()
+
+    serial = made()
+    one = whole.clone().requires_grad_()
+    expected = serial(one)
+    expected.square().sum().backward()
+
+    def main(comm: Any) -> None:
+        mine = copy.deepcopy(serial)
+        mine.zero_grad()
+        with ProcessGrid(comm, {"d": 2, "h": 2}) as grid:
+            x = leaf(whole, grid, Placement("d", None, "h", None))
+            y = mine(x)
+            assert y.placement.is_same_as(Placement("d", None), grid, y.shape)
+            assert off_by(y.whole(), expected) < NEAR
+            y.square().sum().redistribute().backward()
+            assert x.grad is not None
+            assert off_by(x.grad.whole(), one.grad) < NEAR
+            for got, right in zip(mine.parameters(), serial.parameters(), strict=True):
+                assert off_by(got.grad, right.grad) < NEAR
+
+    run(4, main)
+
+
 @pytest.mark.parametrize(
     ("placement", "says"),
     [

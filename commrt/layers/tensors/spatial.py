@@ -21,14 +21,19 @@ from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.spatial.adaptive_pooling import (
+    adaptive_avg_pool,
+    adaptive_max_pool,
+)
 from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.cut import Cut
+from commrt.layers.spatial.interpolation import interpolate as interpolate_piece
 from commrt.layers.spatial.padding import pad as pad_piece
 from commrt.layers.spatial.pooling import avg_pool, max_pool
 from commrt.layers.spatial.transposed_convolution import conv_transpose
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
-from commrt.layers.tensors.rules import takes
+from commrt.layers.tensors.rules import METHODS, takes
 
 __all__ = ["check_weights", "cuts_of", "cutting_comm"]
 
@@ -183,6 +188,51 @@ def _avg_pool(
     return _result(input, local, cuts)
 
 
+@takes(functional.interpolate)
+def interpolate(
+    input: DistTensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> DistTensor:
+    """Return a tensor with other spatial extents."""
+    if recompute_scale_factor or antialias:
+        raise UsageError(
+            "interpolate: recompute_scale_factor and antialias are not known here"
+        )
+    local, cuts = interpolate_piece(
+        input.local,
+        *(size, scale_factor, mode, align_corners),
+        cuts=cuts_of("interpolate", input),
+    )
+    return _result(input, local, cuts)
+
+
+def _adaptive_avg_pool(what: str, input: DistTensor, output_size: Any) -> DistTensor:
+    """Return means; a single one is made by a sum over ranks, and all have it."""
+    wanted = [output_size] if isinstance(output_size, int) else output_size
+    if {*wanted} == {1}:
+        cuts_of(what, input)
+        means: DistTensor = METHODS["mean"](input, [*range(2, input.dim())], True)
+        return means.redistribute()
+    cuts = cuts_of(what, input)
+    local, made = adaptive_avg_pool(input.local, output_size, cuts=cuts)
+    return _result(input, local, made)
+
+
+def _adaptive_max_pool(
+    what: str, input: DistTensor, output_size: Any, return_indices: bool = False
+) -> DistTensor:
+    if return_indices:
+        raise UsageError(f"{what}: return_indices: places are not known across ranks")
+    cuts = cuts_of(what, input)
+    local, made = adaptive_max_pool(input.local, output_size, cuts=cuts)
+    return _result(input, local, made)
+
+
 @takes(functional.pad)
 def pad(
     input: DistTensor, pad: Any, mode: str = "constant", value: float | None = None
@@ -203,6 +253,8 @@ _RULES: dict[str, Callable[..., DistTensor]] = {
     "conv_transpose": _conv_transpose,
     "max_pool": _max_pool,
     "avg_pool": _avg_pool,
+    "adaptive_avg_pool": _adaptive_avg_pool,
+    "adaptive_max_pool": _adaptive_max_pool,
 }
 for _name, _rule in _RULES.items():
     for _dims in (1, 2, 3):

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from spatial_reference import NEAR, CutGrid, difference, drawn, on_grids
+from spatial_reference import (
+    NEAR,
+    CutGrid,
+    difference,
+    drawn,
+    off_by,
+    on_grids,
+    piece,
+)
 from torch.nn import functional
 
 import commrt
@@ -238,3 +246,69 @@ def test_dimensions_that_cannot_be_cut(dim: Any) -> None:
             conv(x, weight, cuts={dim: Cut.even(comm, 4)})
 
     run(2, main)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_input_without_gradient_sends_nothing_back(overlap: bool) -> None:
+    channels, columns, element = 3, 6, 8
+
+    def main(comm: Communicator) -> None:
+        whole = drawn(random.Random(1), (2, channels, 8, columns))
+        weight = drawn(random.Random(2), (4, channels, 3, 3)).requires_grad_()
+        low, high = Cut.even(comm, 8).own
+        x = whole[:, :, low:high].contiguous()
+        cuts = {2: Cut.even(comm, 8)}
+        y, _ = conv(x, weight, cuts=cuts, padding=1, overlap=overlap)
+        y.sum().backward()
+        found = weight.grad.clone()
+        weight.grad = None
+        functional.conv2d(whole, weight, padding=1).sum().backward()
+        comm.sendrecv(
+            found.clone(), 1 - comm.rank, other := found.clone(), 1 - comm.rank
+        )
+        assert off_by(found + other, weight.grad) < NEAR
+
+    with commrt.trace.record() as recording:
+        run(2, main)
+    for log in recording.logs():
+        strip = 2 * channels * columns * element
+        volume = log.volume(("op",))["send",]
+        assert volume.nbytes - 4 * channels * 9 * element == strip
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_float32_and_channels_last(overlap: bool) -> None:
+    def main(comm: Communicator) -> None:
+        whole = drawn(random.Random(1), (2, 8, 14, 6)).float()
+        weight = drawn(random.Random(2), (8, 8, 3, 3)).float()
+        expected = functional.conv2d(whole, weight, padding=1)
+        cuts = {2: Cut.even(comm, 14)}
+        x = piece(whole, cuts).contiguous(memory_format=torch.channels_last)
+        y, made = conv(x, weight, cuts=cuts, padding=1, overlap=overlap)
+        assert off_by(y, piece(expected, made)) < 1e-5
+
+    run(2, main)
+
+
+def test_autocast_computes_and_sends_bfloat16() -> None:
+    def main(comm: Communicator) -> None:
+        whole = drawn(random.Random(1), (1, 4, 8, 6)).float()
+        weight = drawn(random.Random(2), (4, 4, 3, 3)).float().requires_grad_()
+        cuts = {2: Cut.even(comm, 8)}
+        x = piece(whole, cuts).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, made = conv(
+                *(x, weight), cuts=cuts, padding=1, sum_weight_gradients_over=comm
+            )
+        assert y.dtype == torch.bfloat16
+        y.float().sum().backward()
+        assert weight.grad.dtype == torch.float32
+        expected = functional.conv2d(whole, weight.detach(), padding=1)
+        assert off_by(y.float(), piece(expected, made)) < 0.02
+
+    with commrt.trace.record() as recording:
+        run(2, main)
+    for log in recording.logs():
+        volume = log.volume(("op",))
+        assert volume["send",].nbytes == 2 * 4 * 6 * 2
+        assert volume["allreduce",].nbytes == 4 * 4 * 9 * 4

@@ -23,8 +23,10 @@ the bytes of weight and bias.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch.nn import functional
 
 from commrt.comm import Communicator
@@ -89,8 +91,9 @@ def conv(
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none, and so must the weights. Results with and
     without ``overlap`` agree within the rounding of a convolution, not bit for bit.
-    Where no spatial dimension is cut among several ranks, the result is torch's own,
-    bit for bit.
+    Under torch's autocast, strips travel in its type, and gradients of weights are
+    summed in that of the weights. Where no spatial dimension is cut among several
+    ranks, the result is torch's own, bit for bit.
 
     Raises UsageError for arguments that do not fit and for a result without elements,
     before anything is sent.
@@ -98,7 +101,8 @@ def conv(
     dims = check_cuts("conv", x, cuts)
     check_filters("conv", x, weight, bias, groups)
     check_sum("conv", sum_weight_gradients_over)
-    slidings = _slidings(weight, stride, padding, dilation, dims)
+    kernel = tuple(weight.shape[2:])
+    slidings = _slidings(kernel, *map(_hashable, (stride, padding, dilation)))
     extents = whole_extents(x, cuts)[2:]
     pads = [(each.low, each.high) for each in slidings]
     check_mode("conv", "padding_mode", padding_mode, extents, pads)
@@ -113,6 +117,11 @@ def conv(
     if padding_mode != "zeros":
         x, pads = _with_own_elements(x, slidings, cuts, made, along, padding_mode)
     elif along:
+        if torch.is_autocast_enabled(x.device.type):
+            # Sums of gradients stay in the type of the weights.
+            weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
+            sum_weight_gradients_over = None
+            x, weight, bias = (_as_autocast(each) for each in (x, weight, bias))
         # The dimension whose strips are the largest is the one that is worth hiding.
         along.sort(key=lambda dim: (slidings[dim - 2].span / extents[dim - 2], dim))
         last = along.pop() if overlap else None
@@ -146,15 +155,19 @@ def conv(
 # -- arguments -------------------------------------------------------------------------
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=4096)
 def _slidings(
-    weight: Any,
+    kernel: tuple[int, ...],
     stride: int | Sequence[int],
     padding: int | Sequence[int] | str,
     dilation: int | Sequence[int],
-    dims: int,
-) -> list[Sliding]:
+) -> tuple[Sliding, ...]:
     """Return the kernel in each spatial dimension."""
-    kernel = tuple(weight.shape[2:])
+    dims = len(kernel)
     strides = per_dimension("conv", "stride", stride, dims, 1)
     dilations = per_dimension("conv", "dilation", dilation, dims, 1)
     if isinstance(padding, str):
@@ -163,7 +176,7 @@ def _slidings(
         sides = per_dimension("conv", "padding", padding, dims, 0)
         pads = [(each, each) for each in sides]
     every = zip(kernel, strides, pads, dilations, strict=True)
-    return [Sliding(k, s, low, high, d) for k, s, (low, high), d in every]
+    return tuple(Sliding(k, s, low, high, d) for k, s, (low, high), d in every)
 
 
 def _named_pads(
@@ -182,6 +195,13 @@ def _named_pads(
         raise UsageError(f"conv: padding='same' needs stride 1, not {strides}")
     more = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
     return [(each // 2, each - each // 2) for each in more]
+
+
+def _as_autocast(x: Any | None) -> Any:
+    """Return a tensor in the type in which torch's autocast would convolve it."""
+    if x is None or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 # -- what the outputs read -------------------------------------------------------------

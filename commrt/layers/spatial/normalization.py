@@ -129,7 +129,7 @@ def group_norm(
         return functional.group_norm(x, num_groups, weight, bias, eps)
     groups = x.reshape(1, x.shape[0] * num_groups, channels // num_groups, *x.shape[2:])
     y = _Normalized.apply(groups, None, None, several, eps)[0].view(x.shape)
-    return _scaled(y, weight, bias)
+    return _scaled(y, weight, bias).to(x.dtype)
 
 
 def _check(

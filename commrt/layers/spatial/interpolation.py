@@ -146,14 +146,15 @@ def _sources(
     # Torch rounds places in several ways; so it is asked by means of a small tensor.
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     others = [2] * (x.dim() - 3)
-    ramp = torch.arange(extent, dtype=dtype).view(1, 1, -1, *[1] * len(others))
-    ramp = ramp.expand(1, 2, -1, *others).contiguous()
+    ramp = torch.arange(extent, dtype=dtype, device=x.device)
+    ramp = ramp.view(1, 1, -1, *[1] * len(others)).expand(1, 2, -1, *others)
+    ramp = ramp.contiguous()
     if scale is None:
         found = functional.interpolate(ramp, (outputs, *others), mode=mode)
     else:
         factors = (scale, *[1.0] * len(others))
         found = functional.interpolate(ramp, scale_factor=factors, mode=mode)
-    places = found[0, 0].reshape(outputs, -1)[:, 0].long().numpy()
+    places = found[0, 0].reshape(outputs, -1)[:, 0].long().cpu().numpy()
     return LinearSources(places, places, np.zeros(outputs))
 
 

@@ -178,33 +178,35 @@ def test_without_a_whole_replica_all_say_so(ranks: RunRanks) -> None:
         assert "no rank that lives has part 1 of 2 of the model" in said[0]
 
 
-def has_another_model() -> list[Any]:
+def has_another_model(folder: str) -> list[Any]:
     comm = commrt.init()
     new, first = bool(comm.joined), comm.rank
     weights = np.zeros(4 if new else 3)
+    refused = Path(folder, "refused")
 
     def step(comm: Communicator, number: int) -> None:
         if first == 1 and number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         comm.allreduce(weights)
-        waited = comm.allreduce(np.array([float(comm.num_waiting())]))
-        heard[0] = max(heard[0], waited[0])
-        if heard[0] and comm.size == 2 and not waited[0]:
+        # All leave in the same step, once the newcomer has been sent away.
+        if comm.allreduce(np.array([float(refused.exists())]))[0]:
             raise StopIteration
 
-    heard = [0.0]
     try:
         elastic.run(step, elastic.State(weights=weights), until=10**9)
     except StopIteration:
         return ["went on", comm.size]
     except RecoveryError as error:
+        refused.touch()
         return ["refused", str(error)]
     return []
 
 
-def test_one_that_joins_with_another_model_is_refused(ranks: RunRanks) -> None:
+def test_one_that_joins_with_another_model_is_refused(
+    ranks: RunRanks, tmp_path: Path
+) -> None:
     again = RunRanks(ranks.folder, options=("--restarts", "1"))
-    found = again.survivors(3, has_another_model)
+    found = again.survivors(3, has_another_model, folder=str(tmp_path))
     assert [found[0][0], found[2][0], found[1][0]] == ["went on", "went on", "refused"]
     assert "weights: float64 (3,) (there), weights: float64 (4,) (here)" in found[1][1]
 

@@ -44,6 +44,8 @@ class ProcessGrid:
         self._given = comm
         self._mesh = comm.mesh(axes)
         self._own = comm.dup(name=f"{comm.name}.grid")
+        # Each function of a layer asks for them, several times.
+        self._shape, self._coords = self._mesh.shape, self._mesh.coords
 
     @classmethod
     def from_device_mesh(
@@ -106,12 +108,12 @@ class ProcessGrid:
     @property
     def shape(self) -> dict[str, int]:
         """Ranks along each axis."""
-        return self._mesh.shape
+        return {**self._shape}
 
     @property
     def coords(self) -> dict[str, int]:
         """This rank's place on each axis."""
-        return self._mesh.coords
+        return {**self._coords}
 
     @property
     def rank(self) -> int:
@@ -125,11 +127,17 @@ class ProcessGrid:
 
     def size(self, axes: str | Sequence[str]) -> int:
         """Return the number of ranks along one axis, or along several together."""
-        names = [axes] if isinstance(axes, str) else [*axes]
         number = 1
-        for name in names:
-            number *= self._mesh.size(name)
+        for name in (axes,) if isinstance(axes, str) else axes:
+            number *= self._shape.get(name) or self._mesh.size(name)
         return number
+
+    def place(self, axes: Sequence[str]) -> int:
+        """Return this rank's place along several axes, the last one fastest."""
+        found = 0
+        for name in axes:
+            found = found * self._shape[name] + self._coords[name]
+        return found
 
     # -- communicators -------------------------------------------------------------
 

@@ -43,7 +43,7 @@ _MOST_TAG = 2**31 - 17
 _NO_OBJECT = np.array([-1])
 """What stands before the reason, in the place of the number of an object's parts."""
 _NO_MEMORY = np.array([-2])
-"""The same where the reason is that the sender has no memory to pickle the object."""
+"""That number where the sender has no memory to pickle the object."""
 Bytes = npt.NDArray[np.uint8]
 
 

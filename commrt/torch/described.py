@@ -300,7 +300,7 @@ _OPTIONS = {
         c10d.ScatterOptions,
     )
 }
-"""Whether torch's options have a reduction, and whether they have a root."""
+"""Classes of torch's options: has it a reduction, and has it a root?"""
 
 
 class _NoKeyError(Exception):
@@ -379,7 +379,7 @@ _FACTS: dict[str, Callable[[Any], Hashable]] = {
     **dict.fromkeys(("opts", "root", "op"), _facts_of_options),
     **dict.fromkeys(_SPLITS, _facts_of_splits),
 }
-"""What fields hold of each argument; nothing of those that are not here."""
+"""Functions that return what fields hold of an argument; others are not in fields."""
 _ONLY_TYPES = ("all_to_all_single", "alltoall_base")
 """Calls whose tensors have other lengths in every step where tokens are routed."""
 _FACTS_OF_TYPES = {

@@ -15,7 +15,14 @@ from torch.nn import functional
 
 from commrt.errors import UsageError
 from commrt.layers.process_grid import ProcessGrid
-from commrt.layers.tensors import DistTensor, Placement, Sharded, einsum, plan
+from commrt.layers.tensors import (
+    DistTensor,
+    Placement,
+    Sharded,
+    einsum,
+    plan,
+    products,
+)
 from commrt.local import run
 
 NEAR = 1e-12
@@ -192,6 +199,29 @@ def test_the_cheapest_product_moves_the_small_operand() -> None:
     assert rows.nbytes == 8 * 4 / 2 * 4  # the half of the small one that it lacks
     assert sums.nbytes == 0
     assert sums.result == Placement(None, None, partial="a")
+
+
+def test_equal_products_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+
+    def counted(spec: str, *operands: Any, out: Any = None) -> Any:
+        planned.append(spec)
+        return plan(spec, *operands, out=out)
+
+    monkeypatch.setattr(products, "plan", counted)
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"a": 1}) as grid:
+            x = DistTensor.from_whole(torch.ones(4, 4), grid, Placement("a", None))
+            for _ in range(3):
+                assert (x @ x).shape == (4, 4)
+                einsum("ij,jk->ik", x, x, out=Placement(None, "a"))
+            x.redistribute(None, "a") @ x
+            wide = DistTensor.from_whole(torch.ones(4, 9), grid, Placement("a", None))
+            assert (x @ wide).shape == (4, 9)
+
+    run(1, main)
+    assert len(planned) == 4
 
 
 def test_a_linear_layer_with_a_bias(seed: int) -> None:

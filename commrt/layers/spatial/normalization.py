@@ -206,7 +206,7 @@ class _Normalized(torch.autograd.Function):  # type: ignore[misc]
                 *(gradient, x, torch.ones_like(mean) if weight is None else weight),
                 *(mean, variance, None, None, False, ctx.eps, (True, True, True)),
             )
-        # What x changes by way of mean and variance, on all ranks.
+        # Each element of x also changes mean and variance, which all ranks use.
         sums = torch.cat([of_bias, of_weight])
         for comm in ctx.comms:
             comm.allreduce(sums)

@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """What a rank needs of a dimension: ``parts`` in a row of ``length`` elements."""
+    """The elements of a dimension that a rank needs: ``parts`` of ``length`` in all."""
 
     length: int
     parts: tuple[Part, ...]
@@ -229,7 +229,7 @@ class Message(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """What one rank sends of its piece, receives into its window, and has already.
+    """Parts that one rank sends of its piece, receives into its window, and keeps.
 
     ``kept`` are parts of the own piece: ``low`` and ``high`` count from its beginning.
     Messages of two ranks have the same order at both ends.

@@ -90,7 +90,9 @@ def _of_elements(
                 f"make it a DistTensor, by DistTensor.from_whole"
             )
     open_sums = _open_sums(name, args, tensors)
-    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    shapes = {x.shape for x in tensors}
+    # torch's function takes longer than all the rest here.
+    shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     dims = _common_cuts(name, grid, shape, tensors)
     locals_ = [
         _fitted(x, grid, shape, dims) if isinstance(x, DistTensor) else x for x in args
@@ -131,6 +133,8 @@ def _common_cuts(
                 continue
             if dims[at] is None:
                 dims[at] = dim
+            if dims[at] == dim:
+                continue
             one, other = Placement(dims[at]), Placement(dim)
             if not one.is_same_as(other, grid, [shape[at]]):
                 raise UsageError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -115,8 +114,7 @@ def _reduce_scattered(
     extent = part.shape[at]
     rows = part.movedim(at, 0).contiguous()
     per_row = rows[0].numel() if extent else 0
-    ends = [extent * place // comm.size for place in range(comm.size + 1)]
-    sizes = dim.sizes or tuple(b - a for a, b in pairwise(ends))
+    sizes = dim.pieces(extent, comm.size)
     out = rows.new_empty((sizes[comm.rank], *rows.shape[1:]))
     counts = [size * per_row for size in sizes]
     if sum(counts):

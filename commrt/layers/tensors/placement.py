@@ -12,6 +12,7 @@ from typing import Any
 from commrt.boxes.layouts import Block, Cyclic, Layout
 from commrt.errors import UsageError, shown, suggest
 from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.spatial.windows import even_sizes
 from commrt.vocabulary.checks import as_integer, as_items
 
 __all__ = ["Placement", "Sharded"]
@@ -60,6 +61,10 @@ class Sharded:
                     f"from 1, without sizes beside it"
                 )
             object.__setattr__(self, "block", block)
+
+    def pieces(self, extent: int, places: int) -> tuple[int, ...]:
+        """Return the elements of each place; only without a ``block``."""
+        return even_sizes(extent, places) if self.sizes is None else self.sizes
 
     def __repr__(self) -> str:
         axes = repr(self.axes[0] if len(self.axes) == 1 else self.axes)
@@ -173,13 +178,14 @@ class Placement:
                 kinds.append(Block(at, dim.sizes))
         return Layout(tuple(shape), tuple(grid.shape.values()), tuple(kinds))
 
-    def local_shape(
-        self, grid: ProcessGrid, shape: Sequence[int], rank: int | None = None
-    ) -> tuple[int, ...]:
-        """Return the shape of a rank's part; None: of this rank's."""
-        if not self.cut_axes:
-            return tuple(shape)
-        return self.layout(grid, shape).local_shape(grid.rank if rank is None else rank)
+    def local_shape(self, grid: ProcessGrid, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of this rank's part."""
+        return tuple(
+            n
+            if cut is None
+            else sum(high - low for low, high, _ in self.runs(at, grid, n))
+            for at, (cut, n) in enumerate(zip(self.dims, shape, strict=True))
+        )
 
     def runs(
         self, number: int, grid: ProcessGrid, extent: int
@@ -191,26 +197,23 @@ class Placement:
         cut = self.dims[number]
         if cut is None:
             return [(0, extent, 0)] if extent else []
-        places, place = grid.size(cut.axes), 0
-        for axis in cut.axes:
-            place = place * grid.size(axis) + grid.coords[axis]
+        places, place = grid.size(cut.axes), grid.place(cut.axes)
         if cut.block is not None:
             starts = range(place * cut.block, extent, places * cut.block)
             return [
                 (low, min(low + cut.block, extent), turn * cut.block)
                 for turn, low in enumerate(starts)
             ]
-        if cut.sizes is not None:
-            low = sum(cut.sizes[:place])
-            high = low + cut.sizes[place]
-        else:
-            low, high = extent * place // places, extent * (place + 1) // places
-        return [(low, high, 0)] if low < high else []
+        sizes = cut.pieces(extent, places)
+        low = sum(sizes[:place])
+        return [(low, low + sizes[place], 0)] if sizes[place] else []
 
     def is_same_as(
         self, other: Placement, grid: ProcessGrid, shape: Sequence[int]
     ) -> bool:
         """Return whether every rank has the same elements, however that is written."""
+        if self == other:
+            return True
         if self.partial != other.partial:
             return False
         pairs = zip(self.dims, other.dims, shape, strict=True)
@@ -235,8 +238,6 @@ def _means(dim: Sharded | None, grid: ProcessGrid, extent: int) -> Any:
         if not one_each:
             return axes, dim.block
         ends = [min(dim.block * place, extent) for place in range(places + 1)]
-    elif dim.sizes is not None:
-        return axes, tuple(dim.sizes)
     else:
-        ends = [extent * place // places for place in range(places + 1)]
+        return axes, dim.pieces(extent, places)
     return axes, tuple(b - a for a, b in pairwise(ends))

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional
@@ -76,7 +77,7 @@ def einsum(
     product = _product(
         spec,
         operands,
-        plan(spec, *operands, out=out),
+        _kept_plan(spec, operands, out),
         lambda *parts: torch.einsum(f"{','.join(letters)}->{result}", *parts),
     )
     return product if out is None else product.redistribute(placement=out)
@@ -123,6 +124,28 @@ def plan(spec: str, *operands: DistTensor, out: Placement | None = None) -> Prod
         for cuts in _choices(grid, given)
     ]
     return min(choices, key=lambda each: (each.nbytes, each.flops))
+
+
+_PLANS: WeakKeyDictionary[ProcessGrid, dict[Hashable, ProductPlan]] = (
+    WeakKeyDictionary()
+)
+_MOST_PLANS = 1024
+"""Plans that are kept for a grid; then all are dropped."""
+
+
+def _kept_plan(
+    spec: str, operands: Sequence[DistTensor], out: Placement | None = None
+) -> ProductPlan:
+    """Return the plan of an equal call that came before, or a new one."""
+    _letters(spec, operands)
+    plans = _PLANS.setdefault(same_grid(f"einsum {spec!r}", operands), {})
+    key = spec, out, *((x.shape, x.placement, x.dtype) for x in operands)
+    found = plans.get(key)
+    if found is None:
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        found = plans[key] = plan(spec, *operands, out=out)
+    return found
 
 
 def _letters(spec: str, operands: Sequence[Any]) -> tuple[list[str], str]:
@@ -278,7 +301,7 @@ def matmul(one: DistTensor, other: DistTensor) -> DistTensor:
     right = (batch + "jk")[-other.dim() :] if other.dim() > 1 else "j"
     result = batch + ("i" if one.dim() > 1 else "") + ("k" if other.dim() > 1 else "")
     spec = f"{left},{right}->{result}"
-    chosen = plan(spec, one, other)
+    chosen = _kept_plan(spec, [one, other])
     return _product(spec, [one, other], chosen, torch.matmul)
 
 
@@ -292,7 +315,7 @@ def linear(
     """
     batch = "abcdefgh"[: x.dim() - 1]
     spec = f"{batch}i,oi->{batch}o"
-    chosen = plan(spec, x, weight)
+    chosen = _kept_plan(spec, [x, weight])
     if bias is None or chosen.result.partial:
         product = _product(spec, [x, weight], chosen, functional.linear)
         if bias is None:

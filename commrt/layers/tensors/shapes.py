@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -146,8 +145,7 @@ def _recut(x: DistTensor, inside: Sequence[int], new: Sequence[int]) -> list[Cut
     ):
         raise _must_move(x, number, new)
     places, extent = x.grid.size(cut.axes), x.shape[number]
-    ends = [extent * place // places for place in range(places + 1)]
-    sizes = cut.sizes or tuple(b - a for a, b in pairwise(ends))
+    sizes = cut.pieces(extent, places)
     before = math.prod(x.shape[n] for n in inside if n > number)
     after = math.prod(new[first + 1 :])
     if any(size * before % after for size in sizes):

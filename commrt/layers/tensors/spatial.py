@@ -13,6 +13,7 @@ bytes that are sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from commrt.layers.spatial.adaptive_pooling import (
 )
 from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.cut import Cut
-from commrt.layers.spatial.interpolation import interpolate as interpolate_piece
+from commrt.layers.spatial.interpolation import interpolate
 from commrt.layers.spatial.padding import pad as pad_piece
 from commrt.layers.spatial.pooling import avg_pool, max_pool
 from commrt.layers.spatial.transposed_convolution import conv_transpose
@@ -62,7 +63,7 @@ def cuts_of(what: str, x: DistTensor) -> dict[int, Cut]:
 
 def _cut(x: DistTensor, cut: Sharded, extent: int) -> Cut:
     comm = x.grid[cut.axes]
-    return Cut.even(comm, extent) if cut.sizes is None else Cut(comm, cut.sizes)
+    return Cut(comm, cut.pieces(extent, comm.size))
 
 
 def _result(x: DistTensor, local: Any, cuts: Mapping[int, Cut]) -> DistTensor:
@@ -95,142 +96,45 @@ def check_weights(what: str, x: Any, weight: Any, bias: Any) -> None:
         raise UsageError(f"{what}: bias must be a plain tensor that all ranks have")
 
 
-def _conv(
-    what: str,
-    input: DistTensor,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+@dataclass(frozen=True)
+class _Windows:
+    """A function of torch whose results are made of windows of the input."""
+
+    of_piece: Callable[..., tuple[Any, dict[int, Cut]]]
+    """The same of a rank's piece, with arguments of the same names."""
+    arguments: tuple[str, ...]
+    """torch's arguments behind the input, in its order."""
+
+
+def _windowed(
+    what: str, function: _Windows, input: DistTensor, *args: Any, **more: Any
 ) -> DistTensor:
-    check_weights(what, input, weight, bias)
-    local, cuts = conv(
-        *(input.local, weight, bias),
-        cuts=cuts_of(what, input),
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        sum_weight_gradients_over=cutting_comm(input),
-    )
+    """Return the function's result, cut along the same axes as its input."""
+    if len(args) > len(function.arguments):
+        raise UsageError(f"{what}: expected {', '.join(function.arguments)} at most")
+    given = dict(zip(function.arguments, args, strict=False)) | more
+    for name in ("return_indices", "recompute_scale_factor", "antialias"):
+        if given.pop(name, None):
+            raise UsageError(f"{what}: {name} is not known for tensors that are cut")
+    if not given.get("stride", True):  # torch's pools have an empty one as default
+        del given["stride"]
+    if "weight" in function.arguments:
+        check_weights(what, input, given.get("weight"), given.get("bias"))
+        given["sum_weight_gradients_over"] = cutting_comm(input)
+    local, cuts = function.of_piece(input.local, cuts=cuts_of(what, input), **given)
     return _result(input, local, cuts)
 
 
-def _conv_transpose(
-    what: str,
-    input: DistTensor,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
+def _adaptive_avg_pool(
+    what: str, function: _Windows, input: DistTensor, output_size: Any
 ) -> DistTensor:
-    check_weights(what, input, weight, bias)
-    local, cuts = conv_transpose(
-        *(input.local, weight, bias),
-        cuts=cuts_of(what, input),
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-        sum_weight_gradients_over=cutting_comm(input),
-    )
-    return _result(input, local, cuts)
-
-
-def _max_pool(
-    what: str,
-    input: DistTensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> DistTensor:
-    if return_indices:
-        raise UsageError(f"{what}: return_indices: places are not known across ranks")
-    local, cuts = max_pool(
-        *(input.local, kernel_size),
-        cuts=cuts_of(what, input),
-        stride=stride or None,
-        padding=padding,
-        dilation=dilation,
-        ceil_mode=ceil_mode,
-    )
-    return _result(input, local, cuts)
-
-
-def _avg_pool(
-    what: str,
-    input: DistTensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> DistTensor:
-    local, cuts = avg_pool(
-        *(input.local, kernel_size),
-        cuts=cuts_of(what, input),
-        stride=stride or None,
-        padding=padding,
-        ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad,
-        divisor_override=divisor_override,
-    )
-    return _result(input, local, cuts)
-
-
-@takes(functional.interpolate)
-def interpolate(
-    input: DistTensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> DistTensor:
-    """Return a tensor with other spatial extents."""
-    if recompute_scale_factor or antialias:
-        raise UsageError(
-            "interpolate: recompute_scale_factor and antialias are not known here"
-        )
-    local, cuts = interpolate_piece(
-        input.local,
-        *(size, scale_factor, mode, align_corners),
-        cuts=cuts_of("interpolate", input),
-    )
-    return _result(input, local, cuts)
-
-
-def _adaptive_avg_pool(what: str, input: DistTensor, output_size: Any) -> DistTensor:
     """Return means; a single one is made by a sum over ranks, and all have it."""
     wanted = [output_size] if isinstance(output_size, int) else output_size
-    if {*wanted} == {1}:
-        cuts_of(what, input)
-        means: DistTensor = METHODS["mean"](input, [*range(2, input.dim())], True)
-        return means.redistribute()
-    cuts = cuts_of(what, input)
-    local, made = adaptive_avg_pool(input.local, output_size, cuts=cuts)
-    return _result(input, local, made)
-
-
-def _adaptive_max_pool(
-    what: str, input: DistTensor, output_size: Any, return_indices: bool = False
-) -> DistTensor:
-    if return_indices:
-        raise UsageError(f"{what}: return_indices: places are not known across ranks")
-    cuts = cuts_of(what, input)
-    local, made = adaptive_max_pool(input.local, output_size, cuts=cuts)
-    return _result(input, local, made)
+    if {*wanted} != {1}:
+        return _windowed(what, function, input, output_size)
+    cuts_of(what, input)
+    means: DistTensor = METHODS["mean"](input, [*range(2, input.dim())], True)
+    return means.redistribute()
 
 
 @takes(functional.pad)
@@ -248,17 +152,47 @@ def pad(
     return _result(input, local, cuts)
 
 
-_RULES: dict[str, Callable[..., DistTensor]] = {
-    "conv": _conv,
-    "conv_transpose": _conv_transpose,
-    "max_pool": _max_pool,
-    "avg_pool": _avg_pool,
-    "adaptive_avg_pool": _adaptive_avg_pool,
-    "adaptive_max_pool": _adaptive_max_pool,
+_ADAPTIVE = ("output_size", "return_indices")
+_FUNCTIONS = {
+    "conv": _Windows(
+        conv, ("weight", "bias", "stride", "padding", "dilation", "groups")
+    ),
+    "conv_transpose": _Windows(
+        conv_transpose,
+        (
+            *("weight", "bias", "stride", "padding", "output_padding", "groups"),
+            "dilation",
+        ),
+    ),
+    "max_pool": _Windows(
+        max_pool,
+        (
+            *("kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+            "return_indices",
+        ),
+    ),
+    "avg_pool": _Windows(
+        avg_pool,
+        (
+            *("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"),
+            "divisor_override",
+        ),
+    ),
+    "adaptive_avg_pool": _Windows(adaptive_avg_pool, _ADAPTIVE[:1]),
+    "adaptive_max_pool": _Windows(adaptive_max_pool, _ADAPTIVE),
 }
-for _name, _rule in _RULES.items():
+for _name, _function in _FUNCTIONS.items():
+    _rule = _adaptive_avg_pool if _name == "adaptive_avg_pool" else _windowed
     for _dims in (1, 2, 3):
         _named = f"{_name}{_dims}d"
         # Under both names that torch has, where they are two functions.
         _known = {getattr(functional, _named), getattr(torch, _named, None)} - {None}
-        takes(*_known)(partial(_rule, _named))
+        takes(*_known)(partial(_rule, _named, _function))
+_INTERPOLATE = _Windows(
+    interpolate,
+    (
+        *("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor"),
+        "antialias",
+    ),
+)
+takes(functional.interpolate)(partial(_windowed, "interpolate", _INTERPOLATE))

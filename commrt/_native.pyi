@@ -878,6 +878,9 @@ class Group:
         timeout_s: float,
         type: int = 255,
     ) -> Any: ...
+    def refuse_message(self, peer: int, tag: int, reason: str, is_send: bool) -> None:
+        """Take the place of a message that was refused here: its peer hears of that."""
+
     def remove_mirror(self, address: int) -> None: ...
     def run_plan(
         self,
@@ -945,10 +948,12 @@ class Group:
         long.
         """
 
-    def waiting_message(self, tag: int, first: int, num: int) -> tuple[int, int, int]:
-        """Return source, bytes and type code of a message of this tag that no receive
-        has asked for, looking at `num` ranks from `first` on; source -1: there is
-        none.
+    def waiting_message(
+        self, tag: int, first: int, num: int
+    ) -> tuple[int, int, int, bool]:
+        """Return source, bytes, type code and whether its sender has refused it, of a
+        message of this tag that no receive has asked for, looking at `num` ranks
+        from `first` on; source -1: there is none.
         """
 
     def waiting_source(self, tag: int, first: int) -> int:

@@ -20,6 +20,7 @@ PLACES = {
     "device_array": "commrt.devices.arrays:DeviceArray",
     "errors": "commrt.errors:",
     "recorder": "commrt.trace.recorder:recorder",
+    "refuse_messages": "commrt.group.refusals:refuse_messages",
     "request_failed": "commrt.device_calls.requests:failed",
     "request_late": "commrt.device_calls.requests:late",
     "request_not_blocking": "commrt.device_calls.requests:not_blocking",

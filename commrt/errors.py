@@ -102,7 +102,7 @@ class RefusedError(MismatchError):
     """Another rank's call was refused, so this operation did not happen anywhere.
 
     The text has that rank and the reason. The communicator can be used: all ranks are
-    in step for their next call.
+    in step for their next call; of a message, both of its ends.
     """
 
     on_all_ranks = True

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from commrt.errors import RefusedError
-from commrt.group.group import Group, said_refused
+from commrt.group.group import Group
+from commrt.group.refusals import said_refused
 from commrt.job.world import check_alike
 
 __all__ = ["CallsOfSome"]

@@ -16,36 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from commrt.errors import (
-    ChangedInFlightError,
-    ClosedError,
-    IntegrityError,
-    MismatchError,
-    PeerFailedError,
-    ReductionError,
-    RevokedError,
-    TimeoutError_,
-    TruncationError,
-    UsageError,
-)
-from commrt.group.group import Group, said_refused
+from commrt.errors import ClosedError, MismatchError, UsageError
+from commrt.group.group import Group
+from commrt.group.refusals import is_untold, said_refused
 
 __all__ = ["Comparison", "Refusing"]
 
 T = TypeVar("T")
-
-_OF_OPERATIONS = (
-    ChangedInFlightError,
-    ClosedError,
-    IntegrityError,
-    MismatchError,
-    PeerFailedError,
-    ReductionError,
-    RevokedError,
-    TimeoutError_,
-    TruncationError,
-)
-"""Errors of calls whose operation has begun, or whose group has ended."""
 
 
 class Refusing(Protocol):
@@ -77,11 +54,6 @@ class _Said:
     def of(cls, blob: bytes) -> _Said:
         what, said, derived, number, refused = json.loads(blob)
         return cls(what, said, derived, number, {seq: why for seq, why in refused})
-
-
-def _is_known(error: Exception) -> bool:
-    told = getattr(error, "is_told", False) or getattr(error, "on_all_ranks", False)
-    return bool(told)
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -156,10 +128,8 @@ class Comparison:
         the call itself, and not where check mode compares. An error of an operation is
         known to them. ``carrier`` runs such calls; None: the group does.
         """
-        if isinstance(error, _OF_OPERATIONS) or _is_known(error):
+        if not is_untold(error):
             return
-        with suppress(AttributeError):  # some exceptions take no attributes
-            error.is_told = True  # type: ignore[attr-defined]
         if meets or self._group.checker is None:
             (carrier or self._group).refuse(error)
         elif isinstance(error, UsageError):

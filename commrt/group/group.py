@@ -573,8 +573,7 @@ class Group(_native.Group):
         elsewhere = self.asked_elsewhere()
         who = waits_for or self.who_is_missing(seq, elsewhere)
         states = self.rank_states(elsewhere)
-        operation = what.partition(" ")[0]
-        states = own_wait(states, self.rank, operation, seq, self.name, seconds)
+        states = own_wait(states, self.rank, what, seq, self.name, seconds)
         error = TimeoutError_(
             f"{what}, rank {self.rank}: not complete within {seconds:g} s: "
             f"{starved(starved_s, process_ran)}{who}; it "
@@ -592,8 +591,3 @@ class Group(_native.Group):
         error.ranks = self.rank_states()
         faults.failed(self.world, "timeout", str(error))
         return error
-
-
-def said_refused(rank: int, why: str) -> str:
-    """Return what an error says of a call that ``rank`` has refused (as the engine)."""
-    return f"rank {rank} has refused its call, and nothing was delivered: {why}"

@@ -9,6 +9,7 @@ nothing is known.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -100,14 +101,19 @@ def _of_other_node(
 def own_wait(
     states: Sequence[RankState], rank: int, what: str, seq: int, on: str, seconds: float
 ) -> tuple[RankState, ...]:
-    """Return the states with that of the rank that raises: it waits."""
+    """Return the states with that of the rank that raises: it waits.
+
+    ``what``: the operation in words, "recv #0 from rank 1, tag 0".
+    """
+    peer = re.search(r" (?:to|from) rank (\d+)", what)
     mine = replace(
         states[rank],
         state="waiting",
-        waits_in=what,
+        waits_in=what.partition(" ")[0],
         waits_seq=seq,
         waits_on=on,
         waits_s=seconds,
+        waits_for=None if peer is None else int(peer[1]),
     )
     return (*states[:rank], mine, *states[rank + 1 :])
 

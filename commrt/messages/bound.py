@@ -9,13 +9,15 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import place_of
-from commrt.arrays.host import HostView, overlap
+from commrt.arrays.host import overlap
 from commrt.arrays.places import places_of
 from commrt.calls.bound_call import Binders, BoundCall
 from commrt.errors import UsageError
 from commrt.group.finite_values import check_finite
+from commrt.group.group import Group
+from commrt.group.refusals import telling_peers
+from commrt.messages.by_nccl import NcclMessages
 from commrt.messages.lists import WHAT, Message
-from commrt.messages.on_device import DeviceMessages
 from commrt.messages.point_to_point import Messages
 
 __all__ = ["message_binders"]
@@ -35,13 +37,23 @@ def message_binders(messages: Messages) -> Binders:
 
 
 def _checked(
-    what: str, arrays: Sequence[HostView], run: Callable[[bool], Any]
+    group: Group,
+    what: str,
+    sends: Sequence[Message],
+    recvs: Sequence[Message],
+    run: Callable[[bool], Any],
 ) -> Callable[[bool], Any]:
     """Return ``run``, which raises UsageError where an array has other memory."""
-    places = places_of(each.array for each in arrays)
+    places = places_of(each.array for each, _, _ in (*sends, *recvs))
+    leaving = [(peer, tag) for _, peer, tag in sends]
+    coming = [(peer, tag) for _, peer, tag in recvs]
 
     def checked(nonblocking: bool) -> Any:
-        places.check(what)
+        group.check_usable()
+        with telling_peers(group, leaving, coming):
+            places.check(what)
+            for array, _, _ in sends:
+                check_finite(group, what, array)
         return run(nonblocking)
 
     return checked
@@ -55,11 +67,11 @@ def _on_device(
     result: Any,
 ) -> BoundCall | None:
     """Return the call where its arrays are on a device."""
-    arrays = [each for each, _, _ in (*sends, *recvs)]
-    if place_of(what, arrays) is None:
+    if place_of(what, [each for each, _, _ in (*sends, *recvs)]) is None:
         return None
     bound = messages.on_device(what, sends, recvs, result)
-    return BoundCall(what, _STAGED, _checked(what, arrays, bound.run))
+    checked = _checked(messages.group, what, sends, recvs, bound.run)
+    return BoundCall(what, _STAGED, checked)
 
 
 def _bind_messages(
@@ -70,45 +82,44 @@ def _bind_messages(
     bound = messages.listed(sends, recvs, in_place, None, backend, is_bound=True)
     if isinstance(bound, _native.PersistentMessages):
         return bound
-    label = _STAGED if isinstance(bound, DeviceMessages) else bound.label
-    return BoundCall(WHAT, label, _checked(WHAT, bound.arrays, bound.run))
+    if isinstance(bound, NcclMessages):
+        return bound.bound()
+    checked = _checked(messages.group, WHAT, bound.sends, bound.recvs, bound.run)
+    return BoundCall(WHAT, _STAGED, checked)
 
 
 def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
     """Return the send of what ``x`` holds at each run."""
-    what = "send"
-    messages.group.check_usable()
-    sent, rank, number = messages.outgoing(what, x, dest, "dest", tag, "tag")
-    on_device = _on_device(messages, what, [(sent, rank, number)], [], None)
+    what, group = "send", messages.group
+    group.check_usable()
+    leaving = messages.outgoing(what, x, dest, "dest", tag, "tag")
+    on_device = _on_device(messages, what, [leaving], [], None)
     if on_device is not None:
         return on_device
+    sent, rank, number = leaving
     to = sent.address, sent.nbytes, rank, number, sent.owner, what
 
     def run(nonblocking: bool) -> Any:
-        messages.group.check_usable()
-        check_finite(messages.group, what, sent)
-        limit = messages.group.timeout_s
-        return messages.group.send_bytes(*to, nonblocking, limit, sent.dtype.code)
+        return group.send_bytes(*to, nonblocking, group.timeout_s, sent.dtype.code)
 
-    return BoundCall(what, _MESSAGES, _checked(what, [sent], run))
+    return BoundCall(what, _MESSAGES, _checked(group, what, [leaving], [], run))
 
 
 def _bind_recv(messages: Messages, out: Any, *, source: Any, tag: Any) -> BoundCall:
     """Return the receive into ``out``."""
-    what = "recv"
-    messages.group.check_usable()
-    got, rank, number = messages.incoming(what, out, source, "source", tag, "tag")
-    on_device = _on_device(messages, what, [], [(got, rank, number)], out)
+    what, group = "recv", messages.group
+    group.check_usable()
+    coming = messages.incoming(what, out, source, "source", tag, "tag")
+    on_device = _on_device(messages, what, [], [coming], out)
     if on_device is not None:
         return on_device
+    got, rank, number = coming
     place = got.address, got.nbytes, rank, number, got.owner, out, what
 
     def run(nonblocking: bool) -> Any:
-        messages.group.check_usable()
-        limit = messages.group.timeout_s
-        return messages.group.recv_bytes(*place, nonblocking, limit, got.dtype.code)
+        return group.recv_bytes(*place, nonblocking, group.timeout_s, got.dtype.code)
 
-    return BoundCall(what, _MESSAGES, _checked(what, [got], run))
+    return BoundCall(what, _MESSAGES, _checked(group, what, [], [coming], run))
 
 
 def _bind_sendrecv(
@@ -122,27 +133,23 @@ def _bind_sendrecv(
     recvtag: Any,
 ) -> BoundCall:
     """Return both, as one operation."""
-    what = "sendrecv"
-    messages.group.check_usable()
-    sent, to, first = messages.outgoing(what, x, dest, "dest", sendtag, "sendtag")
-    got, of, second = messages.incoming(what, out, source, "source", recvtag, "recvtag")
+    what, group = "sendrecv", messages.group
+    group.check_usable()
+    leaving = messages.outgoing(what, x, dest, "dest", sendtag, "sendtag")
+    coming = messages.incoming(what, out, source, "source", recvtag, "recvtag")
+    (sent, to, first), (got, of, second) = leaving, coming
     if overlap(sent, got):
         raise UsageError(f"{what}: out overlaps x; pass separate arrays")
-    on_device = _on_device(
-        messages, what, [(sent, to, first)], [(got, of, second)], out
-    )
+    on_device = _on_device(messages, what, [leaving], [coming], out)
     if on_device is not None:
         return on_device
-    leaving = sent.address, sent.nbytes, to, first
-    coming = got.address, got.nbytes, of, second
+    parts = (sent.address, sent.nbytes, to, first, got.address, got.nbytes, of, second)
+    types = sent.dtype.code, got.dtype.code
 
     def run(nonblocking: bool) -> Any:
-        messages.group.check_usable()
-        check_finite(messages.group, what, sent)
-        owners = sent.owner, got.owner
-        limit, types = messages.group.timeout_s, (sent.dtype.code, got.dtype.code)
-        return messages.group.sendrecv_bytes(
-            *leaving, *coming, *owners, out, what, nonblocking, limit, *types
+        owners, limit = (sent.owner, got.owner), group.timeout_s
+        return group.sendrecv_bytes(
+            *parts, *owners, out, what, nonblocking, limit, *types
         )
 
-    return BoundCall(what, _MESSAGES, _checked(what, [sent, got], run))
+    return BoundCall(what, _MESSAGES, _checked(group, what, [leaving], [coming], run))

@@ -14,6 +14,8 @@ from typing import Any
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
+from commrt.arrays.places import places_of
+from commrt.calls.bound_call import BoundCall
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import BackendError, MismatchError, UsageError, shown
@@ -130,6 +132,16 @@ class NcclMessages:
             return request
         request.be_quiet()
         return self._result
+
+    def bound(self) -> BoundCall:
+        """Return the call that looks first whether its arrays are where they were."""
+        places = places_of(each.array for each in self.arrays)
+
+        def run(nonblocking: bool) -> Any:
+            self._group.check_places(places, WHAT)
+            return self.run(nonblocking)
+
+        return BoundCall(WHAT, self.label, run)
 
     def _prepare(self, timeout_s: float) -> tuple[Any, int]:
         """Return the device and the stream, once all ranks are ready for NCCL."""

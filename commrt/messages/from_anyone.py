@@ -62,9 +62,13 @@ def probe(
     num = group.size if source is None else 1
 
     def look() -> WaitingMessage | None:
-        rank, nbytes, code = group.waiting_message(tag, first % group.size, num)
+        found = group.waiting_message(tag, first % group.size, num)
+        rank, nbytes, code, is_refused = found
         if rank < 0:
             return None
+        if is_refused:  # this takes it, and raises
+            empty = 0, 0, rank, tag, None, ()
+            group.recv_bytes(*empty, what, False, group.timeout_s)
         dtype = DTYPES[code].name if code < len(DTYPES) else ""
         return WaitingMessage(rank, tag, nbytes, dtype)
 

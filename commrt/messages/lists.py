@@ -14,11 +14,11 @@ from commrt.arrays.host import HostView, view_anywhere
 from commrt.arrays.plain import as_array
 from commrt.errors import BufferError_, UsageError, shown
 from commrt.group.group import Group
-from commrt.vocabulary.checks import as_integer, check_flag
+from commrt.group.refusals import Place
+from commrt.vocabulary.checks import LARGEST_TAG, as_integer, check_flag
 
-__all__ = ["WHAT", "Lists", "Message", "check_lists", "check_tag"]
+__all__ = ["WHAT", "Lists", "Message", "check_lists", "check_tag", "places_in"]
 
-_MAX_TAG = 2**31 - 1
 WHAT = "multi_sendrecv"
 Message = tuple[HostView, int, int]
 """The buffer, the peer, the tag."""
@@ -81,12 +81,23 @@ def check_lists(group: Group, sends: Any, recvs: Any, in_place: Any) -> Lists:
     return Lists(leaving, coming, replaced)
 
 
+def places_in(messages: Any) -> list[Place]:
+    """Return peers and tags of a list as the program passed it, where it has such."""
+    if not isinstance(messages, list | tuple):
+        return []
+    found = []
+    for item in messages:
+        if isinstance(item, list | tuple) and len(item) in (2, 3):
+            found.append((item[1], item[2] if len(item) == 3 else 0))
+    return found
+
+
 def check_tag(what: str, argument: str, tag: Any) -> int:
     """Return a message's tag, or raise UsageError."""
     found = as_integer(tag)
-    if found is None or not 0 <= found <= _MAX_TAG:
+    if found is None or not 0 <= found <= LARGEST_TAG:
         raise UsageError(
-            f"{what}: {argument}={shown(tag)} must be an integer in 0..{_MAX_TAG}"
+            f"{what}: {argument}={shown(tag)} must be an integer in 0..{LARGEST_TAG}"
         )
     return found
 

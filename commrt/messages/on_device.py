@@ -11,6 +11,7 @@ from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceMessageRequest
 from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
+from commrt.group.refusals import Place, telling_peers
 from commrt.messages.lists import Message
 
 __all__ = ["DeviceMessages"]
@@ -33,6 +34,7 @@ class DeviceMessages:
         self._what = what
         self.arrays = [each for each, _, _ in (*sends, *recvs)]
         """All arrays, those that leave first."""
+        self.sends, self.recvs = list(sends), list(recvs)
         self._result = result
         self._stream = stream
         self._sends, self._recvs = _rows(sends), _rows(recvs)
@@ -47,12 +49,13 @@ class DeviceMessages:
         group.check_usable()
         limit = group.timeout_s if timeout_s is None else timeout_s
         first = self.arrays[0].array
-        if self._stream is None:
-            stream = current_stream_of(first, device)
-        else:
-            stream = as_stream(self._stream, device, self._what)
-        for array in self.arrays[: len(self._sends)]:
-            check_finite_on_stream(group, self._what, array, self._stream)
+        with telling_peers(group, _places(self.sends), _places(self.recvs)):
+            if self._stream is None:
+                stream = current_stream_of(first, device)
+            else:
+                stream = as_stream(self._stream, device, self._what)
+            for array in self.arrays[: len(self._sends)]:
+                check_finite_on_stream(group, self._what, array, self._stream)
         devices = self._devices
         devices.order_exported(device, stream, self.arrays)
         messages = devices.messages(device)
@@ -76,6 +79,10 @@ class DeviceMessages:
             return request
         request.be_quiet()
         return self._result
+
+
+def _places(messages: Sequence[Message]) -> list[Place]:
+    return [(peer, tag) for _, peer, tag in messages]
 
 
 def _rows(messages: Sequence[Message]) -> list[tuple[int, int, int, int, int]]:

@@ -21,9 +21,10 @@ from commrt.errors import BufferError_, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.finite_values import check_finite
 from commrt.group.group import Group
+from commrt.group.refusals import refuse_messages, telling_peers
 from commrt.messages.by_nccl import BACKEND, NcclMessages, check_backend
 from commrt.messages.from_anyone import FromAnyone, WaitingMessage, probe
-from commrt.messages.lists import WHAT, Message, check_lists, check_tag
+from commrt.messages.lists import WHAT, Message, check_lists, check_tag, places_in
 from commrt.messages.on_device import DeviceMessages
 from commrt.request import Request
 from commrt.vocabulary.checks import check_flag
@@ -33,6 +34,9 @@ __all__ = ["Messages"]
 
 class Messages:
     """Sends and receives messages of one group.
+
+    A message that is refused for its arguments takes its place all the same: its peer
+    hears of it (``group/refusals.py``).
 
     Args:
         group: sends and receives arrays on the host.
@@ -65,14 +69,14 @@ class Messages:
         array on a device ``stream`` waits instead, until the array is on the host.
         """
         self.group.check_usable()
-        nonblocking = check_flag("send", "nonblocking", nonblocking)
-        limit = self.group.limit("send", timeout_s)
-        buffer, dest, tag = self._sent("send", x, dest, "dest", tag, "tag")
-        if place_of("send", [buffer], stream) is not None:
+        with telling_peers(self.group, sends=[(dest, tag)]):
+            nonblocking = check_flag("send", "nonblocking", nonblocking)
+            limit = self.group.limit("send", timeout_s)
+            buffer, dest, tag = self._sent("send", x, dest, "dest", tag, "tag")
             leaving = [(buffer, dest, tag)]
-            given: DeviceRequest | None = self._on_device(
-                "send", leaving, [], None, stream, nonblocking, limit
-            )
+            on_device = self._on_device("send", leaving, [], None, stream)
+        if on_device is not None:
+            given: DeviceRequest | None = on_device.run(nonblocking, limit)
             return given
         started: Request | None = self.group.send_bytes(
             buffer.address,
@@ -108,15 +112,18 @@ class Messages:
         vary. A longer message raises TruncationError.
         """
         self.group.check_usable()
-        nonblocking = check_flag("recv", "nonblocking", nonblocking)
-        limit = self.group.limit("recv", timeout_s)
+        with telling_peers(self.group, recvs=[(source, tag)]):
+            nonblocking = check_flag("recv", "nonblocking", nonblocking)
+            limit = self.group.limit("recv", timeout_s)
+            if source is not None:
+                given = self.incoming("recv", out, source, "source", tag, "tag")
+                on_device = self._on_device("recv", [], [given], out, stream)
         if source is None:
             request = self._from_anyone(out, tag, limit, stream)
             return request if nonblocking else request.wait()
-        buffer, source, tag = self.incoming("recv", out, source, "source", tag, "tag")
-        if place_of("recv", [buffer], stream) is not None:
-            coming = [(buffer, source, tag)]
-            return self._on_device("recv", [], coming, out, stream, nonblocking, limit)
+        if on_device is not None:
+            return on_device.run(nonblocking, limit)
+        buffer, source, tag = given
         return self.group.recv_bytes(
             buffer.address,
             buffer.nbytes,
@@ -185,22 +192,20 @@ class Messages:
         messages have; an error says which of them failed, or that both did.
         """
         self.group.check_usable()
-        nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
-        limit = self.group.limit("sendrecv", timeout_s)
         # Both sides are checked before either is started.
-        sent, dest, sendtag = self._sent(
-            "sendrecv", x, dest, "dest", sendtag, "sendtag"
-        )
-        got, source, recvtag = self.incoming(
-            "sendrecv", out, source, "source", recvtag, "recvtag"
-        )
-        if overlap(sent, got):
-            raise UsageError("sendrecv: out overlaps x; pass separate arrays")
-        if place_of("sendrecv", [sent, got], stream) is not None:
-            leaving, coming = [(sent, dest, sendtag)], [(got, source, recvtag)]
-            return self._on_device(
-                "sendrecv", leaving, coming, out, stream, nonblocking, limit
+        with telling_peers(self.group, [(dest, sendtag)], [(source, recvtag)]):
+            nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
+            limit = self.group.limit("sendrecv", timeout_s)
+            leaving = self._sent("sendrecv", x, dest, "dest", sendtag, "sendtag")
+            coming = self.incoming(
+                "sendrecv", out, source, "source", recvtag, "recvtag"
             )
+            if overlap(leaving[0], coming[0]):
+                raise UsageError("sendrecv: out overlaps x; pass separate arrays")
+            on_device = self._on_device("sendrecv", [leaving], [coming], out, stream)
+        if on_device is not None:
+            return on_device.run(nonblocking, limit)
+        (sent, dest, sendtag), (got, source, recvtag) = leaving, coming
         return self.group.sendrecv_bytes(
             sent.address,
             sent.nbytes,
@@ -266,21 +271,24 @@ class Messages:
         except Exception as error:
             if isinstance(backend, str) and backend == BACKEND:  # all ranks call it
                 self._comparison.refuse(WHAT, error, None, meets=True)
+            else:
+                places = places_in(sends), places_in(recvs)
+                refuse_messages(self.group, error, *places)
             raise
         return bound.run(nonblocking, limit)
 
     def _on_device(
         self,
         what: str,
-        sends: list[tuple[HostView, int, int]],
-        recvs: list[tuple[HostView, int, int]],
+        sends: list[Message],
+        recvs: list[Message],
         result: Any,
         stream: Any,
-        nonblocking: bool,
-        limit: float,
-    ) -> Any:
-        bound = self.on_device(what, sends, recvs, result, stream)
-        return bound.run(nonblocking, limit)
+    ) -> DeviceMessages | None:
+        """Return the messages as one operation if their arrays are on a device."""
+        if place_of(what, [each[0] for each in (*sends, *recvs)], stream) is None:
+            return None
+        return self.on_device(what, sends, recvs, result, stream)
 
     def on_device(
         self,

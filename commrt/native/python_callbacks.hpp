@@ -21,6 +21,7 @@ enum class Callback : int {
   DeviceArray,
   Errors,  // the module
   Recorder,
+  RefuseMessages,
   RequestFailed,
   RequestLate,
   RequestNotBlocking,

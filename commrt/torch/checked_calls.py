@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import wraps
@@ -33,6 +33,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.group.call_site import call_site
+from commrt.group.refusals import Place, refuse_messages, take_places
 from commrt.messages.from_anyone import FromAnyone
 from commrt.torch.described import DESCRIBED, key_of, tensor_in_words
 from commrt.torch.errors import as_torch_error
@@ -141,11 +142,12 @@ class CheckedCalls(Collectives, Messages):
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor, and what it is."""
-        x = given(one("send", tensors), "send: tensor")
         calls, channel = self.calls, self._channel
-        header = _header(x)
         with calls.raising():
-            data = calls.comm.send(movable(x), dest=dst_rank, tag=tag, nonblocking=True)
+            with _telling(calls.comm, channel, sends=[(dst_rank, tag)]):
+                x = given(one("send", tensors), "send: tensor")
+                header, moved = _header(x), movable(x)
+                data = calls.comm.send(moved, dest=dst_rank, tag=tag, nonblocking=True)
             said = channel.send_bytes(
                 header.ctypes.data,
                 header.nbytes,
@@ -160,11 +162,12 @@ class CheckedCalls(Collectives, Messages):
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor, if it is what the sender sends."""
-        x = given(one("recv", tensors), "recv: tensor")
-        out, back = target(x)
-        calls = self.calls
+        calls, channel = self.calls, self._channel
         with calls.raising():
-            request = _Received(self._channel, calls.comm, x, out, src_rank, tag)
+            with _telling(calls.comm, channel, recvs=[(src_rank, tag)]):
+                x = given(one("recv", tensors), "recv: tensor")
+                out, back = target(x)
+            request = _Received(channel, calls.comm, x, out, src_rank, tag)
         return calls.end(request, False, [x], back)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
@@ -189,6 +192,22 @@ class CheckedCalls(Collectives, Messages):
 
 for _name in DESCRIBED:
     setattr(CheckedCalls, _name, _compared(_name))
+
+
+@contextlib.contextmanager
+def _telling(
+    comm: Core,
+    channel: Channel,
+    sends: Sequence[Place] = (),
+    recvs: Sequence[Place] = (),
+) -> Iterator[None]:
+    """Let a message's peer hear of an error in here, where it waits for both parts."""
+    try:
+        yield
+    except Exception as error:
+        refuse_messages(comm, error, sends, recvs)
+        take_places(channel, error, sends, recvs)
+        raise
 
 
 def _take_memory(name: str, called: dict[str, Any]) -> None:

@@ -12,7 +12,10 @@ import numpy as np
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["as_integer", "as_items", "check_flag", "check_name"]
+__all__ = ["LARGEST_TAG", "as_integer", "as_items", "check_flag", "check_name"]
+
+LARGEST_TAG = 2**31 - 1
+"""Of messages."""
 
 _MOST_ITEMS = 1_000_000
 

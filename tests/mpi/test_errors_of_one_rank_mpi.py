@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,47 @@ def test_nobody_waits_for_the_rank_that_refused(
 ) -> None:
     found = mpirun(size, refuse_and_leave, env=nodes(where))
     assert found == ["RefusedError", "UsageError", "RefusedError"][:size]
+
+
+def messages_and_refusals(number: int) -> list[str]:
+    """Each rank in turn refuses what it sends to the next, or receives from there."""
+    comm = commrt.init()
+    rank, size = comm.rank, comm.size
+    wrong, found = np.ones((4, 4))[:, ::2], []
+    for turn in range(4 * size):
+        sender, refuses_send = turn % size, turn // size % 2 == 0
+        receiver = (sender + 1) % size
+        x, out = np.full(number, float(turn)), np.empty(number)
+        calls = {
+            sender: lambda x=x, to=receiver: comm.send(x, to),
+            receiver: lambda out=out, of=sender: comm.recv(out, of),
+        }
+        if rank in calls:
+            if rank == (sender if refuses_send else receiver):
+                call = comm.send if refuses_send else comm.recv
+                with pytest.raises(CommError, match="not C-contiguous") as raised:
+                    call(wrong, receiver if refuses_send else sender)
+                found.append(type(raised.value).__name__)
+            elif refuses_send or number > 10_000:
+                with pytest.raises(RefusedError, match="has refused its"):
+                    calls[rank]()
+            else:
+                with suppress(RefusedError):  # a short message was away before
+                    calls[rank]()
+            calls[rank]()
+            if rank == receiver:
+                assert (out == turn).all()
+    assert comm.allreduce(np.ones(1))[0] == size
+    return found
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, ""), (2, "1,1"), (3, "2,1")])
+@pytest.mark.parametrize("number", [1, 400_000])
+def test_a_refused_message_is_heard_of(
+    mpirun: Any, size: int, where: str, number: int
+) -> None:
+    found = mpirun(size, messages_and_refusals, env=nodes(where), number=number)
+    assert found == [["BufferError_"] * 4] * size
 
 
 def end_together() -> list[str]:

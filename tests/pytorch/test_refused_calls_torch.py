@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -65,3 +66,37 @@ def one_rank_in_error() -> list[str]:
 def test_all_ranks_raise_and_stay_in_step(torchrun: Any, size: int) -> None:
     found = torchrun(size, one_rank_in_error, deadline_s=DEADLINE_S)
     assert found == [[f"{name} {size}" for name in calls_of(size)]] * size
+
+
+def messages_and_refusals(debug: bool) -> list[float]:
+    """Refuse messages at one end, in turn; the next ones meet."""
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("commrt")
+    rank, found = dist.get_rank(), []
+    meta = torch.ones(4, device="meta")
+    for turn in range(6):
+        is_wrong = rank == turn % 2
+        for number in (4, 300_000):
+            x = torch.full((number,), float(turn))
+            call = dist.send if rank == 0 else dist.recv
+            if is_wrong:
+                with pytest.raises(RuntimeError) as raised:
+                    call(meta, 1 - rank)
+                assert not isinstance(raised.value, RefusedError)
+            elif rank == 1 or number > 4:
+                with pytest.raises(RefusedError):
+                    call(x, 1 - rank)
+            else:  # a short message was away before
+                with suppress(RefusedError):
+                    call(x, 1 - rank)
+            call(x if rank == 0 else x.zero_(), 1 - rank)
+            found.append(float(x.sum() / number))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_messages_meet_after_refusals_of_torch(torchrun: Any, debug: bool) -> None:
+    found = torchrun(2, messages_and_refusals, deadline_s=DEADLINE_S, debug=debug)
+    assert found == [[float(turn) for turn in range(6) for _ in range(2)]] * 2

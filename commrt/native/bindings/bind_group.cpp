@@ -302,6 +302,17 @@ void bind_group(nb::module_& m) {
            }, nb::arg("reason"),
            "Take a place in the order of calls for one that was refused; the other ranks' operation "
            "fails. False: peers have yet to look at earlier ones.")
+      .def("refuse_message",
+           [](Group& g, int peer, int tag, const std::string& reason, bool is_send) {
+             const ReleasedGil release;
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             if (is_send) {
+               g.comm->p2p->refuse_send(peer, tag, reason);
+             } else {
+               g.comm->p2p->refuse_recv(peer, tag, reason);
+             }
+           }, nb::arg("peer"), nb::arg("tag"), nb::arg("reason"), nb::arg("is_send"),
+           "Take the place of a message that was refused here: its peer hears of that.")
       .def("_why_next_is_refused",
            [](Group& g) {
              const ReleasedGil release;
@@ -409,11 +420,13 @@ void bind_group(nb::module_& m) {
            [](Group& g, int tag, int first, int num) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              const Waiting found = g.comm->p2p->waiting(tag, first, num);
-             return std::make_tuple(found.source, found.nbytes, static_cast<int>(found.type));
+             const bool is_refused = found.source >= 0 && found.type == kRefusedType;
+             return std::make_tuple(found.source, found.nbytes, static_cast<int>(found.type), is_refused);
            }, nb::arg("tag"), nb::arg("first"), nb::arg("num"),
            nb::call_guard<ReleasedGil>(),
-           "Return source, bytes and type code of a message of this tag that no receive has asked "
-           "for, looking at `num` ranks from `first` on; source -1: there is none.")
+           "Return source, bytes, type code and whether its sender has refused it, of a message of this "
+           "tag that no receive has asked for, looking at `num` ranks from `first` on; source -1: "
+           "there is none.")
       .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
       .def("plan_family",
            [](Group& g, int coll, int dtype, int redop, int root, int64_t unit, bool is_plain) {

@@ -11,6 +11,7 @@
 #include "calls/group_methods.hpp"
 #include "engine/p2p.hpp"
 #include "kernels/finite.hpp"
+#include "python_callbacks.hpp"
 
 namespace commrt {
 
@@ -48,16 +49,12 @@ class PersistentMessages {
         Engine::forked.load(std::memory_order_relaxed)) {
       group_.attr(group_methods::kCheckUsable)();
     }
-    if (places_) places_->check(nb::cast<std::string>(operation_));
-    for (size_t i = 0; group.nan_check && i < lists_.sends.size(); ++i) {
-      const Message& one = lists_.sends[i];
-      if (one.type >= kNumDTypes) continue;
-      const auto dtype = static_cast<DType>(one.type);
-      const auto count = static_cast<int64_t>(one.nbytes / item_size(dtype));
-      const int64_t index = first_not_finite(dtype, one.data, count);
-      if (index < 0) continue;
-      group_.attr(group_methods::kRefuseNotFinite)(operation_, "sends[" + std::to_string(i) + "]: x",
-                                                   index, count, is_nan_at(dtype, one.data, index));
+    try {
+      check_arrays(group);
+    } catch (nb::python_error& error) {
+      callback(Callback::RefuseMessages)(group_, error.value(), places_of(lists_.sends),
+                                         places_of(lists_.recvs));
+      throw;
     }
     return run_multi(group_, lists_, keep_sends_, keep_recvs_, result_, operation_, nonblocking,
                      timeout_s);
@@ -79,6 +76,27 @@ class PersistentMessages {
   size_t num_recvs() const { return lists_.recvs.size(); }
 
  private:
+  // Raises an error where they have other memory, or values that are not to be sent.
+  void check_arrays(const Group& group) const {
+    if (places_) places_->check(nb::cast<std::string>(operation_));
+    for (size_t i = 0; group.nan_check && i < lists_.sends.size(); ++i) {
+      const Message& one = lists_.sends[i];
+      if (one.type >= kNumDTypes) continue;
+      const auto dtype = static_cast<DType>(one.type);
+      const auto count = static_cast<int64_t>(one.nbytes / item_size(dtype));
+      const int64_t index = first_not_finite(dtype, one.data, count);
+      if (index < 0) continue;
+      group_.attr(group_methods::kRefuseNotFinite)(operation_, "sends[" + std::to_string(i) + "]: x",
+                                                   index, count, is_nan_at(dtype, one.data, index));
+    }
+  }
+
+  static nb::list places_of(const std::vector<Message>& messages) {
+    nb::list found;
+    for (const Message& one : messages) found.append(nb::make_tuple(one.peer, one.tag));
+    return found;
+  }
+
   nb::object group_;
   MessageLists lists_;
   nb::object keep_sends_, keep_recvs_, result_, operation_;

@@ -63,6 +63,7 @@ void P2P::count_received(int source, uint64_t nbytes) {
 void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader& header,
                   const unsigned char* payload) {
   P2PTask& task = *op->p2p;
+  if (task.refusal != nullptr) return drop(task, source, header);
   task.source = source;
   task.stage = Stage::Matched;
   task.expected = header.nbytes;
@@ -74,6 +75,10 @@ void P2P::deliver(const std::shared_ptr<Op>& op, int source, const PacketHeader&
     }
     early_.push_back(op);
     return;
+  }
+  if (header.type == kRefusedType) {
+    count_received(source, header.nbytes);
+    return fail_refused(op, source, "send", payload, header.nbytes);
   }
   const bool too_long = header.nbytes > task.nbytes;
   task.mistyped = !types_meet(header.type, task.type);
@@ -133,6 +138,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     }
     return;
   }
+  if (header.kind == PacketKind::Dropped) return hear_of_drop(source, header, payload);
   if (header.kind == PacketKind::Refused) {
     const std::string reason(reinterpret_cast<const char*>(payload), header.nbytes);
     comm_.refusals.hear_from_afar(source, header.send_id, reason);
@@ -463,8 +469,7 @@ bool P2P::flush(int peer) {
   const size_t most_eager = relayed ? kRelayEagerBytes : kPacketBytes;
   size_t pushed = 0;
   while (!c.notices.empty()) {
-    const auto& [seq, reason] = c.notices.front();
-    const PacketHeader header{PacketKind::Refused, kAnyType, 0, reason.size(), seq, 0, 0};
+    const auto& [header, reason] = c.notices.front();
     if (!push(peer, header, reinterpret_cast<const unsigned char*>(reason.data()), reason.size())) {
       break;
     }
@@ -484,7 +489,8 @@ bool P2P::flush(int peer) {
       continue;
     }
     const uint64_t held = task.nbytes + kEagerOverhead;  // there, until it is received
-    const bool eager = task.nbytes <= most_eager && c.eager_out + held <= kEagerBytes;
+    const bool has_room = c.eager_out + held <= kEagerBytes || task.type == kRefusedType;
+    const bool eager = task.nbytes <= most_eager && has_room;
     const PacketHeader header = announcement(eager ? PacketKind::Eager : PacketKind::Rts, task);
     if (!push(peer, header, task.send_buffer, eager ? task.nbytes : 0)) break;
     next = c.unannounced.erase(next);
@@ -513,25 +519,6 @@ bool P2P::flush(int peer) {
     }
   }
   return any;
-}
-
-void P2P::tell_refused(uint64_t seq, const std::string& reason) {
-  if (!attached_) attach();
-  for (int peer = 0; peer < comm_.size; ++peer) {
-    if (comm_.link(peer).kind != LinkKind::Mpi) continue;
-    channels_[peer].notices.emplace_back(seq, reason);
-    serve(peer);
-  }
-}
-
-void P2P::tell_heard(int rank, uint64_t seq, const Afar::Told& told) {
-  answer(rank, {PacketKind::Heard, kAnyType, 0, told.to_here, seq, told.from_here, told.sent});
-}
-
-void P2P::tell_left(int rank, uint64_t seq) {
-  if (comm_.link(rank).kind != LinkKind::Mpi) return;
-  answer(rank, {PacketKind::Left, kAnyType, 0, 0, seq, 0, 0});
-  urgent_ = true;
 }
 
 bool P2P::on_the_way() const {

@@ -30,19 +30,23 @@ namespace commrt {
 constexpr uint64_t kEagerBytes = 4 << 20;
 constexpr uint64_t kEagerOverhead = 192;
 
-// Gone answers a CTS for a message that its sender has given up meanwhile. Refused tells ranks of
-// other nodes of a call that was refused. Heard answers that, Left says that a rank has left the call
+// Gone answers a CTS for a message that its sender has given up meanwhile. Dropped answers an RTS
+// whose receive was refused; the payload says why. Refused tells ranks of other nodes of a call that
+// was refused. Heard answers that, Left says that a rank has left the call
 // of others, and Ended says that the communicator ends by it. Called has an entry of its trail, in
 // send_id, recv_id, offset and nbytes. Waits has the number and the mark of the call in which a rank
 // waits, in send_id and recv_id.
 enum class PacketKind : uint8_t {
-  Eager, Rts, Cts, Data, Credit, Gone, Refused, Heard, Left, Ended, Called, Waits
+  Eager, Rts, Cts, Data, Credit, Gone, Dropped, Refused, Heard, Left, Ended, Called, Waits
 };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
 using TypeCode = uint8_t;
 constexpr TypeCode kAnyType = 255;
+// The type of a message that its sender has refused: the payload says why.
+constexpr TypeCode kRefusedType = 254;
 inline bool types_meet(TypeCode sent, TypeCode received) {
+  if (sent == kRefusedType) return false;
   return sent == received || sent == kAnyType || received == kAnyType;
 }
 
@@ -114,6 +118,7 @@ struct P2PTask {
   std::unique_ptr<unsigned char[]> copy;  // send in place: what leaves, if it must wait
   Gate gate;  // before its memory is touched; its place among others it has from the start
   std::unique_ptr<Incoming> early;        // receive: what came before the gate was open
+  std::unique_ptr<std::string> refusal;   // why it was refused; a receive drops its message
   std::shared_ptr<Op> whole;              // of a part: the operation that it belongs to
   std::unique_ptr<Parts> parts;           // of a whole
 };
@@ -181,6 +186,10 @@ class P2P {
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
   bool fail_after_peer(const std::shared_ptr<Op>& op);
+  // Take the place of a message that was refused here. The receive of a refused send fails. The
+  // message of a refused receive is dropped, and its send fails if it has not ended by then.
+  void refuse_send(int peer, int tag, const std::string& reason);
+  void refuse_recv(int peer, int tag, const std::string& reason);
   // Tells the ranks of other nodes that this rank's operation `seq` was refused.
   void tell_refused(uint64_t seq, const std::string& reason);
   // Tells such a rank that this one knows of it.
@@ -242,7 +251,7 @@ class P2P {
     uint64_t eager_in = 0;   // received from there, not yet told
     std::string failure;     // why MPI reaches this peer no more
     std::deque<PacketHeader> control;             // answers that wait for room
-    std::deque<std::pair<uint64_t, std::string>> notices;  // operations, and why they were refused
+    std::deque<std::pair<PacketHeader, std::string>> notices;  // of what was refused, and why
     std::deque<std::shared_ptr<Op>> unannounced;  // sends, in order
     std::deque<std::shared_ptr<Op>> streaming;
     std::list<MpiPacket> mpi_sending;
@@ -258,8 +267,8 @@ class P2P {
     void took_packet() { ack->consumed.store(++in, std::memory_order_release); }
 
     bool on_the_way() const {
-      const bool any = !control.empty() || !notices.empty() || !mpi_sending.empty() ||
-                       !mpi_arriving.empty();
+      const bool any = !control.empty() || !notices.empty() || !unannounced.empty() ||
+                       !mpi_sending.empty() || !mpi_arriving.empty();
       return any && failure.empty();  // else nothing leaves any more
     }
   };
@@ -279,6 +288,11 @@ class P2P {
   void queue(const std::shared_ptr<Op>& op);     // a send, as it is
   bool strike(const std::shared_ptr<Op>& op);    // by a fault that is injected (chaos.cpp)
   void queue_recv(const std::shared_ptr<Op>& op);
+  void meet(const std::shared_ptr<Op>& op);      // a receive, and its message if that is here
+  void drop(const P2PTask& task, int source, const PacketHeader& header);
+  void hear_of_drop(int source, const PacketHeader& header, const unsigned char* payload);
+  void fail_refused(const std::shared_ptr<Op>& op, int rank, const char* call, const void* reason,
+                    size_t nbytes);
   bool serve(int peer);
   bool drain(int peer);
   bool push(int peer, const PacketHeader& header, const unsigned char* payload, size_t nbytes);

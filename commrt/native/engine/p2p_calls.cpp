@@ -123,8 +123,11 @@ void P2P::queue(const std::shared_ptr<Op>& op) {
 
 void P2P::queue_recv(const std::shared_ptr<Op>& op) {
   if (comm_.chaos != nullptr && strike(op)) return;
+  if (!refused(op, op->p2p->peer)) meet(op);
+}
+
+void P2P::meet(const std::shared_ptr<Op>& op) {
   P2PTask& task = *op->p2p;
-  if (refused(op, task.peer)) return;
   const auto it = unexpected_.find(key(task.peer, task.tag));
   if (it == unexpected_.end()) {
     task.stage = Stage::Posted;
@@ -150,6 +153,7 @@ bool P2P::refused(const std::shared_ptr<Op>& op, int peer) {
 }
 
 void P2P::complete(const std::shared_ptr<Op>& op, std::string error) {
+  if (op->p2p->refusal != nullptr) return;  // it was never in flight
   --comm_.messages_in_flight;
   Record& record = comm_.message_records[op->seq % Comm::kRecords];
   if (record.seq == op->seq) {
@@ -188,6 +192,7 @@ void P2P::part_ended(const std::shared_ptr<Op>& whole) {
     }
     if (part->error.empty()) continue;
     task.mistyped = task.mistyped || one.mistyped;
+    whole->was_refused = whole->was_refused || part->was_refused;
     whole->by_mpi = whole->by_mpi || part->by_mpi;
     whole->given_up = whole->given_up || part->given_up;
     whole->by_death = whole->by_death || part->by_death;

@@ -11,7 +11,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from commrt.comm import Communicator
-from commrt.errors import CommError, NotFiniteError, UsageError
+from commrt.errors import CommError, NotFiniteError, RefusedError, UsageError
 from commrt.local import run
 
 
@@ -153,6 +153,9 @@ def test_messages_buckets_and_numbers() -> None:
         for call in (bound, several):
             with pytest.raises(NotFiniteError, match="has NaN at element 2"):
                 call()
+        for _ in range(3):  # six messages were refused, and three receives
+            with pytest.raises(RefusedError, match="has NaN at element 2 of 3"):
+                comm.recv(out, source=other)
         x[2] = 3.0  # it is looked at in each run
         leaving = bound.start()
         comm.recv(out, source=other)

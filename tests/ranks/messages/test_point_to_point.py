@@ -15,6 +15,7 @@ from commrt._native import Request
 from commrt.comm import core_of
 from commrt.errors import (
     BufferError_,
+    RefusedError,
     RevokedError,
     TimeoutError_,
     TruncationError,
@@ -191,7 +192,7 @@ def test_a_rank_sends_to_itself() -> None:
     assert run(2, rank_main) == [[39_999.0]] * 2
 
 
-def test_wrong_arguments_post_nothing() -> None:
+def test_wrong_arguments_deliver_nothing() -> None:
     def rank_main(comm: Any) -> float:
         peer, x, out = 1 - comm.rank, np.ones(3), np.zeros(3)
         both = {"dest": peer, "source": peer}
@@ -220,7 +221,10 @@ def test_wrong_arguments_post_nothing() -> None:
             comm.sendrecv(x, out=out, nonblocking=1, **both)
         with pytest.raises(UsageError, match="timeout_s=-1 must be a number"):
             comm.recv(out, source=peer, timeout_s=-1)
-        # Had one of these posted a receive, it would now take this message.
+        # Eight of these would have sent something, and six would have received.
+        for _ in range(2):
+            with pytest.raises(RefusedError):
+                comm.recv(out, source=peer)
         comm.sendrecv(np.full(3, 7.0), out=out, **both)
         return float(out.sum())
 
@@ -233,8 +237,10 @@ def test_receive_without_a_message_times_out_and_stays_pending() -> None:
         if comm.rank == 0:
             with pytest.raises(TimeoutError_, match="no matching call") as raised:
                 comm.recv(out, source=1, timeout_s=0.05)
+            assert "in recv #0 from rank 1" in str(raised.value)
             comm.barrier()
-            assert raised.value.request.wait() is out  # type: ignore[attr-defined]
+            request = raised.value.request  # type: ignore[attr-defined]
+            assert request.wait(timeout_s=300) is out
         else:
             comm.barrier()
             comm.send(np.full(1, 4.0), dest=0)

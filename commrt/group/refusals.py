@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other ranks are told of calls that this rank has refused for their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from commrt import _native
+from commrt.errors import (
+    ChangedInFlightError,
+    ClosedError,
+    IntegrityError,
+    MismatchError,
+    PeerFailedError,
+    ReductionError,
+    RevokedError,
+    TimeoutError_,
+    TruncationError,
+)
+from commrt.vocabulary.checks import LARGEST_TAG, as_integer
+
+__all__ = [
+    "Place",
+    "is_untold",
+    "refuse_messages",
+    "said_refused",
+    "take_places",
+    "telling_peers",
+]
+
+Place = tuple[Any, Any]
+"""Peer and tag of a message, as the program passed them."""
+
+_OF_OPERATIONS = (
+    ChangedInFlightError,
+    ClosedError,
+    IntegrityError,
+    MismatchError,
+    PeerFailedError,
+    ReductionError,
+    RevokedError,
+    TimeoutError_,
+    TruncationError,
+)
+"""Errors of calls whose operation has begun, or whose group has ended."""
+
+
+def said_refused(rank: int, why: str) -> str:
+    """Return what an error says of a call that ``rank`` has refused (as the engine)."""
+    return f"rank {rank} has refused its call, and nothing was delivered: {why}"
+
+
+def is_untold(error: Exception) -> bool:
+    """Return whether other ranks have to hear of an error; once, for they do now."""
+    is_told = getattr(error, "is_told", False) or getattr(error, "on_all_ranks", False)
+    if is_told or isinstance(error, _OF_OPERATIONS):
+        return False
+    with suppress(AttributeError):  # some exceptions take no attributes
+        error.is_told = True  # type: ignore[attr-defined]
+    return True
+
+
+def refuse_messages(
+    group: _native.Group,
+    error: Exception,
+    sends: Sequence[Place] = (),
+    recvs: Sequence[Place] = (),
+) -> None:
+    """Take the places of messages that were refused here for ``error``.
+
+    The receive of such a send raises RefusedError. A receive drops its message, and
+    the send of that one raises where it has not ended. So the next messages meet.
+    A message has no place where its peer or its tag is what is wrong.
+    """
+    if is_untold(error):
+        take_places(group, error, sends, recvs)
+
+
+def take_places(
+    group: _native.Group,
+    error: Exception,
+    sends: Sequence[Place] = (),
+    recvs: Sequence[Place] = (),
+) -> None:
+    """Do the same, also where other ranks have heard of the error in another group."""
+    why = str(error).encode(errors="backslashreplace").decode()
+    for is_send, places in ((True, sends), (False, recvs)):
+        for peer, tag in places:
+            rank, number = as_integer(peer), as_integer(tag)
+            if rank is None or not 0 <= rank < group.size:
+                continue
+            if number is not None and 0 <= number <= LARGEST_TAG:
+                group.refuse_message(rank, number, why, is_send)
+
+
+@contextmanager
+def telling_peers(
+    group: _native.Group, sends: Sequence[Place] = (), recvs: Sequence[Place] = ()
+) -> Iterator[None]:
+    """Let the peers of messages hear of an error in here, which refuses them."""
+    try:
+        yield
+    except Exception as error:
+        refuse_messages(group, error, sends, recvs)
+        raise

@@ -81,12 +81,12 @@ def check_lists(group: Group, sends: Any, recvs: Any, in_place: Any) -> Lists:
     return Lists(leaving, coming, replaced)
 
 
-def places_in(messages: Any) -> list[Place]:
+def places_in(given: Any) -> list[Place]:
     """Return peers and tags of a list as the program passed it, where it has such."""
-    if not isinstance(messages, list | tuple):
+    if not isinstance(given, list | tuple):
         return []
     found = []
-    for item in messages:
+    for item in given:
         if isinstance(item, list | tuple) and len(item) in (2, 3):
             found.append((item[1], item[2] if len(item) == 3 else 0))
     return found

@@ -161,7 +161,7 @@ def test_messages_meet_after_refusals(carrier: str, turn: int, seed: int) -> Non
         assert comm.allreduce(comm.rank) == size * (size - 1) // 2
 
     if carrier == "memory":
-        run(size, main, timeout_s=200)
+        run(size, main, timeout_s=300)
         return
     with FakeMpi().ranks(nodes) if carrier == "mpi" else RelayRanks(nodes) as ranks:
         ranks.each(main)

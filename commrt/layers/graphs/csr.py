@@ -22,10 +22,11 @@ _NARROW = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, eq=False)
 class CsrMatrix:
-    """A sparse matrix whose indices are known to be right; its arrays never change.
+    """A sparse matrix whose indices are right; its arrays never change.
 
     ``as_csr`` makes one of what a program has. Entries of a row may have any order. A
-    place that is there several times stands for the sum.
+    place that is there several times stands for the sum. The arrays that are given
+    become read-only. Raises UsageError for arrays that are no such matrix.
     """
 
     indptr: Array
@@ -38,6 +39,18 @@ class CsrMatrix:
     """Rows and columns."""
 
     def __post_init__(self) -> None:
+        arrays = self.indptr, self.indices, self.data
+        if (
+            self.indptr.dtype != self.indices.dtype
+            or self.indices.dtype not in (np.int32, np.int64)
+            or not all(array.flags.c_contiguous for array in arrays)
+        ):
+            raise UsageError(
+                f"CsrMatrix: indptr is {self.indptr.dtype} and indices "
+                f"{self.indices.dtype}; expected int32 or int64 for both, and arrays "
+                f"without gaps: as_csr makes such"
+            )
+        _check("CsrMatrix", *arrays, self.shape)
         for array in (self.indptr, self.indices, self.data):
             array.flags.writeable = False
 
@@ -113,7 +126,10 @@ class CsrMatrix:
         of the row's entries. Runs without the GIL.
         """
         first, last = rows or (0, self.shape[0])
-        for name, array, extent in (("x", x, self.shape[1]), ("out", out, len(self))):
+        for name, array, extent in (
+            ("x", x, self.shape[1]),
+            ("out", out, self.shape[0]),
+        ):
             if (
                 array.dtype != self.data.dtype
                 or array.ndim != 2
@@ -135,9 +151,6 @@ class CsrMatrix:
             *self._head(), x.ctypes.data, out.ctypes.data, first, last, x.shape[1]
         )
         return out
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def _head(self) -> tuple[int, int, int, int, int]:
         """Return types and addresses, as the kernels take them."""
@@ -162,25 +175,7 @@ def as_csr(given: Any, what: str = "graph") -> CsrMatrix:
     if isinstance(given, CsrMatrix):
         return given
     indptr, indices, data, shape = _parts(given, what)
-    if data.dtype not in (np.float32, np.float64):
-        raise UsageError(
-            f"{what}: values are {data.dtype}; expected float32 or float64: convert "
-            f"them first"
-        )
-    if not {indptr.dtype.kind, indices.dtype.kind} <= {"i", "u"} or not (
-        indptr.ndim == indices.ndim == data.ndim == 1
-    ):
-        raise UsageError(
-            f"{what}: indptr is {indptr.dtype} with {indptr.ndim} dimensions, indices "
-            f"{indices.dtype} with {indices.ndim}, data has {data.ndim}; expected "
-            f"integers, and one dimension each"
-        )
-    _check_rows(what, indptr, shape[0], len(indices), len(data))
-    if len(indices) and not 0 <= indices.min() <= indices.max() < shape[1]:
-        raise UsageError(
-            f"{what}: columns from {indices.min()} to {indices.max()} in a matrix of "
-            f"shape {shape}; expected 0..{shape[1] - 1}"
-        )
+    _check(what, indptr, indices, data, shape)
     kind = _index_type(shape, len(indices))
     if indices.dtype == indptr.dtype == np.int64:
         kind = np.dtype(np.int64)
@@ -218,6 +213,31 @@ def _parts(given: Any, what: str) -> tuple[Array, Array, Array, tuple[int, int]]
         )
     rows, columns = (int(extent) for extent in shape)
     return indptr, indices, data, (rows, columns)
+
+
+def _check(
+    what: str, indptr: Array, indices: Array, data: Array, shape: tuple[int, int]
+) -> None:
+    """Raise UsageError unless the arrays are a matrix of this shape."""
+    if data.dtype not in (np.float32, np.float64):
+        raise UsageError(
+            f"{what}: values are {data.dtype}; expected float32 or float64: convert "
+            f"them first"
+        )
+    if not {indptr.dtype.kind, indices.dtype.kind} <= {"i", "u"} or not (
+        indptr.ndim == indices.ndim == data.ndim == 1
+    ):
+        raise UsageError(
+            f"{what}: indptr is {indptr.dtype} with {indptr.ndim} dimensions, indices "
+            f"{indices.dtype} with {indices.ndim}, data has {data.ndim}; expected "
+            f"integers, and one dimension each"
+        )
+    _check_rows(what, indptr, shape[0], len(indices), len(data))
+    if len(indices) and not 0 <= indices.min() <= indices.max() < shape[1]:
+        raise UsageError(
+            f"{what}: columns from {indices.min()} to {indices.max()} in a matrix of "
+            f"shape {shape}; expected 0..{shape[1] - 1}"
+        )
 
 
 def _check_rows(

@@ -157,7 +157,7 @@ class GCNConv3d(_Conv3d):
     (N, out_features) as ``roles_of(grid, layer_index + 1).given``, which the next layer
     takes. A is what the program has sharded: mostly ``symmetrically_normalized``.
 
-    The weight (in_features, out_features) is drawn by Glorot's rule, as whole on rank 0,
+    The weight (in_features, out_features) is drawn by Glorot's rule, whole on rank 0,
     and sent to all: collective. Source: Kipf and Welling, ICLR 2017; Plexus, SC'25.
     """
 

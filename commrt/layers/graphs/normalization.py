@@ -78,9 +78,8 @@ def _with_diagonal(graph: CsrMatrix) -> CsrMatrix:
 
 
 def _row_sums(graph: CsrMatrix) -> Any:
-    return np.bincount(
-        graph.rows(), weights=graph.data.astype(np.float64), minlength=graph.shape[0]
-    )
+    sums = np.bincount(graph.rows(), weights=graph.data, minlength=graph.shape[0])
+    return sums.astype(np.float64)  # without entries they would be integers
 
 
 def _inverse(x: Any) -> Any:

@@ -6,6 +6,11 @@ adjacency matrix have most of its entries. One random order for both rows and co
 leaves the diagonal denser than the rest where nodes have loops. Two different ones do
 not (Plexus, SC'25, "double permutation").
 
+A few nodes may have most of the edges. So orders are drawn among nodes of one degree,
+and nodes by descending degree are then spread by a Kronecker sequence: any range of
+places has its share of the many-edged ones, and of all others. The two sequences have
+different slopes, which keeps the orders independent of each other.
+
 With two orders, even layers take nodes by columns and return them by rows; odd layers
 the other way round. So there are two permuted matrices: A[rows][:, columns] and
 A[columns][:, rows].
@@ -71,7 +76,21 @@ def double_permutation(graph: Any, seed: int) -> DoublePermutation:
             f"{shown(seed)}: expected a square one, and a number from 0"
         )
     draws = np.random.default_rng(seed)
-    return DoublePermutation(*(draws.permutation(whole.shape[0]) for _ in range(2)))
+    columns = np.bincount(whole.indices, minlength=whole.shape[0])
+    degree = columns + np.diff(whole.indptr)
+    rows, others = (_spread(degree, slope, draws) for slope in _SLOPES)
+    return DoublePermutation(rows, others)
+
+
+_SLOPES = (5**0.5 - 1) / 2, 2**0.5 - 1
+
+
+def _spread(degree: Array, slope: float, draws: np.random.Generator) -> Array:
+    """Return an order in which each range of places has its share of every degree."""
+    shuffled = draws.permutation(len(degree))
+    descending = shuffled[np.argsort(-degree[shuffled], kind="stable")]
+    place = (np.arange(len(degree)) * slope + draws.random()) % 1.0
+    return descending[np.argsort(place, kind="stable")]
 
 
 def imbalance(graph: Any, num_rows: int, num_columns: int) -> float:

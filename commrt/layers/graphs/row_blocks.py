@@ -7,6 +7,7 @@ of this rank's block along ``axis``. All of them together are the block.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +36,7 @@ def nested_sizes(extent: int, outer: int, place: int, inner: int) -> tuple[int, 
     """
     pieces = outer * inner
     ends = [(place * inner + number) * extent // pieces for number in range(inner + 1)]
-    return tuple(high - low for low, high in zip(ends, ends[1:], strict=False))
+    return tuple(high - low for low, high in pairwise(ends))
 
 
 def start_gathered_rows(

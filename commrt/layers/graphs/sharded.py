@@ -16,7 +16,7 @@ from commrt.layers.graphs.roles import roles_of
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
 
-__all__ = ["ShardedGraph", "shard_graph"]
+__all__ = ["ShardedGraph", "check_nodes", "shard_graph"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -77,7 +77,7 @@ def shard_graph(
     roles_of(grid, 0)
     adjacency = cut_adjacency(graph, grid, layers=layers, permutation=permutation)
     nodes = adjacency.num_nodes
-    _check_nodes("shard_graph", nodes, x, y)
+    check_nodes("shard_graph", nodes, x, y)
     if permutation is not None:
         x = x[torch.from_numpy(permutation.columns)]
         y = y[torch.from_numpy(permutation.order_before(layers))]
@@ -91,7 +91,8 @@ def shard_graph(
     return ShardedGraph(adjacency, features, target, layers, permutation)
 
 
-def _check_nodes(what: str, nodes: int, x: Any, y: Any) -> None:
+def check_nodes(what: str, nodes: int, x: Any, y: Any) -> None:
+    """Raise UsageError unless features and targets have a row for each node."""
     if (
         not isinstance(x, torch.Tensor)
         or not isinstance(y, torch.Tensor)

@@ -143,7 +143,7 @@ class _Spmm(torch.autograd.Function):  # type: ignore[misc]
         gradient = gradient.contiguous()
         if not how.rests:
             return _summed_products(transpose, gradient, along, how.chunks), None
-        product = gradient.new_empty((len(transpose), gradient.shape[1]))
+        product = gradient.new_empty((transpose.shape[0], gradient.shape[1]))
         multiply(transpose, gradient, product)
         return scattered_rows(product, along, how.pieces), None
 
@@ -155,7 +155,7 @@ def _summed_products(
 
     All ranks have as many rows and columns, so their chunks are the same.
     """
-    out = x.new_empty((len(a), x.shape[1]))
+    out = x.new_empty((a.shape[0], x.shape[1]))
     if comm.size == 1 or out.numel() == 0:
         multiply(a, x, out)
         return out
@@ -163,7 +163,7 @@ def _summed_products(
         nbytes = out.numel() * out.element_size()
         chunks = min(max(1, nbytes // _CHUNK_NBYTES), _MOST_CHUNKS)
     requests = []
-    for low, high in even_ranges(len(a), chunks):
+    for low, high in even_ranges(a.shape[0], chunks):
         if low < high:
             multiply(a, x, out, (low, high))
             requests.append(comm.allreduce(out[low:high], nonblocking=True))
@@ -176,7 +176,7 @@ def _check(adjacency: Adjacency, block: Block, x: DistTensor, roles: Roles) -> b
     """Return whether the features rest; UsageError where they do not fit."""
     if not isinstance(x, DistTensor) or x.dim() != 2:
         raise UsageError(
-            f"spmm: x={shown(x)} must be a DistTensor with a row for each node, such as "
+            f"spmm: x={shown(x)} must be a DistTensor with a row for each node, as "
             f"shard_graph returns"
         )
     grid, shape = adjacency.grid, x.shape

@@ -137,7 +137,11 @@ def test_matrices_come_from_arrays_tensors_and_objects() -> None:
             self.data, self.shape = np.array(data), (2, 2)
 
     tensor = torch.sparse_csr_tensor(
-        torch.tensor(indptr), torch.tensor([0, 1]), torch.tensor([2.5, 1.5]), (2, 2)
+        torch.tensor(indptr),
+        torch.tensor([0, 1]),
+        torch.tensor([2.5, 1.5]),
+        (2, 2),
+        check_invariants=True,
     )
     for given in ((indptr, indices, data), (indptr, indices, data, (2, 2)), Held()):
         assert np.array_equal(dense(as_csr(given)), expected)

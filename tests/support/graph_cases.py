@@ -115,12 +115,17 @@ def power_law(
 ) -> Case:
     """Return a graph whose node i has edges in proportion to i to a negative power.
 
-    Directed edges may be there several times, and some nodes have none.
+    Edges are directed, and none is there twice. Some nodes have none.
     """
     draws = np.random.default_rng(7)
     weights = np.arange(1, num_nodes + 1) ** -exponent
     weights[draws.integers(0, num_nodes, num_nodes // 10)] = 0
-    ends = draws.choice(num_nodes, (num_edges, 2), p=weights / weights.sum())
+    part = weights / weights.sum()
+    ends = np.zeros((0, 2), np.int64)
+    while len(ends) < num_edges:
+        more = draws.choice(num_nodes, (num_edges, 2), p=part)
+        ends = np.unique(np.concatenate([ends, more]), axis=0)
+    ends = ends[np.sort(draws.permutation(len(ends))[:num_edges])]
     graph = CsrMatrix.from_entries(
         ends[:, 0], ends[:, 1], np.ones(num_edges), (num_nodes, num_nodes)
     )

@@ -6,18 +6,15 @@ adjacency matrix have most of its entries. One random order for both rows and co
 leaves the diagonal denser than the rest where nodes have loops. Two different ones do
 not (Plexus, SC'25, "double permutation").
 
-A few nodes may have most of the edges. So orders are drawn among nodes of one degree,
-and nodes by descending degree are then spread by a Kronecker sequence: any range of
-places has its share of the many-edged ones, and of all others. The two sequences have
-different slopes, which keeps the orders independent of each other.
-
-With two orders, even layers take nodes by columns and return them by rows; odd layers
-the other way round. So there are two permuted matrices: A[rows][:, columns] and
-A[columns][:, rows].
+A few nodes may have most of the edges. So nodes are dealt out to groups, those with the
+most edges first, each to the group with the fewest edges so far; the groups lie one
+after the other, and the order within each is drawn. Axes of 2, 3, 4, 6, 8, 12 or 24
+ranks cut between groups.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,19 +75,32 @@ def double_permutation(graph: Any, seed: int) -> DoublePermutation:
     draws = np.random.default_rng(seed)
     columns = np.bincount(whole.indices, minlength=whole.shape[0])
     degree = columns + np.diff(whole.indptr)
-    rows, others = (_spread(degree, slope, draws) for slope in _SLOPES)
-    return DoublePermutation(rows, others)
+    return DoublePermutation(*(_balanced(degree, draws) for _ in range(2)))
 
 
-_SLOPES = (5**0.5 - 1) / 2, 2**0.5 - 1
+_GROUPS = 24
 
 
-def _spread(degree: Array, slope: float, draws: np.random.Generator) -> Array:
-    """Return an order in which each range of places has its share of every degree."""
+def _balanced(degree: Array, draws: np.random.Generator) -> Array:
+    """Return a drawn order whose groups of places have equally many edges."""
     shuffled = draws.permutation(len(degree))
     descending = shuffled[np.argsort(-degree[shuffled], kind="stable")]
-    place = (np.arange(len(degree)) * slope + draws.random()) % 1.0
-    return descending[np.argsort(place, kind="stable")]
+    room = even_sizes(len(degree), _GROUPS)
+    members: list[list[int]] = [[] for _ in room]
+    ties = draws.permutation(_GROUPS).tolist()
+    lightest = [(0, ties[at], at) for at, size in enumerate(room) if size]
+    heapq.heapify(lightest)
+    for node, edges in zip(
+        descending.tolist(), degree[descending].tolist(), strict=True
+    ):
+        load, tie, at = lightest[0]
+        members[at].append(node)
+        if len(members[at]) < room[at]:
+            heapq.heapreplace(lightest, (load + edges, tie, at))
+        else:
+            heapq.heappop(lightest)
+    groups = [draws.permutation(np.array(each, np.int64)) for each in members]
+    return np.concatenate(groups)
 
 
 def imbalance(graph: Any, num_rows: int, num_columns: int) -> float:

@@ -127,6 +127,7 @@ def test_transposes_blocks_and_permutations_are_those_of_dense_matrices(
     assert np.array_equal(moved, whole[order][:, other])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_matrices_come_from_arrays_tensors_and_objects() -> None:
     indptr, indices, data = [0, 2, 2], [1, 0], [1.5, 2.5]
     expected = np.array([[2.5, 1.5], [0, 0]])

@@ -6,6 +6,7 @@ docs/reference/graphs.md says how to use them.
 """
 
 from commrt.layers.graphs.adjacency import Adjacency, cut_adjacency
+from commrt.layers.graphs.aggregation import spmm
 from commrt.layers.graphs.csr import CsrMatrix, as_csr
 from commrt.layers.graphs.grid_model import Machine, rank_grids
 from commrt.layers.graphs.layers import GCNConv3d, SAGEConv3d
@@ -19,7 +20,6 @@ from commrt.layers.graphs.permutation import (
 from commrt.layers.graphs.roles import Roles, roles_of
 from commrt.layers.graphs.row_exchange import RowExchange, gather, scatter
 from commrt.layers.graphs.sharded import ShardedGraph, shard_graph
-from commrt.layers.graphs.spmm import spmm
 from commrt.layers.graphs.storage import load_graph, save_graph
 
 __all__ = [

@@ -9,7 +9,7 @@
     loss.backward()
 
 Each rank keeps its part of every weight: all ranks together keep each weight once.
-Bytes are those of ``spmm`` and ``products``; a bias adds, in the backward pass, an
+Bytes are those of ``aggregation`` and ``products``; a bias adds, in the backward pass, an
 allreduce over the row axis of this rank's piece of it.
 """
 
@@ -23,9 +23,9 @@ from torch import nn
 
 from commrt.errors import UsageError, shown
 from commrt.layers.graphs.adjacency import Adjacency
+from commrt.layers.graphs.aggregation import own_features, spmm
 from commrt.layers.graphs.products import summed_products
 from commrt.layers.graphs.roles import roles_of
-from commrt.layers.graphs.spmm import own_features, spmm
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
 

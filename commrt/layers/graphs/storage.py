@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any, TypeAlias
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -108,11 +109,12 @@ def load_graph(
 
     Raises UsageError on all ranks where one of them cannot read its part.
     """
+    roles_of(grid, layers)
     error: Exception | None = None
     found: ShardedGraph | None = None
     try:
         found = _read_part(Path(folder), grid, layers)
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as problem:
         error = problem
     first = np.array([grid.num_ranks if error is None else grid.rank], np.int64)
     grid.comm.allreduce(first, "min")
@@ -196,7 +198,9 @@ def _read_block(
             inside, beside = meet(piece, rows), meet(other, columns)
             if inside[0] == inside[1] or beside[0] == beside[1]:
                 continue
-            with np.load(folder / _block_name(which, row, column)) as held:
+            path = folder / _block_name(which, row, column)
+            # numpy leaves a file open that it has opened, and that is no archive.
+            with path.open("rb") as file, np.load(file) as held:
                 stored = as_csr(
                     (
                         held["indptr"],
@@ -204,7 +208,7 @@ def _read_block(
                         held["data"],
                         tuple(held["shape"].tolist()),
                     ),
-                    _block_name(which, row, column),
+                    path.name,
                 )
             block = stored.block(
                 (inside[0] - piece[0], inside[1] - piece[0]),

@@ -9,7 +9,7 @@
     loss.backward()
 
 Each rank keeps its part of every weight: all ranks together keep each weight once.
-Bytes are those of ``aggregation`` and ``products``; a bias adds, in the backward pass, an
+Bytes are those of ``spmm`` and of ``summed_products``; a bias adds, backwards, an
 allreduce over the row axis of this rank's piece of it.
 """
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from commrt.errors import UsageError, shown
 from commrt.layers.spatial.windows import even_sizes
+from commrt.trace.volumes import wire_nbytes
 
 __all__ = ["Call", "GridCost", "Machine", "calls_of_step", "rank_grids"]
 
@@ -119,7 +120,7 @@ def rank_grids(
             trains_features=trains_features,
         )
         seconds = [_seconds(call, shape[call.axis], machine) for call in calls]
-        wire = [_share(call.op, shape[call.axis]) * call.nbytes for call in calls]
+        wire = [wire_nbytes(call.op, call.nbytes, shape[call.axis]) for call in calls]
         products = _products_s(
             num_nodes, num_entries, widths, shape, machine, trains_features
         )
@@ -214,14 +215,11 @@ def _products_s(
     return sparse / machine.sparse_per_s + dense / machine.dense_per_s
 
 
-def _share(op: str, ranks: int) -> float:
-    """Return the part of a collective's bytes that a rank sends at least."""
-    return (2 if op == "allreduce" else 1) * (ranks - 1) / ranks
-
-
 def _seconds(call: Call, ranks: int, machine: Machine) -> float:
-    rounds = (2 if call.op == "allreduce" else 1) * math.ceil(math.log2(ranks))
-    moved = _share(call.op, ranks) * call.nbytes
+    moved = wire_nbytes(call.op, call.nbytes, ranks)
+    # An allreduce passes over its bytes twice, once to sum and once to spread them.
+    passes = wire_nbytes(call.op, ranks, ranks) / (ranks - 1)
+    rounds = passes * math.ceil(math.log2(ranks))
     return rounds * machine.alpha_s + moved * machine.beta_s
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs on disk in blocks, of which each rank reads those that it needs.
 
-One process saves, once; jobs of any grid load. A folder has ``graph.json``, the blocks
-``matrix-VARIANT-ROW-COLUMN.npz``, pieces of rows ``features-N.npy`` and
-``target-N.npy``, and with a double permutation ``order-rows.npy`` and
-``order-columns.npy``. Variant 0 is the matrix of even layers, 1 that of odd ones.
+One process saves, once; jobs of any grid load. A folder has ``graph.json``, blocks
+``matrix-VARIANT-ROW-COLUMN.npy`` with row ends, columns and values, and pieces of rows,
+``features-N.npy`` and ``target-N.npy``. With a double permutation there are also
+``order-rows.npy`` and ``order-columns.npy``. Variant 0 is the matrix of even layers, 1
+that of odd ones.
 
 A rank reads the blocks that its part of the grid meets, and maps the pieces, so that
 only its rows and columns of the features come from disk. Nothing is sent, but for one
@@ -13,15 +14,16 @@ allreduce of 8 bytes: a rank that cannot read tells the others.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any, TypeAlias
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from commrt.errors import UsageError, shown
+from commrt.files.write import write_file
 from commrt.layers.graphs.adjacency import Adjacency, adjacency_of, own_range
 from commrt.layers.graphs.csr import CsrMatrix, Range, as_csr
 from commrt.layers.graphs.permutation import DoublePermutation
@@ -76,16 +78,16 @@ def save_graph(
         matrix = whole if permutation is None else permutation.matrix(whole, which)
         for row, rows in enumerate(pieces):
             for column, columns in enumerate(pieces):
-                _save_block(
-                    to / _block_name(which, row, column), matrix.block(rows, columns)
-                )
+                block = matrix.block(rows, columns)
+                name = _block_name(which, row, column)
+                _write(to / name, block.indptr, block.indices, block.data)
     if permutation is not None:
-        np.save(to / "order-rows.npy", permutation.rows)
-        np.save(to / "order-columns.npy", permutation.columns)
+        _write(to / "order-rows.npy", permutation.rows)
+        _write(to / "order-columns.npy", permutation.columns)
         x = x[torch.from_numpy(permutation.columns)]
     for number, (low, high) in enumerate(pieces):
-        np.save(to / f"features-{number}.npy", x[low:high].detach().numpy())
-        np.save(to / f"target-{number}.npy", y[low:high].numpy())
+        _write(to / f"features-{number}.npy", x[low:high].detach().numpy())
+        _write(to / f"target-{number}.npy", y[low:high].numpy())
     about = {
         "schema": SCHEMA,
         "nodes": nodes,
@@ -94,7 +96,7 @@ def save_graph(
         "blocks": blocks,
         "permuted": permutation is not None,
     }
-    described.write_text(json.dumps(about, indent=1) + "\n")
+    write_file(described, json.dumps(about, indent=1) + "\n")
 
 
 def load_graph(
@@ -114,7 +116,7 @@ def load_graph(
     found: ShardedGraph | None = None
     try:
         found = _read_part(Path(folder), grid, layers)
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as problem:
+    except (OSError, EOFError, ValueError, KeyError) as problem:
         error = problem
     first = np.array([grid.num_ranks if error is None else grid.rank], np.int64)
     grid.comm.allreduce(first, "min")
@@ -170,17 +172,15 @@ def _read_part(folder: Path, grid: ProcessGrid, layers: int) -> ShardedGraph:
 
 
 def _block_name(which: int, row: int, column: int) -> str:
-    return f"matrix-{which}-{row}-{column}.npz"
+    return f"matrix-{which}-{row}-{column}.npy"
 
 
-def _save_block(path: Path, block: CsrMatrix) -> None:
-    np.savez(
-        path,
-        indptr=block.indptr,
-        indices=block.indices,
-        data=block.data,
-        shape=np.array(block.shape),
-    )
+def _write(path: Path, *arrays: Any) -> None:
+    """Write arrays one after the other."""
+    held = io.BytesIO()
+    for array in arrays:
+        np.lib.format.write_array(held, np.ascontiguousarray(array), allow_pickle=False)
+    write_file(path, held.getvalue())
 
 
 def _read_block(
@@ -199,17 +199,10 @@ def _read_block(
             if inside[0] == inside[1] or beside[0] == beside[1]:
                 continue
             path = folder / _block_name(which, row, column)
-            # numpy leaves a file open that it has opened, and that is no archive.
-            with path.open("rb") as file, np.load(file) as held:
-                stored = as_csr(
-                    (
-                        held["indptr"],
-                        held["indices"],
-                        held["data"],
-                        tuple(held["shape"].tolist()),
-                    ),
-                    path.name,
-                )
+            with path.open("rb") as file:
+                indptr, indices, data = (np.load(file) for _ in range(3))
+            shape = piece[1] - piece[0], other[1] - other[0]
+            stored = as_csr((indptr, indices, data, shape), path.name)
             block = stored.block(
                 (inside[0] - piece[0], inside[1] - piece[0]),
                 (beside[0] - other[0], beside[1] - other[0]),

@@ -65,7 +65,7 @@ def totals_between_barriers(log: Any) -> Totals:
     return dict(found)
 
 
-@pytest.mark.full(sample=4)
+@pytest.mark.full(sample=3)
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("shape", grids_of(2, 3, 4, 6, 8))
 def test_a_step_sends_the_bytes_of_the_formulas(

@@ -52,7 +52,7 @@ CASES: dict[str, Any] = {
 WIDTHS = {"karate": (5, 7, 4, 3, 2), "digits": (64, 16, 10), "power law": (6, 9, 5)}
 
 
-@pytest.mark.full(sample=10)
+@pytest.mark.full(sample=8)
 @pytest.mark.parametrize("is_permuted", [False, True])
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
 @pytest.mark.parametrize("shape", grids_of(1, 2, 3, 4, 8))
@@ -71,7 +71,7 @@ def test_a_network_is_that_of_one_process(
         assert max(found.values()) < NEAR, found
 
 
-@pytest.mark.full(sample=6)
+@pytest.mark.full(sample=5)
 @pytest.mark.parametrize("number", range(40))
 def test_drawn_graphs_of_any_size(number: int, seed: int) -> None:
     """Also with fewer nodes, features and classes than ranks, and without edges."""
@@ -344,7 +344,7 @@ def test_roles_come_back_after_three_layers() -> None:
         with ProcessGrid(comm, {"x": 1, "y": 1, "z": 2}) as grid:
             roles = [roles_of(grid, layer) for layer in range(6)]
             assert roles[:3] == roles[3:]
-            assert roles[0] == ("x", "y", "z")
+            assert (roles[0].inner, roles[0].features, roles[0].rows) == (*"xyz",)
             for one, after in itertools.pairwise(roles):
                 assert one.result == after.given
 

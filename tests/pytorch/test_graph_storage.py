@@ -39,7 +39,7 @@ def saved(case: Case, folder: Path, permuted: bool, blocks: int) -> Any:
     return orders
 
 
-@pytest.mark.full(sample=8)
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("blocks", [1, 3, 8])
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("shape", grids_of(1, 2, 3, 4, 8))

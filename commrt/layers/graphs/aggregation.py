@@ -118,7 +118,7 @@ class _Product:
     @property
     def pieces(self) -> tuple[int, ...]:
         """Rows of each rank along the row axis, of features that rest."""
-        grid, (inner, _, rows) = self.grid, self.roles
+        grid, inner, rows = self.grid, self.roles.inner, self.roles.rows
         return nested_sizes(
             self.num_nodes, grid.size(inner), grid.place([inner]), grid.size(rows)
         )

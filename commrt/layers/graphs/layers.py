@@ -129,9 +129,6 @@ class _Conv3d(nn.Module):  # type: ignore[misc]
                 part = DistTensor.from_whole(state[name], self.grid, held.placement)
                 held.local.copy_(part.local)
 
-    def _with_bias(self, x: DistTensor) -> DistTensor:
-        return x if self.bias is None else x + self.dist_tensors()["bias"]
-
     def extra_repr(self) -> str:
         """Return what ``repr`` says of the layer."""
         return (
@@ -165,8 +162,9 @@ class GCNConv3d(_Conv3d):
         """Return A x W + b."""
         _check_width(self, x)
         summed = spmm(adjacency, x, self.layer_index, chunks=self.chunks)
-        weight = self.dist_tensors()["weight"]
-        return self._with_bias(summed_products([summed], [weight], self.roles))
+        held = self.dist_tensors()
+        result = summed_products([summed], [held["weight"]], self.roles)
+        return result + held["bias"] if "bias" in held else result
 
 
 class SAGEConv3d(_Conv3d):
@@ -191,7 +189,8 @@ class SAGEConv3d(_Conv3d):
         own = own_features(adjacency, x, self.layer_index)
         held = self.dist_tensors()
         weights = [held["weight"], held["root_weight"]]
-        return self._with_bias(summed_products([summed, own], weights, self.roles))
+        result = summed_products([summed, own], weights, self.roles)
+        return result + held["bias"] if "bias" in held else result
 
 
 def _check_width(layer: _Conv3d, x: Any) -> None:

@@ -11,7 +11,8 @@ and its feature axis this one's inner axis: roles come back after three layers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
@@ -20,39 +21,40 @@ from commrt.layers.tensors import Placement
 __all__ = ["Roles", "roles_of"]
 
 
-class Roles(NamedTuple):
-    """The axis of each role."""
+@dataclass(frozen=True)
+class Roles:
+    """The axis of each role, and where a layer's tensors lie."""
 
     inner: str
     features: str
     rows: str
 
-    @property
+    @cached_property
     def given(self) -> Placement:
         """Where a layer's input lies: copies along the row axis."""
         return Placement(self.inner, self.features)
 
-    @property
+    @cached_property
     def resting(self) -> Placement:
         """Where an input lies that is kept once in the grid."""
         return Placement((self.inner, self.rows), self.features)
 
-    @property
+    @cached_property
     def aggregated(self) -> Placement:
         """Where A F lies: copies along the inner axis."""
         return Placement(self.rows, self.features)
 
-    @property
+    @cached_property
     def weight(self) -> Placement:
         """Where a weight lies, once in the grid."""
         return Placement((self.features, self.rows), self.inner)
 
-    @property
+    @cached_property
     def bias(self) -> Placement:
         """Where a bias lies: copies along the two other axes."""
         return Placement(self.inner)
 
-    @property
+    @cached_property
     def result(self) -> Placement:
         """Where the layer's result lies: copies along the feature axis."""
         return Placement(self.rows, self.inner)
@@ -70,6 +72,10 @@ def roles_of(grid: ProcessGrid, layer_index: int) -> Roles:
             f"graph layers: layer_index={shown(layer_index)} must be the number of the "
             f"layer in its network, from 0"
         )
-    x, y, z = grid.axes
-    turns = Roles(x, y, z), Roles(z, x, y), Roles(y, z, x)
-    return turns[layer_index % 3]
+    return _roles(*grid.axes, layer_index % 3)
+
+
+@cache
+def _roles(x: str, y: str, z: str, turn: int) -> Roles:
+    """Return the same object for equal axes: layers ask for it in every step."""
+    return (Roles(x, y, z), Roles(z, x, y), Roles(y, z, x))[turn]

@@ -23,6 +23,7 @@ from commrt.bench import (
     gpu_report,
     halo,
     sparse,
+    spmm,
     turns,
     varying,
     worker,
@@ -111,6 +112,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
         return partial(turns.main, args)
     if args.benchmark == "sparse":
         return partial(sparse.main, args)
+    if args.benchmark == "spmm":
+        return partial(spmm.main, args)
     if args.benchmark == "varying":
         return partial(varying.main, args)
     if args.benchmark == "compress":

@@ -104,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_submit(commands)
     _add_on_device(commands)
     _add_sparse(commands)
+    _add_spmm(commands)
     _add_compress(commands)
     _add_varying(commands)
     _add_import(commands)
@@ -468,6 +469,38 @@ def _add_sparse(commands: _Commands) -> None:
         help="all calls of a kind in a row, with warm caches (else they take turns)",
     )
     command.add_argument("--timeout-s", type=seconds, default=600.0)
+    command.add_argument("--format", choices=["text", "json"], default="text")
+
+
+def _add_spmm(commands: _Commands) -> None:
+    doc = "A sparse matrix times dense columns on one core, beside scipy and torch."
+    command = commands.add_parser("spmm", help=doc, description=doc)
+    for name, value, text in (
+        ("--nodes", 100_000, "rows and columns of the matrix (100000)"),
+        ("--degree", 10, "entries for each of them (10)"),
+        ("--iterations", 15, "turns of each library (15)"),
+    ):
+        command.add_argument(name, type=count(1), default=value, help=text)
+    command.add_argument(
+        "--skew",
+        type=float,
+        default=0.0,
+        help="node i has entries in proportion to i to the power of -SKEW (0: evenly)",
+    )
+    command.add_argument(
+        "--widths",
+        type=argument(size_list),
+        default=[1, 7, 16, 64, 128, 256],
+        metavar="LIST",
+        help="columns of the dense matrix (1,7,16,64,128,256)",
+    )
+    command.add_argument(
+        *("-T", "--type"),
+        dest="dtypes",
+        action="append",
+        choices=["float32", "float64"],
+        help="may be there twice (both)",
+    )
     command.add_argument("--format", choices=["text", "json"], default="text")
 
 

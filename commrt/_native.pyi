@@ -2136,6 +2136,38 @@ def checksum(address: int, nbytes: int) -> int:
     """Return the checksum of memory."""
 
 def close_fusion(group: Group) -> None: ...
+
+class csr:  # noqa: N801
+    @staticmethod
+    def multiply(
+        index_nbytes: int,
+        dtype: int,
+        indptr: int,
+        indices: int,
+        data: int,
+        x: int,
+        y: int,
+        first: int,
+        last: int,
+        width: int,
+    ) -> None:
+        """Write rows first to last of y = A x; without the GIL."""
+
+    @staticmethod
+    def transpose(
+        index_nbytes: int,
+        dtype: int,
+        indptr: int,
+        indices: int,
+        data: int,
+        num_rows: int,
+        num_columns: int,
+        to_indptr: int,
+        to_indices: int,
+        to_data: int,
+    ) -> None:
+        """Write the transpose; without the GIL."""
+
 def cuda_driver(library: str = "") -> tuple[str, int, list[tuple[str, int, bool]]]:
     """Return the CUDA driver's file, its version, and of each card the name, the
     compute capability and whether it has memory flags; no device is opened.

@@ -80,6 +80,11 @@ const WireKernels& wire_kernels(WireFormat format, DType dtype) {
   return kernels().wire[static_cast<int>(format)][dtype == DType::F64];
 }
 
+void csr::multiply(int index_nbytes, DType dtype, const Product& product) {
+  if (product.first >= product.last || product.width == 0) return;
+  kernels().multiply_csr.of[dtype == DType::F64][index_nbytes == 8](product);
+}
+
 void copy_streaming(void* dst, const void* src, std::size_t nbytes) {
   kernels().copy_streaming(dst, src, nbytes);
 }

@@ -2,6 +2,7 @@
 // The function that each kernels_<isa>.cpp provides to kernels.cpp.
 #pragma once
 
+#include "kernels/csr.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/wire.hpp"
 
@@ -12,6 +13,7 @@ struct KernelSet {
   CombineFn combine[kNumDTypes][kNumRedOps];
   void (*copy_streaming)(void* dst, const void* src, std::size_t nbytes);
   WireKernels wire[kNumWireFormats][2];  // of float32, of float64
+  csr::MultiplyKernels multiply_csr;
 };
 
 extern const KernelSet kernels_base;  // sse2 or neon: every machine of its kind has it

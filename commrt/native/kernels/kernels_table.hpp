@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/kernels.hpp"
+#include "kernels/kernels_csr.hpp"
 #include "kernels/kernels_ops.hpp"
 #include "kernels/kernels_set.hpp"
 #include "kernels/kernels_wire.hpp"
@@ -343,6 +344,7 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_wire<WireFloat16>(set);
   add_wire<WireBFloat16>(set);
   add_wire<WireInt8>(set);
+  set.multiply_csr = make_multiply_kernels();
   return set;
 }
 

@@ -97,6 +97,8 @@ WRONG = [
     ("compare --sizes 3:1", "1 <= MIN <= MAX"),
     ("submit --op nothing", "unknown operation 'nothing'"),
     ("sparse --densities 2", "write numbers in 0..1"),
+    ("spmm --nodes 0", "'0' is not a whole number from 1 on"),
+    ("spmm --widths 0", "a size is at least 1 byte"),
     ("compress --op bcast", "invalid choice: 'bcast'"),
     ("compress --sizes 0", "a size is at least 1 byte"),
     ("import --pairs 0", "'0' is not a whole number from 1 on"),

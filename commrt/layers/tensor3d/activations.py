@@ -12,7 +12,6 @@ import math
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError

@@ -131,7 +131,5 @@ def attention_form(embed_dim: int, head: int) -> tuple[Form, Form]:
     """
     return (
         Form(whole_output=False, outputs=Features((embed_dim,) * 3, head)),
-        Form(
-            transpose=True, whole_input=False, inputs=Features((embed_dim,), head)
-        ),
+        Form(transpose=True, whole_input=False, inputs=Features((embed_dim,), head)),
     )

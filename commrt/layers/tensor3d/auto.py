@@ -73,9 +73,9 @@ def parallelize(
         broadcast: True: all ranks take the parameters of the grid's first rank before.
             Collective then, one ``bcast`` for each.
 
-    Layers that share a weight stay so: an Embedding and a Linear can. Raises UsageError,
-    which names the path, for a pattern that matches nothing, or a layer that cannot be
-    replaced.
+    Layers that share a weight stay so: an Embedding and a Linear can. Raises
+    UsageError, which names the path, for a pattern that matches nothing, or a layer
+    that cannot be replaced.
     """
     check_axes("parallelize", grid)
     if not isinstance(model, nn.Module):

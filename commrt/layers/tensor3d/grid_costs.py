@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks the grids of a number of processes by what layers send on them.
 
-This is the model of Singh and Bhatele, "A 4D hybrid algorithm to scale parallel training
-to thousands of GPUs" (SC'24), section 5, with a latency for each message besides. It
-takes ring algorithms: a rank sends (p - 1) / p of an array's bytes in an allgather or a
+This is the model of Singh and Bhatele, "A 4D hybrid algorithm to scale parallel
+training to thousands of GPUs" (SC'24), section 5, with a latency for each message
+besides. It takes ring algorithms: a rank sends (p - 1) / p of an array's bytes in an
+allgather or a
 reduce-scatter over p ranks, and twice that in an allreduce. It does not count
 computation, which is the same for all grids but for its shape.
 """
@@ -107,9 +108,7 @@ def rank_grids(
     found = []
     for sizes in _factorisations(world_size, len(ORDER)):
         axes = dict(zip(ORDER, sizes, strict=True))
-        sent = [
-            each for layer in layers for each in _sent(layer, axes, samples)
-        ]
+        sent = [each for layer in layers for each in _sent(layer, axes, samples)]
         nbytes = {
             axis: element_nbytes * sum(one.elements for one in sent if one.axis == axis)
             for axis in AXES
@@ -127,7 +126,9 @@ def rank_grids(
             )
         )
     if most_parameter_nbytes is not None:
-        found = [each for each in found if each.parameter_nbytes <= most_parameter_nbytes]
+        found = [
+            each for each in found if each.parameter_nbytes <= most_parameter_nbytes
+        ]
     return sorted(found, key=lambda each: (each.seconds, [*each.axes.values()]))
 
 

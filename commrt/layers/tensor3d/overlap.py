@@ -18,10 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
-from commrt.errors import UsageError
 from commrt.layers.tensor3d.depth import DepthShards, Gathered
 
 __all__ = ["Overlap", "in_backward"]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -65,8 +66,8 @@ def parallelize(
     Args:
         model: the same on all ranks.
         grid: axes are among data, x, y and z.
-        only: patterns of paths, such as ``"blocks.*.mlp.*"``; None: all layers that can
-            be replaced are.
+        only: patterns of paths, such as ``"blocks.*.mlp"``, of layers or of modules
+            that have some; None: all layers that can be replaced are.
         pairs: patterns of paths of first layers, each with the pattern of the layer
             that takes its output, after elementwise functions at most. Only the
             program knows that; it is not checked.
@@ -74,8 +75,8 @@ def parallelize(
             Collective then, one ``bcast`` for each.
 
     Layers that share a weight stay so: an Embedding and a Linear can. Raises
-    UsageError, which names the path, for a pattern that matches nothing, or a layer
-    that cannot be replaced.
+    UsageError, which names the path, for a pattern that matches nothing, or no layer
+    that can be replaced.
     """
     check_axes("parallelize", grid)
     if not isinstance(model, nn.Module):
@@ -114,27 +115,60 @@ def auto_parallelize(grid: ProcessGrid) -> Iterator[None]:
     A layer that can not be replaced stays whole. Use ``parallelize`` to see which.
     """
     check_axes("auto_parallelize", grid)
-    mine = threading.get_ident()
-    made: dict[int, tuple[nn.Module, nn.Module]] = {}
-    turn = _Turn(grid)
-
-    def replace(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
-        if threading.get_ident() != mine or isinstance(parent, GridModule):
-            return None
-        if type(module) not in KNOWN or _why_not(module) is not None:
-            return None
-        if id(module) not in made:
-            equal_on_all_ranks(module, grid)
-            form = Form(transpose=turn.of(module))
-            # Its module is kept, so that no other one gets its number.
-            made[id(module)] = module, _replaced(module, grid, form)
-        return made[id(module)][1]
-
-    handle = register_module_module_registration_hook(replace)
+    replacing = _watched_registrations()
+    outer = getattr(replacing, "by", None)
+    replacing.by = _Replacing(grid)
     try:
         yield
     finally:
-        handle.remove()
+        replacing.by = outer
+
+
+class _Replacing:
+    """Replaces layers of one thread, as they become parts of modules."""
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self._grid = grid
+        self._turn = _Turn(grid)
+        self._made: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+    def replaced(self, parent: nn.Module, module: nn.Module) -> nn.Module | None:
+        """Return the layer that takes a module's place in a parent; None: none does."""
+        if isinstance(parent, GridModule) or type(module) not in KNOWN:
+            return None
+        if _why_not(module) is not None:
+            return None
+        if id(module) not in self._made:
+            equal_on_all_ranks(module, self._grid)
+            form = Form(transpose=self._turn.of(module))
+            # Its module is kept, so that no other one gets its number.
+            self._made[id(module)] = module, _replaced(module, self._grid, form)
+        return self._made[id(module)][1]
+
+
+_LOCK = threading.Lock()
+
+
+def _watched_registrations() -> threading.local:
+    """Return where a thread says by what its layers are replaced.
+
+    torch calls a hook whenever a module gets a part. Its table of hooks must not change
+    while another thread looks at it, so this hook stays once it is there.
+    """
+    with _LOCK:
+        return _watch()
+
+
+@cache
+def _watch() -> threading.local:
+    replacing = threading.local()
+
+    def replace(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
+        by: _Replacing | None = getattr(replacing, "by", None)
+        return None if by is None else by.replaced(parent, module)
+
+    register_module_module_registration_hook(replace)
+    return replacing
 
 
 # -- which layers ----------------------------------------------------------------------
@@ -143,18 +177,38 @@ def auto_parallelize(grid: ProcessGrid) -> Iterator[None]:
 def _chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module]:
     """Return the layers to replace by path; UsageError for one that cannot be."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    patterns = ["*"] if only is None else [*only]
-    wanted: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matching = {p: m for p, m in modules.items() if fnmatchcase(p, pattern)}
-        if not matching and only is not None:
+    if only is None:
+        return _possible(model, modules)[0]
+    found: dict[str, nn.Module] = {}
+    for pattern in only:
+        matching = {
+            path: module
+            for path, module in modules.items()
+            if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+        }
+        if not matching:
             raise UsageError(
                 f"parallelize: only={shown(only)}: the model has no module "
                 f"{pattern!r}; see model.named_modules()"
             )
-        wanted |= matching
+        possible, reasons = _possible(model, matching)
+        if not possible:
+            path, reason = next(iter(reasons.items()))
+            raise UsageError(
+                f"parallelize: only={shown(only)}: {path}, a "
+                f"{type(modules[path]).__name__}, cannot be a layer of a grid: "
+                f"{reason}. Leave it out of only"
+            )
+        found |= possible
+    return found
+
+
+def _possible(
+    model: nn.Module, wanted: Mapping[str, nn.Module]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return which modules can be replaced, and why the others cannot."""
     users = _users(model)
-    found = {}
+    found, reasons = {}, {}
     for path, module in wanted.items():
         reason = _why_not(module)
         if reason is None:
@@ -162,12 +216,9 @@ def _chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module
             reason = f"it shares a parameter with {others}" if others else None
         if reason is None:
             found[path] = module
-        elif only is not None and not any(module.children()):
-            raise UsageError(
-                f"parallelize: {path or 'the model'}, a {type(module).__name__}, "
-                f"cannot be a layer of a grid: {reason}. Leave it out of only"
-            )
-    return found
+        else:
+            reasons[path] = reason
+    return found, reasons
 
 
 def _why_not(module: nn.Module) -> str | None:

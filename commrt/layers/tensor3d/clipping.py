@@ -48,7 +48,7 @@ def clip_grad_norm_(
         grid = grid_of("clip_grad_norm_", parameters, grid)
         pairs = [(each.parameter, each.cut) for each in cut_parameters(parameters)]
     else:
-        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         pairs = [(each, cut_of(each)) for each in given]
         grids = {id(cut.grid): cut.grid for _, cut in pairs if cut is not None}
         if grid is None and len(grids) == 1:

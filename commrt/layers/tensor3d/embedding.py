@@ -132,9 +132,11 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, indices: Tensor, weight: Tensor, layer: Embedding3d
     ) -> Tensor:
         rows: Along = layer.roles.outputs
-        ctx.layer = layer
-        ctx.save_for_backward(indices, weight)
-        block = layer.overlap.block(layer.depth, weight, weight.dtype, backward=False)
+        ctx.layer, ctx.weight = layer, weight
+        ctx.save_for_backward(indices)
+        block = layer.overlap.block(
+            layer.depth, weight, weight.dtype, backward=False, is_read_again=False
+        )
         low, high = layer.rows.pieces(rows.place, rows.size)[0]
         if rows.comm is None:
             return functional.embedding(indices, block)
@@ -153,7 +155,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         layer: Embedding3d = ctx.layer
-        indices, weight = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return None, None, None
         rows: Along = layer.roles.outputs
@@ -167,7 +169,11 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
             gradient.contiguous(), at, nowhere + 1, nowhere, False
         )[:nowhere]
         summed = layer.depth.reduce(block)
-        return None, weight_gradient(weight, summed, layer.depth, layer.overlap), None
+        return (
+            None,
+            weight_gradient(ctx.weight, summed, layer.depth, layer.overlap),
+            None,
+        )
 
 
 def why_not_embedding(serial: nn.Embedding) -> str | None:

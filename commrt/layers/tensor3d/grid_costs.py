@@ -4,9 +4,8 @@
 This is the model of Singh and Bhatele, "A 4D hybrid algorithm to scale parallel
 training to thousands of GPUs" (SC'24), section 5, with a latency for each message
 besides. It takes ring algorithms: a rank sends (p - 1) / p of an array's bytes in an
-allgather or a
-reduce-scatter over p ranks, and twice that in an allreduce. It does not count
-computation, which is the same for all grids but for its shape.
+allgather or a reduce-scatter over p ranks, and twice that in an allreduce. It does not
+count computation, which is the same for all grids but for its shape.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class Overlap:
         self.all_gather = all_gather
         self.gradients = LateGradients()
         self._order = _Order()
-        self._early: dict[DepthShards, Gathered] = {}
+        self.early: dict[DepthShards, Gathered] = {}
+        """Blocks that layers will ask for next."""
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Overlap:
         """Return the same switches, with nothing under way."""
@@ -63,7 +64,13 @@ class Overlap:
             self.gradients.forget()
 
     def block(
-        self, depth: DepthShards, shard: Tensor, dtype: torch.dtype, *, backward: bool
+        self,
+        depth: DepthShards,
+        shard: Tensor,
+        dtype: torch.dtype,
+        *,
+        backward: bool,
+        is_read_again: bool = True,
     ) -> Tensor:
         """Return a layer's block, and start to gather that of the layer after it.
 
@@ -72,18 +79,32 @@ class Overlap:
             shard: what this rank has of its weight.
             dtype: the type to gather it in.
             backward: True in the layer's backward function.
+            is_read_again: whether the backward function needs the block, too.
         """
         if not self.all_gather or depth.comm is None:
             return depth.start(shard, dtype).wait()
-        early = self._early.pop(depth, None)
+        early = self.early.pop(depth, None)
         if early is not None and not early.is_of(shard, dtype):
             early.wait()  # The weight has changed since, or another type is wanted.
             early = None
         gathered = early if early is not None else depth.start(shard, dtype)
-        after = self._order.after(depth, shard, dtype, backward)
-        if after is not None and after[0] not in self._early:
-            self._early[after[0]] = after[0].start(*after[1:])
+        self._order.note(depth, shard, dtype, is_read_again)
+        after = self._order.before(depth) if backward else self._order.after(depth)
+        if after is not None and after[0] not in self.early:
+            self.early[after[0]] = after[0].start(*after[1:])
+            if backward:
+                Variable._execution_engine.queue_callback(self._drop_unused)
         return gathered.wait()
+
+    def _drop_unused(self) -> None:
+        """Wait for blocks that no layer has asked for by the end of a backward pass."""
+        early, self.early = self.early, {}
+        for each in early.values():
+            each.wait()
+
+
+Known: TypeAlias = tuple[DepthShards, Tensor, torch.dtype]
+"""A layer, its shard, and the type that its block was gathered in."""
 
 
 class _Order:
@@ -91,30 +112,38 @@ class _Order:
 
     def __init__(self) -> None:
         self._latest: DepthShards | None = None
+        self._latest_read: DepthShards | None = None
         self._next: dict[DepthShards, DepthShards] = {}
-        self._previous: dict[DepthShards, DepthShards] = {}
+        self._previous: dict[DepthShards, DepthShards | None] = {}
         self._weights: dict[DepthShards, tuple[Tensor, torch.dtype]] = {}
 
     def begin(self) -> None:
-        self._latest = None
+        self._latest = self._latest_read = None
 
-    def after(
-        self, depth: DepthShards, shard: Tensor, dtype: torch.dtype, backward: bool
-    ) -> tuple[DepthShards, Tensor, torch.dtype] | None:
-        """Return the layer that runs after this one, its shard and type, if known."""
-        found = None
-        if backward:
-            found = self._previous.get(depth)
-        elif not in_backward():  # A checkpoint runs layers again, in any order.
-            if self._latest is not None and self._latest is not depth:
-                self._next[self._latest] = depth
-                self._previous[depth] = self._latest
-            elif self._latest is None:
-                self._previous.pop(depth, None)
-            self._latest = depth
-            found = self._next.get(depth)
+    def note(
+        self, depth: DepthShards, shard: Tensor, dtype: torch.dtype, is_read_again: bool
+    ) -> None:
+        """Note that a layer runs; ``is_read_again``: backward needs its block, too."""
         self._weights[depth] = shard, dtype
-        return None if found is None else (found, *self._weights[found])
+        if in_backward():
+            return  # A checkpoint runs some layers again, which is no new order.
+        if self._latest is not None and self._latest is not depth:
+            self._next[self._latest] = depth
+        self._latest = depth
+        if is_read_again and self._latest_read is not depth:
+            self._previous[depth] = self._latest_read
+            self._latest_read = depth
+
+    def after(self, depth: DepthShards) -> Known | None:
+        """Return the layer that runs after one, if that is known."""
+        return None if in_backward() else self._known(self._next.get(depth))
+
+    def before(self, depth: DepthShards) -> Known | None:
+        """Return the layer whose backward function runs after that of one."""
+        return self._known(self._previous.get(depth))
+
+    def _known(self, depth: DepthShards | None) -> Known | None:
+        return None if depth is None else (depth, *self._weights[depth])
 
 
 class LateGradients:

@@ -99,7 +99,9 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         p, dtype = product, low_precision(x, weight.dtype)
         x = x.to(dtype)
         ctx.product, ctx.dtype = p, dtype
-        ctx.save_for_backward(x, weight, bias)
+        # As they are: what a checkpoint saves of them has no .grad that anyone sees.
+        ctx.parameters = weight, bias
+        ctx.save_for_backward(x, weight)
         sequence = _started_gathering(x, p.gradient_sums, p)
         block = p.overlap.block(p.depth, weight, dtype, backward=False)
         x = x if sequence is None else sequence.wait()
@@ -119,7 +121,8 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         p: Product = ctx.product
-        x, weight, bias = ctx.saved_tensors
+        x, _ = ctx.saved_tensors  # torch sees here whether the weight has changed
+        weight, bias = ctx.parameters
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         whole_gradient = _started_gathering(gradient, p.sums, p)
         whole_x = _started_gathering(x, p.gradient_sums, p) if for_weight else None

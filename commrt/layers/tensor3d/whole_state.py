@@ -36,7 +36,7 @@ def state_dict(
     found: dict[str, Any] = {}
     is_first = True
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             found[name] = value
             continue
         if id(value) not in wholes:
@@ -61,7 +61,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     wrong += [f"the model has no {name}" for name in state if name not in expected]
     for name, value in expected.items():
         given = state.get(name)
-        if not isinstance(value, Tensor) or not isinstance(given, Tensor):
+        if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
             continue
         shape, cut = tuple(given.shape), cuts.get(name)
         if cut is None and shape != tuple(value.shape):

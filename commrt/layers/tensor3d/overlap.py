@@ -62,6 +62,7 @@ class Overlap:
         if not in_backward():
             self._order.begin()
             self.gradients.forget()
+            self._drop_unused()
 
     def block(
         self,
@@ -97,7 +98,7 @@ class Overlap:
         return gathered.wait()
 
     def _drop_unused(self) -> None:
-        """Wait for blocks that no layer has asked for by the end of a backward pass."""
+        """Wait for blocks that no layer has asked for by the end of a pass."""
         early, self.early = self.early, {}
         for each in early.values():
             each.wait()
@@ -143,7 +144,12 @@ class _Order:
         return self._known(self._previous.get(depth))
 
     def _known(self, depth: DepthShards | None) -> Known | None:
-        return None if depth is None else (depth, *self._weights[depth])
+        if depth is None:
+            return None
+        shard, dtype = self._weights[depth]
+        # FSDP2 frees the memory of weights until their layer runs.
+        is_there = shard.numel() == 0 or shard.untyped_storage().nbytes() > 0
+        return (depth, shard, dtype) if is_there else None
 
 
 class LateGradients:

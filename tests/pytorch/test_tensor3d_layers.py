@@ -44,7 +44,7 @@ from commrt.local import run
 GRIDS = grids_of(2, 3, 4, 6, 8)
 
 
-@pytest.mark.full(sample=5)
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_linear_has_the_result_and_gradients_of_one_process(
@@ -64,7 +64,7 @@ def test_linear_has_the_result_and_gradients_of_one_process(
     assert max(found.values()) < NEAR, found
 
 
-@pytest.mark.full(sample=5)
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("sections", [(), (4, 6, 2)])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_cut_features_join_two_layers(
@@ -104,7 +104,7 @@ CONVOLUTIONS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.full(sample=5)
+@pytest.mark.full(sample=4)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("number", range(len(CONVOLUTIONS)))
@@ -129,7 +129,7 @@ def test_convolutions_are_cut_in_their_channels(
     assert max(found.values()) < NEAR, found
 
 
-@pytest.mark.full(sample=5)
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_embeddings_are_cut_in_rows_and_features(
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.full(sample=5)
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("heads", [(4, 4), (3, 3), (8, 4), (1, 1)])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_attention_has_whole_heads_on_each_rank(
@@ -202,7 +202,7 @@ def test_attention_has_whole_heads_on_each_rank(
     assert max(found.values()) < NEAR, found
 
 
-@pytest.mark.full(sample=5)
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_cut_sequence_comes_together_in_the_layer(

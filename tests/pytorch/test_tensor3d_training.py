@@ -107,7 +107,7 @@ def with_both(model: Any, grid: ProcessGrid) -> nn.Module:
     return with_overlap(with_checkpoints(model, grid), grid)
 
 
-@pytest.mark.full(sample=3)
+@pytest.mark.full(sample=2)
 @pytest.mark.parametrize("pairs", [None, PAIRS])
 @pytest.mark.parametrize(
     "change", [as_it_is, with_overlap, with_checkpoints, with_both]
@@ -137,7 +137,7 @@ def test_losses_in_float32_are_near_those_of_one_process() -> None:
         assert found[0] == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.full(sample=2)
+@pytest.mark.full(sample=1)
 @pytest.mark.parametrize("change", [as_it_is, with_checkpoints])
 @pytest.mark.parametrize("grid", grids_of(2, 4, 8))
 def test_overlap_changes_no_bit(grid: Grid, change: Any) -> None:
@@ -257,6 +257,7 @@ def test_torch_refuses_a_state_of_another_shape_too() -> None:
     run(2, main)
 
 
+@pytest.mark.full(sample=4)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
 @pytest.mark.parametrize("grid", [(1, 2, 1, 2), (2, 1, 2, 2), (1, 1, 1, 3)])
 def test_the_norm_counts_each_element_once(grid: Grid, norm_type: float) -> None:

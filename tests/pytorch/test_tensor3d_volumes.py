@@ -76,7 +76,7 @@ def add(found: Sent, axis: str, op: str, grid: Grid, nbytes: float) -> None:
         add_up(found, axis, op, nbytes)
 
 
-@pytest.mark.full(sample=4)
+@pytest.mark.full(sample=3)
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("is_whole", [False, True])

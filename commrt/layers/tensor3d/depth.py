@@ -27,12 +27,12 @@ class Gathered:
     """A block on its way; ``wait()`` returns it."""
 
     def __init__(
-        self, shard: Tensor, dtype: torch.dtype, block: Tensor, request: Any
+        self, shard: torch.Tensor, dtype: torch.dtype, block: Tensor, request: Any
     ) -> None:
         self._shard, self._version, self._dtype = shard, shard._version, dtype
         self._block, self._request = block, request
 
-    def is_of(self, shard: Tensor, dtype: torch.dtype) -> bool:
+    def is_of(self, shard: torch.Tensor, dtype: torch.dtype) -> bool:
         """Return whether this is the block of a shard as it is now."""
         is_same = self._shard is shard and self._version == shard._version
         return is_same and self._dtype == dtype

@@ -242,7 +242,7 @@ def test_sequences_stay_cut_between_normalizations(ranks: int, seed: int) -> Non
             model.down, places, Form(transpose=True, whole_input=False, sequence_dim=1)
         )
         sequence_parallel(model.norm, "x")
-        return model
+        return copy.deepcopy(model)  # copies keep the note
 
     grid = (2, 1, 1, ranks)
     found = compare(
@@ -365,6 +365,7 @@ def test_inputs_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
         (lambda grid: Linear3d(4, 4, grid=grid, inputs=Features((3,))), "3 features"),
         (lambda grid: Features((4, 3), 2), "section of 3 features"),
         (lambda grid: Features([4]), "must be a tuple"),
+        (lambda grid: sequence_parallel(nn.LayerNorm(4), "row"), "must be among data"),
         (lambda grid: Attention3d(6, 4, grid=grid), "must divide embed_dim"),
         (
             lambda grid: Attention3d(8, 4, num_kv_heads=1, grid=grid),

@@ -55,8 +55,8 @@ def weights_are_summed_twice_over_depth(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_are_summed_over_depth_again(patch: pytest.MonkeyPatch) -> None:
-    def also_depth(parameter: Any, cut: Any, grid: Any) -> Any:
-        return along(parameter, None, grid)
+    def also_depth(each: Any, grid: Any) -> Any:
+        return along(each._replace(cut=None), grid)
 
     along = gradients._summed_along
     patch.setattr(gradients, "_summed_along", also_depth)

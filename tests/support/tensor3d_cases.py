@@ -128,7 +128,7 @@ def compare(
             if x.requires_grad:
                 found.note("gradient of input", x.grad, inputs[own].grad)
             expected = dict(serial.named_parameters())
-            for name, parameter, cut in cut_parameters(model):
+            for name, parameter, cut, _ in cut_parameters(model):
                 right = expected[name]
                 assert parameter.grad is not None, name
                 mine, gradient = parameter.detach(), parameter.grad

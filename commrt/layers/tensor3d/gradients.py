@@ -19,7 +19,7 @@ from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.grid_module import GridModule
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
-from commrt.layers.tensor3d.roles import check_axes
+from commrt.layers.tensor3d.roles import AXES, check_axes
 
 __all__ = [
     "CutParameter",
@@ -40,19 +40,28 @@ class CutParameter(NamedTuple):
     name: str
     parameter: Tensor
     cut: ParameterCut | None
+    sequence_axes: tuple[str, ...] = ()
+    """Axes along which it sees pieces of sequences."""
 
 
 def cut_parameters(model: nn.Module) -> list[CutParameter]:
     """Return a model's parameters in its order, shared ones once."""
     cuts: dict[int, ParameterCut] = {}
+    sequences: dict[int, tuple[str, ...]] = {}
     for module in model.modules():
+        axes = getattr(module, "sequence_axes", None)
+        if axes is not None:
+            sequences |= {id(parameter): axes for parameter in module.parameters()}
         if isinstance(module, GridModule):
             for name, cut in module.cuts.items():
                 parameter = getattr(module, name, None)
                 if parameter is not None:
                     cuts[id(parameter)] = cut
     return [
-        CutParameter(name, parameter, cuts.get(id(parameter)))
+        CutParameter(
+            *(name, parameter, cuts.get(id(parameter))),
+            sequences.get(id(parameter), ()),
+        )
         for name, parameter in model.named_parameters()
     ]
 
@@ -80,10 +89,15 @@ def sequence_parallel(module: nn.Module, *axes: str) -> None:
 
     For normalizations between layers with ``sequence_dim``, such as
     ``sequence_parallel(norm, "x")``: ``sync_gradients`` sums their gradients along
-    these axes, too.
+    these axes, too. Raises UsageError for names that no axis has.
     """
-    for parameter in module.parameters():
-        parameter.sequence_axes = axes
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown or not axes:
+        raise UsageError(
+            f"sequence_parallel: axes={shown(axes)} must be among {', '.join(AXES)}"
+        )
+    # On the module: a copy of it has other parameters, and this note.
+    module.sequence_axes = axes
 
 
 def broadcast_parameters(model: nn.Module, grid: ProcessGrid | None = None) -> None:
@@ -94,7 +108,7 @@ def broadcast_parameters(model: nn.Module, grid: ProcessGrid | None = None) -> N
     that do not cut it. Bytes: those of each, by ``bcast``.
     """
     grid = grid_of("broadcast_parameters", model, grid)
-    for _, parameter, cut in cut_parameters(model):
+    for _, parameter, cut, _ in cut_parameters(model):
         held = () if cut is None else cut.axes
         _broadcast(parameter.detach(), grid, held)
     for buffer in model.buffers():
@@ -142,15 +156,16 @@ def sync_gradients(
     replicas = grid.shape.get("data", 1) * grid.shape.get("z", 1)
     buckets: dict[tuple[Any, ...], _Bucket] = {}
     started = []
-    for name, parameter, cut in cut_parameters(model):
+    for each in cut_parameters(model):
+        parameter = each.parameter
         if not parameter.requires_grad:
             continue
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UsageError(
-                f"sync_gradients: the gradient of {name} is sparse; make its layer "
-                f"with dense gradients"
+                f"sync_gradients: the gradient of {each.name} is sparse; make its "
+                f"layer with dense gradients"
             )
-        axes, scale = _summed_along(parameter, cut, grid)
+        axes, scale = _summed_along(each, grid)
         scale *= 1.0 / replicas if average else 1.0
         local = _local(parameter)
         key = axes, scale, local.dtype, local.device
@@ -167,16 +182,16 @@ def sync_gradients(
 
 
 def _summed_along(
-    parameter: Tensor, cut: ParameterCut | None, grid: ProcessGrid
+    each: CutParameter, grid: ProcessGrid
 ) -> tuple[tuple[str, ...], float]:
     """Return the axes that a gradient is to be summed along, and a factor."""
-    axes = ["data"] if cut is not None else ["data", "z"]
+    axes = ["data"] if each.cut is not None else ["data", "z"]
     factor = 1.0
-    if _is_dtensor(parameter):
+    if _is_dtensor(each.parameter):
         # FSDP2 has taken the mean over data, and keeps a piece of it.
         axes.remove("data")
         factor = float(grid.shape.get("data", 1))
-    axes += getattr(parameter, "sequence_axes", ())
+    axes += each.sequence_axes
     return _longer(grid, axes), factor
 
 

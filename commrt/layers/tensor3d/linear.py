@@ -60,7 +60,8 @@ class Linear3d(GridModule):
         y = down(gelu(up(x)))  # x and y are whole along x and y
 
     Ranks along ``data`` and ``z`` have samples of their own, those along ``x`` and
-    ``y`` the same ones. Call ``sync_gradients(model)`` after ``backward()``.
+    ``y`` the same ones. An input needs a gradient on all ranks, or on none. Call
+    ``sync_gradients(model)`` after ``backward()``.
 
     Args:
         in_features, out_features: of the whole layer; any number, uneven ones, too.

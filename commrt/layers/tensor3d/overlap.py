@@ -64,6 +64,11 @@ class Overlap:
             self.gradients.forget()
             self._drop_unused()
 
+    def end(self) -> None:
+        """Note that a forward pass of the model ends."""
+        if not in_backward():
+            self._drop_unused()
+
     def block(
         self,
         depth: DepthShards,

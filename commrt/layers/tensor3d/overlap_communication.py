@@ -48,10 +48,12 @@ def overlap_communication(
     for module in model.modules():
         if isinstance(module, GridModule):
             module.set_overlap(overlap)
-    before: Any = getattr(model, "overlap_hook", None)
-    if before is not None:
-        before.remove()
-    model.overlap_hook = model.register_forward_pre_hook(_Begin(overlap))
+    for handle in getattr(model, "overlap_hooks", ()):
+        handle.remove()
+    model.overlap_hooks = (
+        model.register_forward_pre_hook(_Begin(overlap)),
+        model.register_forward_hook(_End(overlap)),
+    )
 
 
 class _Begin:
@@ -62,3 +64,13 @@ class _Begin:
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         self._overlap.begin()
+
+
+class _End:
+    """A hook that notes the end of a model's forward pass."""
+
+    def __init__(self, overlap: Overlap) -> None:
+        self._overlap = overlap
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._overlap.end()

@@ -3,11 +3,14 @@
 
     torchrun --nproc-per-node 4 -m commrt.bench.tensor3d
     torchrun --nproc-per-node 1 -m commrt.bench.tensor3d
+    torchrun --nproc-per-node 2 -m commrt.bench.tensor3d --grid z=2 --pairs 4
 
 A step is the forward and the backward pass of two linear layers with GELU between them,
 in Megatron-LM's form: the first one is cut by columns, the second one by rows. torch's
 pair is made by ColwiseParallel and RowwiseParallel, once with process groups of commrt
 and once with those of gloo. On one rank commrt's layers stand beside torch's Linear.
+With ``--grid`` they stand beside themselves, with overlap and without: torch has no
+such layers.
 All ways are in one launch and take turns, block by block, so that they meet the same
 machine. Times are medians over blocks, in microseconds, of rank 0. ``ratio`` is that of
 commrt's time to each other one's, the median over blocks.
@@ -44,12 +47,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         help="ROWSxFEATURESxINNER, such as 512x512x2048; may be given several times",
     )
+    parser.add_argument("--grid", type=_grid, help="axes and ranks, such as z=2,x=2")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of layers")
     parser.add_argument("--blocks", type=int, default=_BLOCKS, help="turns of each way")
     parser.add_argument("--out", help="write all times to this file")
     arguments = parser.parse_args(argv)
     shapes, blocks = arguments.shape or SHAPES, arguments.blocks
-    report(lambda: measure(shapes, blocks=blocks), _text, arguments.out)
+    more = {"grid": arguments.grid, "pairs": arguments.pairs, "blocks": blocks}
+    report(lambda: measure(shapes, **more), _text, arguments.out)
     return 0
+
+
+def _grid(text: str) -> dict[str, int]:
+    axes = {}
+    for word in text.split(","):
+        name, _, ranks = word.partition("=")
+        if not ranks.isdigit():
+            raise ArgumentTypeError(f"{text}: expected axes and ranks, as z=2,x=2")
+        axes[name] = int(ranks)
+    return axes
 
 
 def _shape(text: str) -> Shape:
@@ -61,7 +77,12 @@ def _shape(text: str) -> Shape:
 
 
 def measure(
-    shapes: Sequence[Shape], *, blocks: int = _BLOCKS, least_s: float = 0.05
+    shapes: Sequence[Shape],
+    *,
+    grid: dict[str, int] | None = None,
+    pairs: int = 1,
+    blocks: int = _BLOCKS,
+    least_s: float = 0.05,
 ) -> list[dict[str, Any]]:
     """Return the times of blocks, in µs for a step, by shape and way."""
     import torch
@@ -70,7 +91,10 @@ def measure(
     torch.set_num_threads(1)
     rows = []
     for shape in shapes:
-        steps = _ways(shape)
+        if grid is None:
+            steps = _beside_torch(shape, pairs)
+        else:
+            steps = _with_overlap_and_without(shape, pairs, grid)
         repetitions = _repetitions(next(iter(steps.values())), least_s)
         times: dict[str, list[float]] = {way: [] for way in steps}
         for _ in range(blocks):
@@ -100,24 +124,31 @@ def _block_us(step: Step, repetitions: int) -> float:
     return (time.perf_counter() - start) / repetitions * 1e6
 
 
-def _ways(shape: Shape) -> dict[str, Step]:
+def _model(shape: Shape, pairs: int) -> Any:
     import torch
-    import torch.distributed as dist
     from torch import nn
+
+    _, outer, inner = shape
+    torch.manual_seed(1)
+    layers: list[Any] = []
+    for _ in range(pairs):
+        layers += [nn.Linear(outer, inner), nn.GELU(), nn.Linear(inner, outer)]
+    return nn.Sequential(*layers)
+
+
+def _beside_torch(shape: Shape, pairs: int) -> dict[str, Step]:
+    import torch.distributed as dist
 
     from commrt.layers.process_grid import ProcessGrid
     from commrt.layers.tensor3d import parallelize
 
-    rows, outer, inner = shape
-    torch.manual_seed(1)
-    serial = nn.Sequential(nn.Linear(outer, inner), nn.GELU(), nn.Linear(inner, outer))
-    given = torch.randn(rows, outer)
+    serial = _model(shape, pairs)
     world: Any = dist.group.WORLD
     grid = ProcessGrid(world.communicator, {"x": 0})
-    if inner % grid.num_ranks:
+    if shape[2] % grid.num_ranks:
         raise UsageError(
-            f"--shape {rows}x{outer}x{inner}: {inner} features cannot be cut into "
-            f"{grid.num_ranks} equal pieces, and torch's pair takes no other ones"
+            f"--shape {'x'.join(map(str, shape))}: {shape[2]} features cannot be cut "
+            f"into {grid.num_ranks} equal pieces, and torch's pair takes no other ones"
         )
     ways = {"commrt": parallelize(_copied(serial), grid)}
     if grid.num_ranks == 1:
@@ -126,6 +157,33 @@ def _ways(shape: Shape) -> dict[str, Step]:
         gloo = dist.new_group(backend="gloo")
         ways["torch on commrt"] = _torchs(serial, world)
         ways["torch on gloo"] = _torchs(serial, gloo)
+    return _steps(ways, shape)
+
+
+def _with_overlap_and_without(
+    shape: Shape, pairs: int, axes: dict[str, int]
+) -> dict[str, Step]:
+    import torch.distributed as dist
+
+    from commrt.layers.process_grid import ProcessGrid
+    from commrt.layers.tensor3d import overlap_communication, parallelize
+
+    world: Any = dist.group.WORLD
+    grid = ProcessGrid(world.communicator, axes)
+    ways = {
+        name: parallelize(_model(shape, pairs), grid)
+        for name in ("commrt", "without overlap")
+    }
+    overlap_communication(ways["commrt"])
+    return _steps(ways, shape)
+
+
+def _steps(ways: dict[str, Any], shape: Shape) -> dict[str, Step]:
+    """Return a step of each way, once all have given equal gradients."""
+    import torch
+
+    torch.manual_seed(2)
+    given = torch.randn(shape[0], shape[1])
     steps = {way: _step(model, given) for way, model in ways.items()}
     first, *others = (step() for step in steps.values())
     for other in others:
@@ -149,7 +207,9 @@ def _torchs(serial: Any, group: Any) -> Any:
     )
 
     mesh = DeviceMesh.from_group(group, "cpu")
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    plan: dict[str, Any] = {}
+    for first in range(0, len(serial), 3):
+        plan |= {f"{first}": ColwiseParallel(), f"{first + 2}": RowwiseParallel()}
     return parallelize_module(_copied(serial), mesh, plan)
 
 

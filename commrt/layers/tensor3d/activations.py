@@ -65,7 +65,8 @@ class _Cut(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         ctx.args = dim, features, along
         # No view: autograd does not let a Function return one that changes in place.
-        return features.taken(x, dim, along.place, along.size).contiguous()
+        part = features.taken(x, dim, along.place, along.size)
+        return part.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -24,10 +24,13 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commrt.bench.in_process_group import report
 from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["main", "measure"]
 
@@ -143,8 +146,8 @@ def _beside_torch(shape: Shape, pairs: int) -> dict[str, Step]:
     from commrt.layers.tensor3d import parallelize
 
     serial = _model(shape, pairs)
-    world: Any = dist.group.WORLD
-    grid = ProcessGrid(world.communicator, {"x": 0})
+    everyone: Any = dist.group.WORLD
+    grid = ProcessGrid(everyone.communicator, {"x": 0})
     if shape[2] % grid.num_ranks:
         raise UsageError(
             f"--shape {'x'.join(map(str, shape))}: {shape[2]} features cannot be cut "
@@ -155,7 +158,7 @@ def _beside_torch(shape: Shape, pairs: int) -> dict[str, Step]:
         ways["torch"] = serial
     else:
         gloo = dist.new_group(backend="gloo")
-        ways["torch on commrt"] = _torchs(serial, world)
+        ways["torch on commrt"] = _torchs(serial, everyone)
         ways["torch on gloo"] = _torchs(serial, gloo)
     return _steps(ways, shape)
 
@@ -168,8 +171,8 @@ def _with_overlap_and_without(
     from commrt.layers.process_grid import ProcessGrid
     from commrt.layers.tensor3d import overlap_communication, parallelize
 
-    world: Any = dist.group.WORLD
-    grid = ProcessGrid(world.communicator, axes)
+    everyone: Any = dist.group.WORLD
+    grid = ProcessGrid(everyone.communicator, axes)
     ways = {
         name: parallelize(_model(shape, pairs), grid)
         for name in ("commrt", "without overlap")
@@ -197,7 +200,7 @@ def _copied(model: Any) -> Any:
     return copy.deepcopy(model)
 
 
-def _torchs(serial: Any, group: Any) -> Any:
+def _torchs(serial: Any, group: dist.ProcessGroup) -> Any:
     """Return the pair as torch cuts it."""
     from torch.distributed import DeviceMesh
     from torch.distributed.tensor.parallel import (

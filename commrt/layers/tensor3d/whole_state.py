@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of the serial model, from a model on a grid and into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from commrt.errors import UsageError
+from commrt.layers.tensor3d.grid_module import GridModule, wrong_shape
+from commrt.layers.tensor3d.parameter_cut import ParameterCut
+
+__all__ = ["load_state_dict", "state_dict"]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def state_dict(
+    model: nn.Module, *, on_first_only: bool = False
+) -> dict[str, Any] | None:
+    """Return the state_dict that the serial model would have; collective.
+
+    Args:
+        model: with layers of a grid.
+        on_first_only: True: the grid's first rank gets it, all others get None.
+
+    Its tensors are copies. Pattern: for each cut parameter an ``allgatherv`` over the
+    ranks that have pieces of it, or a ``gatherv``. Bytes: those of the parameter. A
+    shared parameter is gathered once.
+    """
+    cuts = _cuts(model)
+    wholes: dict[int, Any] = {}
+    found: dict[str, Any] = {}
+    is_first = True
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = value
+            continue
+        if id(value) not in wholes:
+            mine, cut = _whole_over_data(value.detach()), cuts.get(name)
+            if cut is None:
+                wholes[id(value)] = mine.clone()
+            else:
+                whole = cut.whole(mine, on_first_only=on_first_only)
+                wholes[id(value)] = whole
+                is_first = is_first and not any(cut.grid.coords.values())
+        found[name] = wholes[id(value)]
+    return None if on_first_only and not is_first else found
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state_dict of the serial model, or of this rank's shards; local.
+
+    Raises UsageError, which names all that does not fit, before anything is loaded.
+    """
+    cuts, expected = _cuts(model), model.state_dict(keep_vars=True)
+    wrong = [f"{name} is missing" for name in expected if name not in state]
+    wrong += [f"the model has no {name}" for name in state if name not in expected]
+    for name, value in expected.items():
+        given = state.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
+            continue
+        shape, cut = tuple(given.shape), cuts.get(name)
+        if cut is None and shape != tuple(value.shape):
+            wrong.append(f"{name} has the shape {shape}; expected {tuple(value.shape)}")
+        elif cut is not None and shape not in (cut.shape, cut.shard_shape):
+            wrong.append(wrong_shape(name, shape, cut))
+    if wrong:
+        raise UsageError(
+            f"load_state_dict: the state does not fit the {type(model).__name__}: "
+            + "; ".join(wrong)
+        )
+    model.load_state_dict(state)
+
+
+def _cuts(model: nn.Module) -> dict[str, ParameterCut]:
+    """Return how each cut entry of a model's state_dict is cut, by its name."""
+    return {
+        f"{path}.{name}" if path else name: cut
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, GridModule)
+        for name, cut in module.cuts.items()
+    }
+
+
+def _whole_over_data(tensor: Tensor) -> Tensor:
+    """Return a parameter that FSDP2 has cut, whole; any other as it is."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of convolutions whose batch, space and channels are cut over ranks."""
+
+from commrt.layers.cnn.parallelize import parallelize_cnn
+from commrt.layers.cnn.strategy import ParallelStrategy
+
+__all__ = ["ParallelStrategy", "parallelize_cnn"]

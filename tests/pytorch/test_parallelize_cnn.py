@@ -18,7 +18,7 @@ from torch import nn
 from commrt.errors import UsageError
 from commrt.layers.cnn import ParallelStrategy, parallelize_cnn
 from commrt.layers.process_grid import ProcessGrid
-from commrt.layers.tensors import DistTensor
+from commrt.layers.tensors import DistTensor, Placement
 from commrt.local import run
 
 NEAR = 1e-12
@@ -229,8 +229,9 @@ def test_an_error_names_the_module_in_the_model() -> None:
             with pytest.raises(UsageError, match=r"^in 1\.0: .*sort"):
                 model(torch.ones(1, 1, 4, 4))
             # The thread has left the model, so functions move nothing unasked again.
+            x = DistTensor.from_whole(torch.ones(4), grid, Placement("a"))
             with pytest.raises(UsageError, match=r"^DistTensor"):
-                torch.sort(model[0](torch.ones(1, 1, 4, 4)))
+                torch.sort(x)
             with pytest.raises(UsageError, match="parallel already"):
                 parallelize_cnn(model, grid, H)
 

@@ -212,8 +212,12 @@ def biased(
     return DistTensor(local, y.shape, y.grid, y.placement)
 
 
-def grouped_cut(axes: Axes, grid: ProcessGrid, groups: int, channels: int) -> Sharded:
+def grouped_cut(
+    axes: Axes, grid: ProcessGrid, groups: int, channels: int
+) -> Sharded | None:
     """Return the cut of channels into whole groups, as even as can be."""
+    if not axes:
+        return None
     per_group = channels // groups
     sizes = even_sizes(groups, grid.size(axes))
     return Sharded(axes, sizes=tuple(size * per_group for size in sizes))

@@ -22,7 +22,8 @@ from torch.nn import functional
 from commrt.errors import UsageError
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial import normalization
-from commrt.layers.tensors.channels import grouped_cut, tile_of
+from commrt.layers.spatial.windows import even_sizes
+from commrt.layers.tensors.channels import tile_of
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.moves import moved
 from commrt.layers.tensors.placement import Placement, Sharded
@@ -120,7 +121,8 @@ def _in_groups(
     per_group = channels // num_groups
     sizes = cut.pieces(channels, grid.size(cut.axes))
     if any(size % per_group for size in sizes):
-        target = grouped_cut(cut.axes, grid, num_groups, channels)
+        per = even_sizes(num_groups, grid.size(cut.axes))
+        target = Sharded(cut.axes, sizes=tuple(each * per_group for each in per))
         dims = [*x.placement.dims]
         dims[1] = target
         if within() is None:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from commrt.errors import UsageError, shown
+from commrt.layers.cnn.choice import choose_strategies
 from commrt.layers.cnn.known_modules import check_modules, takes_channels
 from commrt.layers.cnn.strategy import ParallelStrategy, strategies_of
 from commrt.layers.process_grid import ProcessGrid
@@ -46,8 +47,10 @@ _PARALLEL = "_commrt_parallel"
 def parallelize_cnn(
     model: M,
     grid: ProcessGrid,
-    strategy: ParallelStrategy | Mapping[str, ParallelStrategy] | None = None,
+    strategy: ParallelStrategy | Mapping[str, ParallelStrategy] | str | None = None,
     *,
+    example: Sequence[int] | None = None,
+    memory_nbytes: float | None = None,
     inputs: str = "whole",
     outputs: str = "dist",
     allow_gather: bool = False,
@@ -63,6 +66,9 @@ def parallelize_cnn(
             ``{"": a, "layer4.*": b}``: the last pattern that matches a module counts,
             and a module without one has that of the module around it. None: as the
             grid's axes are named: data or batch, depth, height, width, channel, filter.
+            "auto": those of ``choose_strategies``, which is collective.
+        example: with "auto", the shape of the whole input.
+        memory_nbytes: with "auto", bytes that a rank may keep for a step.
         inputs: what a plain tensor is that the model is given: "whole", the same on
             every rank, or this rank's "piece". DistTensors are taken as they are.
         outputs: "dist": DistTensors. "whole": tensors that every rank has, gathered.
@@ -97,6 +103,14 @@ def parallelize_cnn(
             "new one, or load its state_dict into one"
         )
     check_modules(model, grid.num_ranks)
+    if strategy == "auto":
+        if example is None:
+            raise UsageError(
+                "parallelize_cnn: strategy='auto' needs example, the whole input's "
+                "shape, such as (8, 3, 224, 224)"
+            )
+        chosen = choose_strategies(model, grid, example, memory_nbytes=memory_nbytes)
+        strategy = chosen.by_path
     strategies = strategies_of(model, grid, strategy)
     object.__setattr__(model, _PARALLEL, strategies)
     if grid.num_ranks == 1:

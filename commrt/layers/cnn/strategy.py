@@ -156,7 +156,7 @@ ROLES = ("sample", "depth", "height", "width", "channel", "filter")
 def strategies_of(
     model: Any,
     grid: ProcessGrid,
-    given: ParallelStrategy | Mapping[str, ParallelStrategy] | None,
+    given: ParallelStrategy | Mapping[str, ParallelStrategy] | str | None,
 ) -> Strategies:
     """Return the strategy of each module; UsageError for what fits none.
 
@@ -212,4 +212,5 @@ def _by_names(grid: ProcessGrid) -> ParallelStrategy:
             roles.setdefault(names[axis], []).append(axis)
     if "channel" in roles and "filter" not in roles:
         roles["filter"] = roles["channel"]
-    return ParallelStrategy(**{role: tuple(axes) for role, axes in roles.items()})
+    chosen: dict[str, Any] = {role: tuple(axes) for role, axes in roles.items()}
+    return ParallelStrategy(**chosen)

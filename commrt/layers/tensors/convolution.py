@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from commrt.errors import UsageError
+from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.transposed_convolution import conv_transpose
@@ -217,7 +218,7 @@ def _of_groups(
     return y.redistribute(placement=Placement(*dims))
 
 
-def even_groups(grid: Any, axes: tuple[str, ...], groups: int) -> int:
+def even_groups(grid: ProcessGrid, axes: tuple[str, ...], groups: int) -> int:
     """Return the groups of this rank."""
     places, place = grid.size(axes), grid.place(axes)
     return (place + 1) * groups // places - place * groups // places

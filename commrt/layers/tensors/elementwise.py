@@ -91,7 +91,7 @@ def _of_elements(
                 f"make it a DistTensor, by DistTensor.from_whole"
             )
     if len(tensors) > 1 and within() is not None:
-        args = _met(name, args, tensors)
+        args = _met(args, tensors)
         tensors = [x for x in args if isinstance(x, DistTensor)]
     open_sums = _open_sums(name, args, tensors)
     shapes = {x.shape for x in tensors}
@@ -105,18 +105,18 @@ def _of_elements(
     return DistTensor(function(*locals_, **more), shape, grid, placement)
 
 
-def _met(name: str, args: Sequence[Any], tensors: Sequence[DistTensor]) -> list[Any]:
+def _met(args: Sequence[Any], tensors: Sequence[DistTensor]) -> tuple[Any, ...]:
     """Return operands without open sums; those of one shape are cut alike."""
     first = next(x for x in tensors if x.dim() == max(y.dim() for y in tensors))
     target = Placement(*first.placement.dims)
-    return [
+    return tuple(
         x
         if not isinstance(x, DistTensor)
         else x.redistribute(placement=target)
         if x.shape == first.shape
         else x.redistribute()
         for x in args
-    ]
+    )
 
 
 def alike(

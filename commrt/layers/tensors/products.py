@@ -42,7 +42,7 @@ from commrt.layers.tensors.rules import METHODS, takes
 from commrt.layers.tensors.spatial import several
 from commrt.layers.tensors.within import within
 
-__all__ = ["ProductPlan", "einsum", "linear", "matmul", "plan"]
+__all__ = ["ProductPlan", "einsum", "linear", "matmul", "plan", "received"]
 
 Tensor: TypeAlias = torch.Tensor
 Cuts: TypeAlias = dict[str, Sharded]
@@ -250,19 +250,19 @@ def _costed(
     placement = Placement(*map(cuts.get, result), partial=sorted(open_sums))
     shape = [extents[letter] for letter in result]
     nbytes = sum(
-        _received(grid, x.shape, x.placement, target) * x.dtype.itemsize
+        received(grid, x.shape, x.placement, target) * x.dtype.itemsize
         for x, target in zip(operands, targets, strict=True)
     )
     if out is not None:
-        nbytes += _received(grid, shape, placement, out) * item
+        nbytes += received(grid, shape, placement, out) * item
     flops = math.prod(extents.values()) / grid.size([*used])
     return ProductPlan(tuple(targets), placement, summed, nbytes, flops)
 
 
-def _received(
+def received(
     grid: ProcessGrid, shape: Sequence[int], source: Placement, target: Placement
 ) -> float:
-    """Return elements that a rank receives, as if all pieces were even."""
+    """Return elements that a rank receives in a move, as if pieces were even."""
     if source.is_same_as(target, grid, shape):
         return 0.0
     total, dims = 0.0, [*source.dims]

@@ -73,7 +73,9 @@ def choose_strategies(
         memory_nbytes: what a rank may keep for a step; None: anything.
         rates: of processors and messages; None: measured on the first rank.
 
-    Collective: the first rank chooses, and all get what it chose. Raises UsageError where no strategy fits the limit, and says the least that does.
+    Collective: the first rank chooses, and all get what it chose.
+
+    Raises UsageError where no strategy fits the limit, and says the least that does.
     """
     rates = measured_rates(grid) if rates is None else rates
     found: ChosenStrategies | UsageError | None = None

@@ -250,11 +250,15 @@ def _on_one_rank(
 
         return _mapped(args, plain), _mapped(kwargs, plain)
 
+    known: dict[torch.Size, Placement] = {}
+
     def made(x: Any) -> Any:
-        everywhere = Placement.replicated(x.dim())
-        return DistTensor(
-            x, x.shape, grid, strategy.placement(grid, x.shape, everywhere)
-        )
+        placement = known.get(x.shape)
+        if placement is None:
+            everywhere = Placement.replicated(x.dim())
+            placement = strategy.placement(grid, x.shape, everywhere)
+            known[x.shape] = placement
+        return DistTensor.unchecked(x, x.shape, grid, placement)
 
     def behind(module: Any, args: Any, result: Any) -> Any:
         return _mapped(result, made) if outputs == "dist" else result

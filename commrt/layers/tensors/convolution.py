@@ -43,7 +43,7 @@ from commrt.layers.tensors.channels import (
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import takes
-from commrt.layers.tensors.spatial import cuts_of, result_of, several
+from commrt.layers.tensors.spatial import cuts_of, on_one_rank, result_of, several
 from commrt.layers.tensors.within import within
 
 __all__ = ["convolved"]
@@ -75,14 +75,17 @@ def convolved(
             f"{what}: the input must be a DistTensor, and there must be a weight; a "
             f"plain input with a DistTensor as weight is none of both"
         )
-    cuts = cuts_of(what, input)
     groups = given.get("groups", 1)
     _check_channels(what, input, weight, groups, is_transposed)
+    is_plain = not isinstance(weight, DistTensor) and not isinstance(bias, DistTensor)
+    if is_plain and input.grid.num_ranks == 1:
+        function = getattr(functional, what)
+        return on_one_rank(what, function, input, weight, bias, **given)
+    cuts = cuts_of(what, input)
     filters = weight.shape[1] * groups if is_transposed else weight.shape[0]
     wanted = wanted_filters(input, filters)
     of_piece = partial(OF_PIECE[is_transposed], **given)
     shared = several(input, [n for n in range(input.dim()) if n != 1])
-    is_plain = not isinstance(weight, DistTensor) and not isinstance(bias, DistTensor)
     if is_plain and not wanted and not several(input, [1]):
         comm = input.grid[shared] if shared else None
         local, made = of_piece(

@@ -67,6 +67,20 @@ class DistTensor:
         self._grid, self._placement = grid, placement
 
     @classmethod
+    def unchecked(
+        cls,
+        local: torch.Tensor,
+        shape: torch.Size,
+        grid: ProcessGrid,
+        placement: Placement,
+    ) -> DistTensor:
+        """Return a tensor of facts that are known to fit; a few microseconds faster."""
+        made = cls.__new__(cls)
+        made._local, made._shape = local, shape
+        made._grid, made._placement = grid, placement
+        return made
+
+    @classmethod
     def from_whole(
         cls, whole: torch.Tensor, grid: ProcessGrid, placement: Placement
     ) -> DistTensor:

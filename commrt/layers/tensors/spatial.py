@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from functools import partial as bound
 from typing import Any
 
@@ -31,7 +32,7 @@ from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import METHODS, takes
 
-__all__ = ["cuts_of", "result_of", "several"]
+__all__ = ["cuts_of", "on_one_rank", "result_of", "several"]
 
 
 def cuts_of(what: str, x: DistTensor) -> dict[int, Cut]:
@@ -94,6 +95,24 @@ def result_of(
         dims[number] = Sharded(before.axes, sizes=cut.sizes)
         shape[number] = cut.extent
     return DistTensor(local, shape, x.grid, Placement(*dims, partial=partial))
+
+
+def on_one_rank(
+    what: str, function: Callable[..., Any], x: DistTensor, *args: Any, **more: Any
+) -> DistTensor:
+    """Return what torch's own function gives on a grid of one rank, bit for bit."""
+    if x.placement.partial:
+        raise UsageError(
+            f"{what}: {x} has parts on several ranks: redistribute() it first"
+        )
+    local = function(x.local, *args, **more)
+    return DistTensor.unchecked(local, local.shape, x.grid, _even(x.placement))
+
+
+@lru_cache(maxsize=1024)
+def _even(placement: Placement) -> Placement:
+    """Return the same cuts in even pieces."""
+    return Placement(*(cut and Sharded(cut.axes) for cut in placement.dims))
 
 
 def several(x: DistTensor, dims: Iterable[int]) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ class ProcessGrid:
         self._own = comm.dup(name=f"{comm.name}.grid")
         # Each function of a layer asks for them, several times.
         self._shape, self._coords = self._mesh.shape, self._mesh.coords
+        self._num_ranks = self._own.size
 
     @classmethod
     def from_device_mesh(
@@ -123,7 +124,7 @@ class ProcessGrid:
     @property
     def num_ranks(self) -> int:
         """Ranks of the grid."""
-        return self._own.size
+        return self._num_ranks
 
     def size(self, axes: str | Sequence[str]) -> int:
         """Return the number of ranks along one axis, or along several together."""

@@ -120,7 +120,7 @@ def test_a_classifier_ends_in_whole_means(seed: int) -> None:
 @pytest.mark.parametrize(
     ("placement", "says"),
     [
-        (Placement(None, "a", None, None), "dimension 1 must be whole"),
+        (Placement(None, Sharded("a", block=1), None, None), "cut in one piece"),
         (Placement(None, None, Sharded("a", block=1), None), "cut in one piece"),
         (Placement(None, None, None, None, partial="a"), "redistribute\\(\\) it first"),
     ],

@@ -2,7 +2,10 @@
 """Tensors that lie on a grid of processes, and torch's functions of them."""
 
 from commrt.layers.tensors import (
+    convolution,
     elementwise,
+    joining,
+    masks,
     normalization,
     products,
     reductions,
@@ -18,8 +21,11 @@ __all__ = [
     "Placement",
     "ProductPlan",
     "Sharded",
+    "convolution",
     "einsum",
     "elementwise",
+    "joining",
+    "masks",
     "normalization",
     "plan",
     "products",

@@ -15,6 +15,7 @@ from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors.moves import moved
 from commrt.layers.tensors.placement import Placement
 from commrt.layers.tensors.rules import FUNCTIONS, METHODS
+from commrt.layers.tensors.within import within
 
 __all__ = ["DistTensor"]
 
@@ -64,6 +65,20 @@ class DistTensor:
             )
         self._local, self._shape = local, shape
         self._grid, self._placement = grid, placement
+
+    @classmethod
+    def unchecked(
+        cls,
+        local: torch.Tensor,
+        shape: torch.Size,
+        grid: ProcessGrid,
+        placement: Placement,
+    ) -> DistTensor:
+        """Return a tensor of facts that are known to fit; a few microseconds faster."""
+        made = cls.__new__(cls)
+        made._local, made._shape = local, shape
+        made._grid, made._placement = grid, placement
+        return made
 
     @classmethod
     def from_whole(
@@ -199,49 +214,44 @@ class DistTensor:
     ) -> Any:
         rule = FUNCTIONS.get(function)
         if rule is None:
-            name = getattr(function, "__name__", shown(function))
-            raise UsageError(
-                f"DistTensor: torch's {name} is none of the functions that take it: "
-                f"redistribute() so that no rank needs others' elements, and call it "
-                f"on .local; or use whole()"
-            )
-        return rule(*args, **(kwargs or {}))
+            return _called(_unknown, function)
+        return _called(rule, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         rule = METHODS.get(name)
         if rule is None:
             raise AttributeError(f"DistTensor has no {name!r}{suggest(name, METHODS)}")
-        return partial(rule, self)
+        return partial(_called, rule, self)
 
     def __add__(self, other: Any) -> Any:
-        return METHODS["add"](self, other)
+        return _called(METHODS["add"], self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return METHODS["add"](self, other)
+        return _called(METHODS["add"], self, other)
 
     def __sub__(self, other: Any) -> Any:
-        return METHODS["sub"](self, other)
+        return _called(METHODS["sub"], self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return METHODS["add"](METHODS["neg"](self), other)
+        return _called(METHODS["add"], METHODS["neg"](self), other)
 
     def __mul__(self, other: Any) -> Any:
-        return METHODS["mul"](self, other)
+        return _called(METHODS["mul"], self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return METHODS["mul"](self, other)
+        return _called(METHODS["mul"], self, other)
 
     def __truediv__(self, other: Any) -> Any:
-        return METHODS["div"](self, other)
+        return _called(METHODS["div"], self, other)
 
     def __pow__(self, other: Any) -> Any:
-        return METHODS["pow"](self, other)
+        return _called(METHODS["pow"], self, other)
 
     def __neg__(self) -> Any:
         return METHODS["neg"](self)
 
     def __matmul__(self, other: Any) -> Any:
-        return METHODS["matmul"](self, other)
+        return _called(METHODS["matmul"], self, other)
 
     def __repr__(self) -> str:
         sizes = tuple(self._local.shape)
@@ -249,3 +259,24 @@ class DistTensor:
             f"<DistTensor {tuple(self._shape)} {self.dtype}, {self._placement} of "
             f"{self._grid.shape}, here {sizes}>"
         )
+
+
+def _unknown(function: Any) -> None:
+    """Raise UsageError for a function that takes no distributed tensors."""
+    name = getattr(function, "__name__", shown(function))
+    raise UsageError(
+        f"DistTensor: torch's {name} is none of the functions that take it: "
+        f"redistribute() so that no rank needs others' elements, and call it "
+        f"on .local; or use whole()"
+    )
+
+
+def _called(rule: Any, *args: Any, **more: Any) -> Any:
+    """Call a rule; an error names the module of a parallel model that called it."""
+    try:
+        return rule(*args, **more)
+    except UsageError as error:
+        module = within()
+        if module is None:
+            raise
+        raise UsageError(f"in {module.path or 'the model'}: {error}") from error

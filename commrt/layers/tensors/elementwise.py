@@ -22,8 +22,9 @@ from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.moves import moved, summed_backward
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import takes
+from commrt.layers.tensors.within import within
 
-__all__ = ["same_grid"]
+__all__ = ["alike", "same_grid"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -89,6 +90,9 @@ def _of_elements(
                 f"{name}: one operand is a plain tensor of shape {tuple(x.shape)}: "
                 f"make it a DistTensor, by DistTensor.from_whole"
             )
+    if len(tensors) > 1 and within() is not None:
+        args = _met(args, tensors)
+        tensors = [x for x in args if isinstance(x, DistTensor)]
     open_sums = _open_sums(name, args, tensors)
     shapes = {x.shape for x in tensors}
     # torch's function takes longer than all the rest here.
@@ -99,6 +103,33 @@ def _of_elements(
     ]
     placement = Placement(*dims, partial=open_sums)
     return DistTensor(function(*locals_, **more), shape, grid, placement)
+
+
+def _met(args: Sequence[Any], tensors: Sequence[DistTensor]) -> tuple[Any, ...]:
+    """Return operands without open sums; those of one shape are cut alike."""
+    first = next(x for x in tensors if x.dim() == max(y.dim() for y in tensors))
+    target = Placement(*first.placement.dims)
+    return tuple(
+        x
+        if not isinstance(x, DistTensor)
+        else x.redistribute(placement=target)
+        if x.shape == first.shape
+        else x.redistribute()
+        for x in args
+    )
+
+
+def alike(
+    what: str, wanted: Sequence[tuple[DistTensor, Placement]]
+) -> list[DistTensor]:
+    """Return tensors where they shall lie; only within a parallel model they move."""
+    for x, placement in wanted:
+        same = x.placement.is_same_as(placement, x.grid, x.shape)
+        if not same and within() is None:
+            raise UsageError(
+                f"{what}: {x} must lie as {placement}: redistribute() it first"
+            )
+    return [x.redistribute(placement=placement) for x, placement in wanted]
 
 
 def _open_sums(
@@ -181,6 +212,8 @@ def _of_one(
     name: str, function: Callable[..., Tensor], x: Any, *args: Any, **more: Any
 ) -> Any:
     """Return a function of the elements of one tensor."""
+    if x.placement.partial and within() is not None:
+        x = x.redistribute()
     if x.placement.partial:
         raise UsageError(
             f"{name}: {x} has parts on several ranks: redistribute() it first"

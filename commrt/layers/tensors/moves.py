@@ -8,7 +8,7 @@ which nothing is summed.
 
 Bytes: a rank receives what its target part has and its source part lacks. Sums along
 partial axes come first, by ``allreduce``; or by ``reduce_scatterv``, where the target
-cuts a whole dimension along that axis: (p - 1) / p of the part for p ranks.
+cuts a dimension's pieces along that axis: (p - 1) / p of the part for p ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors.placement import Placement, Sharded
 
-__all__ = ["moved", "summed_backward"]
+__all__ = ["moved", "moved_for_parts", "summed_backward"]
 
 Shape = tuple[int, ...]
 
@@ -85,9 +86,10 @@ def _summed(
     grid, dims, target = between.grid, between.source.dims, between.target
     over = [axis for axis in between.source.partial if axis not in target.partial]
     for axis in [*over]:
-        at = _scattered_dim(axis, dims, target)
-        if at is not None:
-            part = _reduce_scattered(part, grid[axis], at, target.dims[at])
+        found = _scattered_dim(axis, dims, between)
+        if found is not None:
+            at, sizes = found
+            part = _reduce_scattered(part, grid[axis], at, sizes)
             dims = (*dims[:at], target.dims[at], *dims[at + 1 :])
             over.remove(axis)
     if over:
@@ -97,24 +99,38 @@ def _summed(
 
 
 def _scattered_dim(
-    axis: str, dims: Sequence[Sharded | None], target: Placement
-) -> int | None:
-    """Return the dimension that only this axis cuts in the target, and nothing yet."""
-    for number, dim in enumerate(target.dims):
-        if dim is not None and dim.axes == (axis,) and dim.block is None:
-            return number if dims[number] is None else None
+    axis: str, dims: Sequence[Sharded | None], between: _Between
+) -> tuple[int, tuple[int, ...]] | None:
+    """Return the dimension whose pieces this axis cuts further, and the new pieces.
+
+    The pieces of the target must be those of the source, cut along this axis alone.
+    """
+    grid, shape = between.grid, between.shape
+    for number, (dim, before) in enumerate(zip(between.target.dims, dims, strict=True)):
+        if dim is None or axis not in dim.axes:
+            continue
+        axes = before.axes if before is not None else ()
+        if dim.axes != (*axes, axis) or dim.block is not None:
+            return None
+        p, places = grid.size(axis), grid.size(axes)
+        sizes = dim.pieces(shape[number], p * places)
+        groups = [sizes[place * p : (place + 1) * p] for place in range(places)]
+        if before is not None:
+            if before.block is not None:
+                return None
+            if (*map(sum, groups),) != before.pieces(shape[number], places):
+                return None
+        return number, groups[grid.place(axes)]
     return None
 
 
 def _reduce_scattered(
-    part: torch.Tensor, comm: Communicator, at: int, dim: Sharded | None
+    part: torch.Tensor, comm: Communicator, at: int, sizes: Sequence[int]
 ) -> torch.Tensor:
     """Return this rank's piece of the sum, cut in one dimension."""
-    assert dim is not None
     extent = part.shape[at]
     rows = part.movedim(at, 0).contiguous()
     per_row = rows[0].numel() if extent else 0
-    sizes = dim.pieces(extent, comm.size)
     out = rows.new_empty((sizes[comm.rank], *rows.shape[1:]))
     counts = [size * per_row for size in sizes]
     if sum(counts):
@@ -197,3 +213,50 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
         total = gradient.detach().clone(memory_format=torch.contiguous_format)
         ctx.comm.allreduce(total)
         return total, None
+
+
+def moved_for_parts(
+    local: torch.Tensor,
+    grid: ProcessGrid,
+    shape: Shape,
+    source: Placement,
+    target: Placement,
+    axes: Sequence[str],
+) -> torch.Tensor:
+    """Return this rank's part under ``target``, for ranks that compute parts of sums.
+
+    Along ``axes``, which cut nothing in ``target``, each rank computes a part of what
+    is made of the tensor. So the gradient is the sum of theirs, of which each rank gets
+    its part under ``source``.
+
+    Bytes in the backward pass: those of a reduce_scatter where ``source`` cuts a
+    dimension along an axis, (p - 1) / p of the gradient for p ranks; else those of an
+    allreduce.
+    """
+    used = tuple(a for a in grid.axes if a in axes and grid.size(a) > 1)
+    if not used:
+        return moved(local, grid, shape, source, target)
+    back = _Between(
+        *(grid, shape, Placement(*target.dims, partial=used), Placement(*source.dims))
+    )
+    there = _Between(grid, shape, source, target)
+    result: torch.Tensor = _MoveForParts.apply(local, there, back)
+    return result
+
+
+class _MoveForParts(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, there: _Between, back: _Between
+    ) -> torch.Tensor:
+        ctx.back = back
+        if there.source.is_same_as(there.target, there.grid, there.shape):
+            return local.view_as(local)
+        part, dims = _summed(local.detach(), there)
+        return _laid_out(part, there, dims)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        part, dims = _summed(gradient.detach(), ctx.back)
+        return _laid_out(part, ctx.back, dims), None, None

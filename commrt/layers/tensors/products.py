@@ -27,13 +27,22 @@ from torch.nn import functional
 
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.tensors.channels import (
+    biased,
+    form_of,
+    taken,
+    tile_of,
+    wanted_filters,
+)
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.elementwise import same_grid
 from commrt.layers.tensors.moves import moved, summed_backward
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import METHODS, takes
+from commrt.layers.tensors.spatial import several
+from commrt.layers.tensors.within import within
 
-__all__ = ["ProductPlan", "einsum", "linear", "matmul", "plan"]
+__all__ = ["ProductPlan", "einsum", "linear", "matmul", "plan", "received"]
 
 Tensor: TypeAlias = torch.Tensor
 Cuts: TypeAlias = dict[str, Sharded]
@@ -241,19 +250,19 @@ def _costed(
     placement = Placement(*map(cuts.get, result), partial=sorted(open_sums))
     shape = [extents[letter] for letter in result]
     nbytes = sum(
-        _received(grid, x.shape, x.placement, target) * x.dtype.itemsize
+        received(grid, x.shape, x.placement, target) * x.dtype.itemsize
         for x, target in zip(operands, targets, strict=True)
     )
     if out is not None:
-        nbytes += _received(grid, shape, placement, out) * item
+        nbytes += received(grid, shape, placement, out) * item
     flops = math.prod(extents.values()) / grid.size([*used])
     return ProductPlan(tuple(targets), placement, summed, nbytes, flops)
 
 
-def _received(
+def received(
     grid: ProcessGrid, shape: Sequence[int], source: Placement, target: Placement
 ) -> float:
-    """Return elements that a rank receives, as if all pieces were even."""
+    """Return elements that a rank receives in a move, as if pieces were even."""
     if source.is_same_as(target, grid, shape):
         return 0.0
     total, dims = 0.0, [*source.dims]
@@ -311,8 +320,11 @@ def linear(
 ) -> DistTensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
 
-    With a bias the result is no sum with open parts: those are summed first.
+    With a bias the result is no sum with open parts: those are summed first. A weight
+    that is a plain tensor, whole on every rank, is used as in a convolution.
     """
+    if not isinstance(weight, DistTensor):
+        return _of_whole_weight(x, weight, bias)
     batch = "abcdefgh"[: x.dim() - 1]
     spec = f"{batch}i,oi->{batch}o"
     chosen = _kept_plan(spec, [x, weight])
@@ -335,3 +347,32 @@ def linear(
     return _product(
         spec, [x, weight], chosen, lambda a, b: functional.linear(a, b, part)
     )
+
+
+def _of_whole_weight(x: DistTensor, weight: Any, bias: Any) -> DistTensor:
+    """Return a linear layer whose weight all ranks have, its gradient whole, too."""
+    if isinstance(bias, DistTensor) or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise UsageError(
+            f"linear: {x} and a weight of shape {tuple(weight.shape)} that every rank "
+            f"has: expected {weight.shape[1]} features, and a bias that is such a "
+            f"tensor"
+        )
+    dim = x.dim() - 1
+    x = x if not x.placement.partial else x.redistribute()
+    numel = math.prod(x.shape[:-1]) * weight.shape[0]
+    module = within()
+    wanted = wanted_filters(x, weight.shape[0], dim)
+    if module is None:
+        wanted = ()
+    form = form_of(x, numel, wanted, module.stationary if module else "auto", dim)
+    shared = several(x, range(dim))
+    x = taken(x, form, dim)
+    tile = tile_of(weight, x.grid, [form.filters, form.channels], shared)
+    early = None
+    if not form.open_sums:
+        early = tile_of(bias, x.grid, [form.filters], shared)
+    local = functional.linear(x.local, tile, early)
+    dims = [*x.placement.dims[:-1], form.filters]
+    shape = [*x.shape[:-1], weight.shape[0]]
+    y = DistTensor(local, shape, x.grid, Placement(*dims, partial=form.open_sums))
+    return biased(y, bias, form, shared, dim) if form.open_sums else y

@@ -17,6 +17,7 @@ from commrt.errors import UsageError
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import takes
+from commrt.layers.tensors.within import within
 from commrt.vocabulary.checks import as_items
 
 __all__ = ["flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze"]
@@ -105,6 +106,8 @@ def reshape(x: DistTensor, *shape: Any) -> DistTensor:
     target = _filled(_integers(shape), x.numel())
     if math.prod(target) != x.numel():
         raise UsageError(f"reshape: {tuple(x.shape)} does not fit into {target}")
+    if within() is not None:
+        x = _with_whole_channels_cut(x, target)
     cuts: list[Cut] = []
     local: list[int] = []
     for inside, outside in _groups([*x.shape], target):
@@ -119,6 +122,37 @@ def reshape(x: DistTensor, *shape: Any) -> DistTensor:
         ]
     placement = x.placement.with_dims(cuts)
     return DistTensor(x.local.reshape(local), target, x.grid, placement)
+
+
+def _with_whole_channels_cut(x: DistTensor, target: Sequence[int]) -> DistTensor:
+    """Return a tensor of which channels and space become one, cut by channels alone.
+
+    Axes that cut space cut channels then; each rank has as many elements as before.
+    Without enough channels for that, each rank gets the whole samples, if it may.
+    """
+    module = within()
+    cutting = [n for n in range(2, x.dim()) if _is_cut(x, n)]
+    is_flat = [*target] == [x.shape[0], math.prod(x.shape[1:])] and x.dim() > 2
+    if not is_flat or not cutting or module is None:
+        return x
+    dims = [n for n in range(1, x.dim()) if _is_cut(x, n)]
+    axes = [a for n in dims for cut in [x.placement.dims[n]] if cut for a in cut.axes]
+    rest = [None] * (x.dim() - 2)
+    if x.shape[1] >= x.grid.size(axes):
+        return x.redistribute(x.placement.dims[0], Sharded(tuple(axes)), *rest)
+    if module.allow_gather:
+        return x.redistribute(x.placement.dims[0], None, *rest)
+    raise UsageError(
+        f"reshape: {x}: elements of several ranks become one dimension, and "
+        f"{x.shape[1]} channels are too few for {x.grid.size(axes)} places: pass "
+        f"allow_gather=True to parallelize_cnn, or give the layer before it a strategy "
+        f"that does not cut space"
+    )
+
+
+def _is_cut(x: DistTensor, number: int) -> bool:
+    cut = x.placement.dims[number]
+    return cut is not None and x.grid.size(cut.axes) > 1
 
 
 def _own_extent(x: DistTensor, cut: Sharded, extent: int) -> int:

@@ -1,46 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's convolutions, poolings and paddings of tensors that are cut in space.
+"""torch's poolings, paddings and interpolations of tensors that are cut in space.
 
     x = DistTensor.from_whole(images, grid, Placement("data", None, "height", "width"))
-    y = torch.nn.Conv2d(3, 8, 3, padding=1)(x)     # halos come from the neighbours
+    y = torch.nn.MaxPool2d(3, 2, 1)(x)             # halos come from the neighbours
 
-Batch and space may be cut, channels are whole. Weights are plain tensors that all ranks
-have, as a module keeps them. Their gradients are summed over the axes that cut ``x``,
-so every rank has the whole gradient. ``commrt.layers.spatial`` computes, and has the
-bytes that are sent.
+Batch, channels and space may be cut. Each channel is computed by itself, so cut
+channels send nothing. ``commrt.layers.spatial`` computes, and has the bytes of halos.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
+from functools import partial as bound
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from commrt.comm import Communicator
 from commrt.errors import UsageError
 from commrt.layers.spatial.adaptive_pooling import (
     adaptive_avg_pool,
     adaptive_max_pool,
 )
-from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.interpolation import interpolate
 from commrt.layers.spatial.padding import pad as pad_piece
 from commrt.layers.spatial.pooling import avg_pool, max_pool
-from commrt.layers.spatial.transposed_convolution import conv_transpose
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import METHODS, takes
 
-__all__ = ["check_weights", "cuts_of", "cutting_comm"]
+__all__ = ["cuts_of", "on_one_rank", "result_of", "several"]
 
 
 def cuts_of(what: str, x: DistTensor) -> dict[int, Cut]:
-    """Return the cuts of a tensor; UsageError where channels are cut or sums open."""
+    """Return the cuts of batch and space; UsageError where sums are open.
+
+    Channels may be cut in one piece for each place; their cut is not among the results.
+    """
     placement = x.placement
     if placement.partial:
         raise UsageError(
@@ -50,11 +49,10 @@ def cuts_of(what: str, x: DistTensor) -> dict[int, Cut]:
     for number, (cut, extent) in enumerate(zip(placement.dims, x.shape, strict=True)):
         if cut is None:
             continue
-        if cut.block is not None or (number == 1 and x.grid.size(cut.axes) > 1):
+        if cut.block is not None:
             raise UsageError(
-                f"{what}: {x}: dimension {number} must be "
-                f"{'whole: it has the channels' if number == 1 else 'cut in one piece'}"
-                f"; redistribute() it first"
+                f"{what}: {x}: dimension {number} must be cut in one piece for each "
+                f"place; redistribute() it first"
             )
         if number != 1:
             found[number] = _cut(x, cut, extent)
@@ -66,34 +64,62 @@ def _cut(x: DistTensor, cut: Sharded, extent: int) -> Cut:
     return Cut(comm, cut.pieces(extent, comm.size))
 
 
-def _result(x: DistTensor, local: Any, cuts: Mapping[int, Cut]) -> DistTensor:
-    """Return what a function of pieces gave, as a tensor."""
+def result_of(
+    x: DistTensor,
+    local: Any,
+    cuts: Mapping[int, Cut],
+    channels: Sharded | None = None,
+    num_channels: int | None = None,
+    partial: Sequence[str] = (),
+) -> DistTensor:
+    """Return what a function of pieces gave, as a tensor.
+
+    Args:
+        x: the input.
+        local: this rank's piece of the result.
+        cuts: of batch and space.
+        channels: how the result's channels are cut; only with
+        num_channels: of the whole result; None: those of ``x``, or of ``local`` where
+            nothing cuts them.
+        partial: axes along which the result is a sum.
+    """
     dims: list[Sharded | None] = [None] * x.dim()
     shape = [*local.shape]
+    if num_channels is not None:
+        dims[1], shape[1] = channels, num_channels
+    elif x.placement.dims[1] is not None and several(x, [1]):
+        dims[1], shape[1] = x.placement.dims[1], x.shape[1]
     for number, cut in cuts.items():
         before = x.placement.dims[number]
         assert before is not None
         dims[number] = Sharded(before.axes, sizes=cut.sizes)
         shape[number] = cut.extent
-    return DistTensor(local, shape, x.grid, Placement(*dims))
+    return DistTensor(local, shape, x.grid, Placement(*dims, partial=partial))
 
 
-def cutting_comm(x: DistTensor) -> Communicator | None:
-    """Return the ranks whose parts of a weight's gradient belong together."""
-    cutting = x.placement.cut_axes
-    axes = tuple(a for a in x.grid.axes if a in cutting and x.grid.size(a) > 1)
-    return x.grid[axes] if axes else None
-
-
-def check_weights(what: str, x: Any, weight: Any, bias: Any) -> None:
-    """Raise UsageError unless only the input is a distributed tensor."""
-    if not isinstance(x, DistTensor) or isinstance(weight, DistTensor):
+def on_one_rank(
+    what: str, function: Callable[..., Any], x: DistTensor, *args: Any, **more: Any
+) -> DistTensor:
+    """Return what torch's own function gives on a grid of one rank, bit for bit."""
+    if x.placement.partial:
         raise UsageError(
-            f"{what}: the input must be a DistTensor, and the weight a plain tensor "
-            f"that all ranks have"
+            f"{what}: {x} has parts on several ranks: redistribute() it first"
         )
-    if isinstance(bias, DistTensor):
-        raise UsageError(f"{what}: bias must be a plain tensor that all ranks have")
+    local = function(x.local, *args, **more)
+    return DistTensor.unchecked(local, local.shape, x.grid, _even(x.placement))
+
+
+@lru_cache(maxsize=1024)
+def _even(placement: Placement) -> Placement:
+    """Return the same cuts in even pieces."""
+    return Placement(*(cut and Sharded(cut.axes) for cut in placement.dims))
+
+
+def several(x: DistTensor, dims: Iterable[int]) -> tuple[str, ...]:
+    """Return the axes of several ranks that cut some dimensions, in grid order."""
+    cuts = [x.placement.dims[number] for number in dims]
+    cutting = {axis for cut in cuts if cut is not None for axis in cut.axes}
+    return tuple(a for a in x.grid.axes if a in cutting and x.grid.size(a) > 1)
 
 
 @dataclass(frozen=True)
@@ -118,11 +144,8 @@ def _windowed(
             raise UsageError(f"{what}: {name} is not known for tensors that are cut")
     if not given.get("stride", True):  # torch's pools have an empty one as default
         del given["stride"]
-    if "weight" in function.arguments:
-        check_weights(what, input, given.get("weight"), given.get("bias"))
-        given["sum_weight_gradients_over"] = cutting_comm(input)
     local, cuts = function.of_piece(input.local, cuts=cuts_of(what, input), **given)
-    return _result(input, local, cuts)
+    return result_of(input, local, cuts)
 
 
 def _adaptive_avg_pool(
@@ -149,21 +172,11 @@ def pad(
         0.0 if value is None else value,
         cuts=cuts_of("pad", input),
     )
-    return _result(input, local, cuts)
+    return result_of(input, local, cuts)
 
 
 _ADAPTIVE = ("output_size", "return_indices")
 _FUNCTIONS = {
-    "conv": _Windows(
-        conv, ("weight", "bias", "stride", "padding", "dilation", "groups")
-    ),
-    "conv_transpose": _Windows(
-        conv_transpose,
-        (
-            *("weight", "bias", "stride", "padding", "output_padding", "groups"),
-            "dilation",
-        ),
-    ),
     "max_pool": _Windows(
         max_pool,
         (
@@ -187,7 +200,7 @@ for _name, _function in _FUNCTIONS.items():
         _named = f"{_name}{_dims}d"
         # Under both names that torch has, where they are two functions.
         _known = {getattr(functional, _named), getattr(torch, _named, None)} - {None}
-        takes(*_known)(partial(_rule, _named, _function))
+        takes(*_known)(bound(_rule, _named, _function))
 _INTERPOLATE = _Windows(
     interpolate,
     (
@@ -195,4 +208,4 @@ _INTERPOLATE = _Windows(
         "antialias",
     ),
 )
-takes(functional.interpolate)(partial(_windowed, "interpolate", _INTERPOLATE))
+takes(functional.interpolate)(bound(_windowed, "interpolate", _INTERPOLATE))

@@ -115,7 +115,7 @@ def _residual(scale: int) -> tuple[Any, tuple[int, ...], str]:
     """Return the stages of a ResNet-50 on a picture, and what is cut."""
     from torch import nn
 
-    class Bottleneck(nn.Module):
+    class Bottleneck(nn.Module):  # type: ignore[misc]
         def __init__(self, inputs: int, planes: int, stride: int) -> None:
             super().__init__()
             outputs = 4 * planes
@@ -157,7 +157,7 @@ def _unet(scale: int) -> tuple[Any, tuple[int, ...], str]:
             layers += [conv, nn.BatchNorm3d(outputs), nn.ReLU(inplace=True)]
         return nn.Sequential(*layers)
 
-    class UNet(nn.Module):
+    class UNet(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             widths = (16, 32, 64, 128)

@@ -154,10 +154,11 @@ test-gpu-libraries: $(VENV_GPU)/.installed ## The real NCCL, cupy, numba-cuda, c
 .PHONY: examples
 examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare with one process.
 	@# Not from here: this folder's commrt has no engine, and -m would find it first.
-	cd $(VENV_TORCH); for each in cnn gcn gpt_fsdp gpt_tensor_parallel; do \
+	cd $(VENV_TORCH); for each in cnn gpt_fsdp gpt_tensor_parallel; do \
 	  OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 \
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
 	done; \
+	OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 -m commrt.examples.gcn --check; \
 	bin/python -m commrt.run -n 3 --restarts 1 -m commrt.examples.elastic_cnn --kill 20; \
 	for each in ddp hsdp tensor; do \
 	  bin/python -m commrt.run -n 4 --restarts 2 \

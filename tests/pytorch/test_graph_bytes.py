@@ -21,6 +21,7 @@ from commrt.layers.graphs import (
     double_permutation,
     rank_grids,
     shard_graph,
+    spmm,
 )
 from commrt.layers.graphs.grid_model import calls_of_step
 from commrt.layers.process_grid import ProcessGrid
@@ -210,3 +211,26 @@ def test_a_double_permutation_sends_the_same_bytes() -> None:
         halves = calls_of_step(34, (5, 4, 2), (2, 1, 2), itemsize=8)
         assert abs(found / sum(call.nbytes for call in halves) - 1) < 0.2
     assert torch.is_grad_enabled()
+
+
+def test_chunks_are_all_under_way_before_the_first_is_waited_for() -> None:
+    case = karate()
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": 2, "y": 1, "z": 1}) as grid:
+            graph = shard_graph(case.graph, case.x, case.y, grid, layers=1)
+            comm.barrier()
+            spmm(graph.adjacency, graph.features, chunks=4)
+            comm.barrier()
+
+    with commrt.trace.record() as recording:
+        run(2, main)
+    for log in recording.logs():
+        marks = [n for n, call in enumerate(log.operations) if call.op == "barrier"]
+        chunks = log.operations[marks[0] + 1 : marks[1]]
+        assert [call.op for call in chunks] == ["allreduce"] * 4
+        assert sum(call.nbytes for call in chunks) == 34 * 5 * 8
+        # An end is seen where it is waited for.
+        assert max(call.start_ns for call in chunks) < min(
+            call.end_ns or 0 for call in chunks
+        )

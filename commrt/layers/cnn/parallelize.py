@@ -123,7 +123,7 @@ def parallelize_cnn(
         own = strategies.of(path)
         state = Within(path, own.filter, own.stationary, allow_gather)
         _hook(module, _moving(grid, own, state, takes_channels(module)), _leaving)
-    model.register_forward_hook(_leaving(outputs))
+    model.register_forward_hook(_results(outputs))
     return model
 
 
@@ -222,7 +222,7 @@ def _spatial_roles(
     return every[max(0, 5 - num_dims) :]
 
 
-def _leaving(outputs: str) -> Callable[..., Any]:
+def _results(outputs: str) -> Callable[..., Any]:
     """Return the hook that gives a model's results in the form that was asked for."""
 
     def given(x: Any) -> Any:

@@ -22,7 +22,6 @@ the bytes of weight and bias.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -82,8 +81,7 @@ def conv(
         stride, padding, dilation, groups: as in torch; also "same" and "valid".
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         overlap: compute outputs that need no halo while the halo travels. With another
-            padding than zeros, and where the weight has more elements than an even
-            piece of ``x``, the halo is waited for first.
+            padding than zeros the halo is always waited for first.
         sum_weight_gradients_over: ranks over which the backward pass sums the gradients
             of weight and bias. None: they are this rank's parts of the sums.
 
@@ -126,7 +124,7 @@ def conv(
             x, weight, bias = (_as_autocast(each) for each in (x, weight, bias))
         # The dimension whose strips are the largest is the one that is worth hiding.
         along.sort(key=lambda dim: (slidings[dim - 2].span / extents[dim - 2], dim))
-        last = along.pop() if overlap and _is_worth_it(x, weight, cuts) else None
+        last = along.pop() if overlap else None
         for dim in along:
             x = window_of_outputs(x, dim, cuts[dim], slidings[dim - 2], made[dim])
             pads[dim - 2] = (0, 0)
@@ -152,17 +150,6 @@ def conv(
     if 0 in shape[2:]:
         return empty_result(shape, x, weight, bias), made
     return PLAIN[dims](x, weight, bias, strides, both, dilations, groups), made
-
-
-def _is_worth_it(x: Any, weight: Any, cuts: Mapping[int, Cut]) -> bool:
-    """Return whether pieces are large enough to be computed in parts; alike on ranks.
-
-    Each part reads the whole weight, and its gradient is made anew. Where weights have
-    more elements than pieces, that takes longer than the halo travels.
-    """
-    places = math.prod(cut.comm.size for cut in cuts.values())
-    pieces = math.prod(whole_extents(x, cuts)) / places
-    return bool(pieces >= weight.numel())
 
 
 # -- arguments -------------------------------------------------------------------------

@@ -151,6 +151,31 @@ def traced(model: nn.Module, whole: Any, as_whole: Any) -> dict[str, Any]:
     return found
 
 
+def test_float32_differs_by_the_rounding_of_reordered_sums(seed: int) -> None:
+    whole = drawn(random.Random(seed), (2, 1, 19, 9, 5)).float()
+    torch.manual_seed(seed)
+    serial = meshnet(4, 3, dropout=0.0)
+    untouched = copy.deepcopy(serial)
+    exact = copy.deepcopy(serial).double()
+    exact(whole.double()).square().sum().backward()
+    # A sum of n products is off by n half units in the last place at most, in each of
+    # ten layers, forward and backward; a weight's gradient sums over all voxels.
+    terms = 10 * 27 * 4 + whole.numel()
+    bound = terms * torch.finfo(torch.float32).eps / 2
+
+    def main(comm: Any) -> None:
+        model = copy.deepcopy(untouched)
+        with ProcessGrid(comm, {"depth": 3}) as grid:
+            parallelize_cnn(model, grid, outputs="whole")
+            y = model(whole)
+            assert off_by(y.double(), exact(whole.double())) < bound
+            y.square().sum().backward()
+            for got, right in zip(model.parameters(), exact.parameters(), strict=True):
+                assert off_by(got.grad.double(), right.grad) < bound
+
+    run(3, main)
+
+
 def test_one_rank_has_the_bits_of_the_plain_model(seed: int) -> None:
     torch.manual_seed(seed)
     plain = nn.Sequential(ResNet50(4, 5), nn.Dropout(0.5))

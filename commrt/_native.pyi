@@ -950,10 +950,11 @@ class Group:
 
     def waiting_message(
         self, tag: int, first: int, num: int
-    ) -> tuple[int, int, int, bool]:
-        """Return source, bytes, type code and whether its sender has refused it, of a
-        message of this tag that no receive has asked for, looking at `num` ranks
-        from `first` on; source -1: there is none.
+    ) -> tuple[int, int, int, str | None]:
+        """Return source, bytes and type code of a message of this tag that no receive
+        has asked for, looking at `num` ranks from `first` on; source -1: there is
+        none. The last is why its sender has refused it, or None; such a message is
+        taken.
         """
 
     def waiting_source(self, tag: int, first: int) -> int:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from commrt import _native
 from commrt.errors import (
     ChangedInFlightError,
     ClosedError,
@@ -19,6 +19,7 @@ from commrt.errors import (
     TimeoutError_,
     TruncationError,
 )
+from commrt.group.group import Group
 from commrt.vocabulary.checks import LARGEST_TAG, as_integer
 
 __all__ = [
@@ -63,7 +64,7 @@ def is_untold(error: Exception) -> bool:
 
 
 def refuse_messages(
-    group: _native.Group,
+    group: Group,
     error: Exception,
     sends: Sequence[Place] = (),
     recvs: Sequence[Place] = (),
@@ -79,12 +80,14 @@ def refuse_messages(
 
 
 def take_places(
-    group: _native.Group,
+    group: Group,
     error: Exception,
     sends: Sequence[Place] = (),
     recvs: Sequence[Place] = (),
 ) -> None:
     """Do the same, also where other ranks have heard of the error in another group."""
+    if group.closed is not None or group.failure or os.getpid() != group.pid:
+        return
     why = str(error).encode(errors="backslashreplace").decode()
     for is_send, places in ((True, sends), (False, recvs)):
         for peer, tag in places:
@@ -97,7 +100,7 @@ def take_places(
 
 @contextmanager
 def telling_peers(
-    group: _native.Group, sends: Sequence[Place] = (), recvs: Sequence[Place] = ()
+    group: Group, sends: Sequence[Place] = (), recvs: Sequence[Place] = ()
 ) -> Iterator[None]:
     """Let the peers of messages hear of an error in here, which refuses them."""
     try:

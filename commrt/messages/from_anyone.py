@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from commrt import _native
-from commrt.errors import PeerFailedError, RevokedError, TimeoutError_, UsageError
+from commrt.errors import (
+    PeerFailedError,
+    RefusedError,
+    RevokedError,
+    TimeoutError_,
+    UsageError,
+)
 from commrt.group.group import Group
 from commrt.vocabulary.dtypes import DTYPES
 from commrt.vocabulary.limits import check_timeout, deadline_after
@@ -63,12 +69,14 @@ def probe(
 
     def look() -> WaitingMessage | None:
         found = group.waiting_message(tag, first % group.size, num)
-        rank, nbytes, code, is_refused = found
+        rank, nbytes, code, refusal = found
         if rank < 0:
             return None
-        if is_refused:  # this takes it, and raises
-            empty = 0, 0, rank, tag, None, ()
-            group.recv_bytes(*empty, what, False, group.timeout_s)
+        if refusal is not None:  # it has been taken
+            raise RefusedError(
+                f"{what} on {group.name}, rank {group.rank}: rank {rank} has refused "
+                f"its send (tag {tag}), and nothing was delivered: {refusal}"
+            )
         dtype = DTYPES[code].name if code < len(DTYPES) else ""
         return WaitingMessage(rank, tag, nbytes, dtype)
 

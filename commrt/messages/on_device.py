@@ -29,8 +29,12 @@ class DeviceMessages:
         recvs: Sequence[Message],
         result: Any,
         stream: Any = None,
+        *,
+        has_places: bool = True,
     ) -> None:
+        """Bind them; ``has_places``: others hear of it where they are refused."""
         self._group, self._devices = group, devices
+        self._has_places = has_places
         self._what = what
         self.arrays = [each for each, _, _ in (*sends, *recvs)]
         """All arrays, those that leave first."""
@@ -49,7 +53,8 @@ class DeviceMessages:
         group.check_usable()
         limit = group.timeout_s if timeout_s is None else timeout_s
         first = self.arrays[0].array
-        with telling_peers(group, _places(self.sends), _places(self.recvs)):
+        sends, recvs = (self.sends, self.recvs) if self._has_places else ([], [])
+        with telling_peers(group, _places(sends), _places(recvs)):
             if self._stream is None:
                 stream = current_stream_of(first, device)
             else:

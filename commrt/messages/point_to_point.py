@@ -116,14 +116,42 @@ class Messages:
             nonblocking = check_flag("recv", "nonblocking", nonblocking)
             limit = self.group.limit("recv", timeout_s)
             if source is not None:
-                given = self.incoming("recv", out, source, "source", tag, "tag")
-                on_device = self._on_device("recv", [], [given], out, stream)
+                coming = self.incoming("recv", out, source, "source", tag, "tag")
+                on_device = self._on_device("recv", [], [coming], out, stream)
         if source is None:
             request = self._from_anyone(out, tag, limit, stream)
             return request if nonblocking else request.wait()
+        return self._receive(coming, on_device, out, nonblocking, limit)
+
+    def take(
+        self,
+        out: Any,
+        source: int,
+        tag: int,
+        timeout_s: float | None = None,
+        stream: Any = None,
+    ) -> Any:
+        """Start to receive a message that waits; return a request.
+
+        It stays where it is if the receive is refused: it was meant for any rank's.
+        """
+        self.group.check_usable()
+        limit = self.group.limit("recv", timeout_s)
+        coming = self.incoming("recv", out, source, "source", tag, "tag")
+        on_device = self._on_device("recv", [], [coming], out, stream, has_places=False)
+        return self._receive(coming, on_device, out, True, limit)
+
+    def _receive(
+        self,
+        coming: Message,
+        on_device: DeviceMessages | None,
+        out: Any,
+        nonblocking: bool,
+        limit: float,
+    ) -> Any:
         if on_device is not None:
             return on_device.run(nonblocking, limit)
-        buffer, source, tag = given
+        buffer, source, tag = coming
         return self.group.recv_bytes(
             buffer.address,
             buffer.nbytes,
@@ -139,11 +167,12 @@ class Messages:
 
     def _from_anyone(self, out: Any, tag: Any, limit: float, stream: Any) -> FromAnyone:
         """Return the receive of whichever rank's message comes first."""
-        _, _, number = self.incoming("recv", out, self.group.rank, "source", tag, "tag")
+        own = self.group.rank
+        buffer, _, number = self.incoming("recv", out, own, "source", tag, "tag")
+        place_of("recv", [buffer], stream)
 
         def receive(source: int) -> Any:
-            more = {"nonblocking": True, "timeout_s": limit, "stream": stream}
-            return self.recv(out, source, number, **more)
+            return self.take(out, source, number, limit, stream)
 
         return FromAnyone(self.group, "recv", receive, number, limit)
 
@@ -284,11 +313,14 @@ class Messages:
         recvs: list[Message],
         result: Any,
         stream: Any,
+        *,
+        has_places: bool = True,
     ) -> DeviceMessages | None:
         """Return the messages as one operation if their arrays are on a device."""
         if place_of(what, [each[0] for each in (*sends, *recvs)], stream) is None:
             return None
-        return self.on_device(what, sends, recvs, result, stream)
+        more = self.group, self.devices, what, sends, recvs, result, stream
+        return DeviceMessages(*more, has_places=has_places)
 
     def on_device(
         self,

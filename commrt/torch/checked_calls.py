@@ -167,7 +167,8 @@ class CheckedCalls(Collectives, Messages):
             with _telling(calls.comm, channel, recvs=[(src_rank, tag)]):
                 x = given(one("recv", tensors), "recv: tensor")
                 out, back = target(x)
-            request = _Received(channel, calls.comm, x, out, src_rank, tag)
+                data = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
+            request = _Received(channel, calls.comm, x, data, src_rank, tag)
         return calls.end(request, False, [x], back)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:
@@ -177,7 +178,8 @@ class CheckedCalls(Collectives, Messages):
         calls, channel, site = self.calls, self._channel, call_site()
 
         def receive(source: int) -> _Received:
-            return _Received(channel, calls.comm, x, out, source, tag, site)
+            data = calls.comm.messages.take(out, source, tag)
+            return _Received(channel, calls.comm, x, data, source, tag, site)
 
         with calls.raising():
             request = FromAnyone(calls.comm, "recv_anysource", receive, tag)
@@ -300,17 +302,18 @@ class _Received:
         channel: Channel,
         comm: Core,
         x: torch.Tensor,
-        out: torch.Tensor,
+        data: Any,
         source: int,
         tag: int,
         site: str | None = None,
     ) -> None:
+        """Receive the description of what the request ``data`` receives into ``x``."""
         self._what = f"recv on {comm.name}, rank {comm.rank}"
         self._x = x
         self._said = np.empty(_HEADER_NBYTES, np.uint8)
         self._tag = tag
         self._site = site or call_site()
-        self._data = comm.recv(out, source=source, tag=tag, nonblocking=True)
+        self._data = data
         said = self._said
         self._words = channel.recv_bytes(
             said.ctypes.data,

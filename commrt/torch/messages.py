@@ -50,7 +50,7 @@ class Messages:
 
         def receive(source: int) -> Any:
             with profiled("recv"):
-                return comm.recv(out, source=source, tag=tag, nonblocking=True)
+                return comm.messages.take(out, source, tag)
 
         with calls.raising():
             request = FromAnyone(comm, "recv_anysource", receive, tag)

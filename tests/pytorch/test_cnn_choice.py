@@ -123,3 +123,35 @@ def test_chosen_strategies_give_the_results_of_one_process(seed: int) -> None:
 def test_shapes_that_do_not_fit_the_model_are_refused() -> None:
     with pytest.raises(UsageError, match=r"does not run on an input of shape \(1, 2"):
         facts_of(meshnet(), (1, 2, 8, 8, 8))
+
+
+def test_a_model_of_one_layer_gets_a_strategy() -> None:
+    def main(comm: Any) -> None:
+        model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1))
+        with ProcessGrid(comm, {"a": 2}) as grid:
+            chosen = choose_strategies(model, grid, (1, 2, 32, 32), rates=FAST)
+            parallelize_cnn(model, grid, chosen.by_path)
+
+    run(2, main)
+
+
+class _Pair(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [(nn.Sequential(_Pair()), (1, 2, 8, 8)), (nn.Conv2d(2, 2, 3), 16)],
+)
+def test_models_that_cannot_be_looked_at_are_refused_on_all_ranks(
+    model: nn.Module, example: Any
+) -> None:
+    def main(comm: Any) -> None:
+        with (
+            ProcessGrid(comm, {"a": 2}) as grid,
+            pytest.raises(UsageError, match="cannot be looked at|does not run"),
+        ):
+            choose_strategies(model, grid, example, rates=FAST)
+
+    run(2, main)

@@ -178,6 +178,7 @@ def test_arrays_that_are_no_matrix_are_refused(given: Any, says: str) -> None:
         as_csr(given, "graph")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS")
 def test_tensors_of_other_layouts_are_refused() -> None:
     with pytest.raises(UsageError, match="to_sparse_csr"):
         as_csr(torch.eye(2).to_sparse_csc())
@@ -287,3 +288,14 @@ def test_permutations_that_are_none_are_refused() -> None:
         DoublePermutation(np.array([0, 0, 1]), np.arange(3))
     with pytest.raises(UsageError, match="number from 0"):
         double_permutation(karate().graph, -1)
+
+
+def test_a_matrix_of_views_is_not_what_others_write() -> None:
+    columns = np.array([0, 1], np.int32)
+    matrix = CsrMatrix(np.array([0, 1, 2], np.int32), columns[:], np.ones(2), (2, 2))
+    columns[0] = 3
+    assert matrix.indices.tolist() == [0, 1]
+
+
+def test_lists_without_entries_are_a_matrix() -> None:
+    assert as_csr(([0, 0, 0], [], [])).shape == (2, 2)

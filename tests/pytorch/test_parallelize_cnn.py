@@ -287,3 +287,35 @@ def test_invalid_strategies_are_refused() -> None:
         ParallelStrategy(stationary="z")
     with pytest.raises(UsageError, match="name of an axis"):
         ParallelStrategy(height=3)  # type: ignore[arg-type]
+
+
+class _Written(nn.Module):
+    """Its activation writes to what is added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.ReLU(inplace=True)
+        self.d = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = x * 1.0
+        return self.d(self.c(x)) + x
+
+
+def test_what_a_module_writes_in_place_is_seen_whatever_its_strategy() -> None:
+    serial = _Written().double()
+    x = torch.linspace(-1, 1, 2 * 4 * 6 * 5).reshape(2, 4, 6, 5).double()
+    expected = serial(x)
+    untouched = copy.deepcopy(serial)
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"r": 2}) as grid:
+            strategies = {
+                "": ParallelStrategy(height="r"),
+                "c": ParallelStrategy(channel="r", filter="r"),
+            }
+            model = copy.deepcopy(untouched)
+            parallelize_cnn(model, grid, strategies, outputs="whole")
+            assert torch.allclose(model(x), expected, atol=1e-12)
+
+    run(2, main)

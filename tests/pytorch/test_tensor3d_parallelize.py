@@ -36,6 +36,7 @@ from commrt.layers.tensor3d import (
     load_state_dict,
     overlap_communication,
     parallelize,
+    sequence_parallel,
     state_dict,
     sync_gradients,
 )
@@ -301,3 +302,71 @@ def test_models_without_layers_of_a_grid_are_refused() -> None:
                 sync_gradients(table, grid)
 
     run(1, main)
+
+
+def test_parts_whose_parents_read_their_weights_stay_whole() -> None:
+    """torch's encoder layers compute with them, past their ``forward``, in eval()."""
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": 2}) as grid:
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            model = nn.Sequential(layer, nn.Linear(8, 4))
+            parallelize(model, grid, broadcast=False)
+            assert type(model[0].linear1) is nn.Linear
+            assert isinstance(model[1], Linear3d)
+            with auto_parallelize(grid):
+                made = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            assert type(made.linear1) is nn.Linear
+            with pytest.raises(UsageError, match="its parent, a TransformerEncoder"):
+                parallelize(layer, grid, only=["linear1"])
+
+    run(2, main)
+
+
+def test_cut_gradients_of_a_marked_block_are_not_summed_along_its_axis() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": 2}) as grid:
+            up = Linear3d(4, 6, grid=grid, whole_output=False)
+            block = nn.Sequential(nn.LayerNorm(4), up)
+            sequence_parallel(block, "x")
+            block(torch.ones(3, 4) * (1 + comm.rank)).square().sum().backward()
+            before, norm = up.weight.grad.clone(), block[0].bias.grad.clone()
+            sync_gradients(block)
+            assert torch.equal(up.weight.grad, before)
+            total = comm.allreduce(norm.numpy())
+            assert torch.allclose(block[0].bias.grad, torch.from_numpy(total))
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "zeros"])
+def test_ranks_without_channels_pad_as_the_others(mode: str) -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"y": 2}) as grid:
+            conv = nn.Conv2d(1, 3, 3, padding=1, padding_mode=mode)
+            with torch.no_grad():
+                for each in conv.parameters():
+                    each.fill_(0.5)
+            x = torch.arange(20.0).reshape(1, 1, 4, 5)
+            expected = conv(x)
+            cut = parallelize(conv, grid, broadcast=False)
+            assert torch.allclose(cut(x), expected)
+
+    run(2, main)
+
+
+def test_gradients_that_are_sparse_are_refused_before_anything_is_sent() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"data": 2}) as grid:
+            model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+            first = nn.Linear(3, 2)
+            whole = nn.ModuleList([first, model])
+            first(model(torch.tensor([1, 2]))).sum().backward()
+            before = first.weight.grad.clone()
+            begun = comm.stats().operations
+            with pytest.raises(UsageError, match="is sparse"):
+                sync_gradients(whole, grid, bucket_nbytes=1)
+            assert torch.equal(first.weight.grad, before)
+            assert comm.stats().operations == begun
+
+    run(2, main)

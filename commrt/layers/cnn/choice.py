@@ -84,6 +84,11 @@ def choose_strategies(
             found = _chosen(model, grid, example, memory_nbytes, rates)
         except UsageError as error:
             found = error
+        except Exception as error:  # noqa: BLE001  the model's own, on all ranks alike
+            found = UsageError(
+                f"parallelize_cnn: strategy='auto': the model or its example cannot be "
+                f"looked at: {type(error).__name__}: {error}; pass strategies instead"
+            )
     found = grid.comm.bcast_object(found, root=0)
     if isinstance(found, UsageError):
         raise UsageError(str(found))
@@ -133,9 +138,11 @@ def _parts(model: Any, facts: Sequence[LayerFacts]) -> list[_Part]:
     children = [name for name, _ in model.named_children()]
     around = ""
     while len(children) == 1:  # a model that is wrapped in another
-        around += f"{children[0]}."
-        inner = model.get_submodule(around[:-1])
-        children = [name for name, _ in inner.named_children()]
+        inner = model.get_submodule(around + children[0])
+        inside = [name for name, _ in inner.named_children()]
+        if not inside:
+            break
+        around, children = f"{around}{children[0]}.", inside
     found: dict[str, list[LayerFacts]] = {}
     for layer in facts:
         head = layer.path.removeprefix(around).partition(".")[0]

@@ -167,6 +167,8 @@ def _moving(
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
         enter(state)
+        if getattr(module, "inplace", False):  # others see what it writes
+            return args, kwargs
         return _mapped(args, move), _mapped(kwargs, move)
 
     return before

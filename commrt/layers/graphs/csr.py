@@ -50,9 +50,13 @@ class CsrMatrix:
                 f"{self.indices.dtype}; expected int32 or int64 for both, and arrays "
                 f"without gaps: as_csr makes such"
             )
-        _check("CsrMatrix", *arrays, self.shape)
-        for array in (self.indptr, self.indices, self.data):
+        for name in ("indptr", "indices", "data"):
+            array = getattr(self, name)
+            if array.base is not None:  # whoever holds that could still write
+                array = array.copy()
+                object.__setattr__(self, name, array)
             array.flags.writeable = False
+        _check("CsrMatrix", self.indptr, self.indices, self.data, self.shape)
 
     @property
     def num_entries(self) -> int:
@@ -195,7 +199,10 @@ def _parts(given: Any, what: str) -> tuple[Array, Array, Array, tuple[int, int]]
         rows, columns = held.shape
         return *(np.asarray(part) for part in parts), (rows, columns)  # type: ignore[return-value]
     if isinstance(given, tuple | list) and len(given) in (3, 4):
-        indptr, indices, data = map(np.asarray, given[:3])
+        indptr, indices, data = (
+            np.asarray(part, np.int64 if index < 2 and not len(part) else None)
+            for index, part in enumerate(given[:3])
+        )
         shape = given[3] if len(given) == 4 else 2 * (max(indptr.size - 1, 0),)
     elif (
         all(hasattr(given, name) for name in ("indptr", "indices", "data", "shape"))

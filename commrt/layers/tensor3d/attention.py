@@ -44,6 +44,7 @@ class Attention3d(nn.Module):  # type: ignore[misc]
         bias: whether both layers add one.
         is_causal: whether a place sees only those up to it.
         dropout: of attention's weights, when training. Each rank draws for its heads.
+            UsageError on a grid with several ranks along ``y``.
         sequence_dim: 1 where the sequence is cut besides (see ``Form``), or None.
         device, dtype: of the parameters.
 
@@ -80,6 +81,11 @@ class Attention3d(nn.Module):  # type: ignore[misc]
             raise UsageError(
                 f"Attention3d: num_kv_heads={kv_heads} must be divisible by the "
                 f"{ranks} ranks along 'x', so that they lie with their queries"
+            )
+        if dropout and Along(grid, "y").size > 1:
+            raise UsageError(
+                f"Attention3d: dropout={dropout}: ranks along 'y' have the same heads, "
+                f"and would draw masks of their own; use a grid without 'y'"
             )
         head = embed_dim // num_heads
         self.head_dim, self.is_causal, self.dropout = head, is_causal, dropout

@@ -37,6 +37,8 @@ CONVOLUTIONS: dict[type[nn.Module], type[ChannelConv]] = {
     nn.Conv2d: ChannelConv2d,
     nn.Conv3d: ChannelConv3d,
 }
+READS_WEIGHTS = nn.TransformerEncoderLayer, nn.MultiheadAttention
+"""Modules that compute with their parts' weights, and do not call these parts."""
 KNOWN = (nn.Linear, nn.Embedding, *CONVOLUTIONS)
 ELEMENTWISE = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.ELU),
@@ -134,7 +136,9 @@ class _Replacing:
 
     def replaced(self, parent: nn.Module, module: nn.Module) -> nn.Module | None:
         """Return the layer that takes a module's place in a parent; None: none does."""
-        if isinstance(parent, GridModule) or type(module) not in KNOWN:
+        if isinstance(parent, (GridModule, *READS_WEIGHTS)):
+            return None
+        if type(module) not in KNOWN:
             return None
         if _why_not(module) is not None:
             return None
@@ -211,6 +215,12 @@ def _possible(
     found, reasons = {}, {}
     for path, module in wanted.items():
         reason = _why_not(module)
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, READS_WEIGHTS) and module is not parent:
+            kind = type(parent).__name__
+            reason = (
+                f"its parent, a {kind}, computes with its weight without calling it"
+            )
         if reason is None:
             others = _others(path, module, users, wanted)
             reason = f"it shares a parameter with {others}" if others else None

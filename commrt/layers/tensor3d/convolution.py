@@ -95,7 +95,7 @@ class ChannelConv(GridModule):
         if self.form.whole_input:
             x = cut_features(x, 1, self.inputs, roles.inputs)
         if self._pad:
-            x = functional.pad(x, self._pad, mode=self._pad_mode)
+            x = self._padded(x)
         if roles.is_alone:
             kernel: Any = self.product.kernel
             y = functional_conv(x, self.weight, self.bias, kernel)
@@ -104,6 +104,12 @@ class ChannelConv(GridModule):
         if self.form.whole_output:
             y = whole_features(y, 1, self.outputs, roles.outputs)
         return y.squeeze(0) if is_single else y
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Return the padded input; torch itself pads no tensor without channels."""
+        if x.shape[1]:
+            return functional.pad(x, self._pad, mode=self._pad_mode)
+        return functional.pad(x, self._pad)
 
     def _check(self, x: Tensor) -> None:
         inputs = self.roles.inputs

@@ -156,15 +156,16 @@ def sync_gradients(
     replicas = grid.shape.get("data", 1) * grid.shape.get("z", 1)
     buckets: dict[tuple[Any, ...], _Bucket] = {}
     started = []
-    for each in cut_parameters(model):
+    trained = [each for each in cut_parameters(model) if each.parameter.requires_grad]
+    for each in trained:
         parameter = each.parameter
-        if not parameter.requires_grad:
-            continue
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UsageError(
                 f"sync_gradients: the gradient of {each.name} is sparse; make its "
                 f"layer with dense gradients"
             )
+    for each in trained:
+        parameter = each.parameter
         axes, scale = _summed_along(each, grid)
         scale *= 1.0 / replicas if average else 1.0
         local = _local(parameter)
@@ -191,7 +192,8 @@ def _summed_along(
         # FSDP2 has taken the mean over data, and keeps a piece of it.
         axes.remove("data")
         factor = float(grid.shape.get("data", 1))
-    axes += each.sequence_axes
+    if each.cut is None:  # pieces of a parameter are sums over the sequence already
+        axes += each.sequence_axes
     return _longer(grid, axes), factor
 
 

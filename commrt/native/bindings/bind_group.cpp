@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds Engine, Group (the communicator's native base) and Request.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -419,14 +420,13 @@ void bind_group(nb::module_& m) {
       .def("waiting_message",
            [](Group& g, int tag, int first, int num) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             const Waiting found = g.comm->p2p->waiting(tag, first, num);
-             const bool is_refused = found.source >= 0 && found.type == kRefusedType;
-             return std::make_tuple(found.source, found.nbytes, static_cast<int>(found.type), is_refused);
+             const Waiting found = g.comm->p2p->waiting(tag, first, num, true);
+             return std::make_tuple(found.source, found.nbytes, static_cast<int>(found.type), found.refusal);
            }, nb::arg("tag"), nb::arg("first"), nb::arg("num"),
            nb::call_guard<ReleasedGil>(),
-           "Return source, bytes, type code and whether its sender has refused it, of a message of this "
-           "tag that no receive has asked for, looking at `num` ranks from `first` on; source -1: "
-           "there is none.")
+           "Return source, bytes and type code of a message of this tag that no receive has asked for, "
+           "looking at `num` ranks from `first` on; source -1: there is none. The last is why its "
+           "sender has refused it, or None; such a message is taken.")
       .def("not_started", [](const Group& g, uint64_t seq) { return g.comm->not_started(seq); })
       .def("plan_family",
            [](Group& g, int coll, int dtype, int redop, int root, int64_t unit, bool is_plain) {

@@ -552,15 +552,22 @@ bool P2P::drain(int peer) {
   return any;
 }
 
-Waiting P2P::waiting(int tag, int first, int num) {
+Waiting P2P::waiting(int tag, int first, int num, bool takes_refused) {
   if (!attached_) attach();
   for (int i = 0; i < num; ++i) {
     const int peer = (first + i) % comm_.size;
     serve(peer);
     const auto found = unexpected_.find(key(peer, tag));
     if (found == unexpected_.end()) continue;
-    const PacketHeader& header = found->second.front().header;
-    return {peer, header.nbytes, header.type};
+    const Incoming& message = found->second.front();
+    Waiting one{peer, message.header.nbytes, message.header.type, {}};
+    if (takes_refused && one.type == kRefusedType) {
+      one.refusal.emplace(message.payload.begin(), message.payload.end());
+      count_received(peer, one.nbytes);
+      found->second.pop_front();
+      if (found->second.empty()) unexpected_.erase(found);
+    }
+    return one;
   }
   return {};
 }

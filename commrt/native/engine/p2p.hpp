@@ -16,6 +16,7 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -155,6 +156,7 @@ struct Waiting {
   int source = -1;
   uint64_t nbytes = 0;
   TypeCode type = kAnyType;
+  std::optional<std::string> refusal;  // why its sender has refused it
 };
 
 class P2P {
@@ -180,8 +182,9 @@ class P2P {
   bool multi_now(const MessageLists& lists, int spins, Begun& begun);
   bool calm(const MessageLists& lists) const;
   // A message of this tag that is here, or announced, and asked for by no receive. `num` ranks are
-  // looked at, from `first` on; source -1: there is none.
-  Waiting waiting(int tag, int first, int num);
+  // looked at, from `first` on; source -1: there is none. One that its sender has refused is taken
+  // where `takes_refused` says so.
+  Waiting waiting(int tag, int first, int num, bool takes_refused = false);
   // One pass over all peers, with a bounded number of packets each.
   bool progress();
   // Ends what an on-node peer that has given up will never answer; true if `op` has ended.
@@ -266,9 +269,10 @@ class P2P {
     }
     void took_packet() { ack->consumed.store(++in, std::memory_order_release); }
 
+    bool has_answers() const { return !control.empty() || !notices.empty(); }
+
     bool on_the_way() const {
-      const bool any = !control.empty() || !notices.empty() || !unannounced.empty() ||
-                       !mpi_sending.empty() || !mpi_arriving.empty();
+      const bool any = has_answers() || !mpi_sending.empty() || !mpi_arriving.empty();
       return any && failure.empty();  // else nothing leaves any more
     }
   };

@@ -52,7 +52,7 @@ bool P2P::send_now(const Message& message) {
   // comes: the receive that is likely to follow finds it cheaper where it is.
   Channel& c = channels_[dest];
   const uint64_t enough = comm_.messages_in_flight == 0 ? kPacketLines / 2 : 1;
-  if (c.waiting(enough) || !c.control.empty()) serve(dest);
+  if (c.waiting(enough) || c.has_answers()) serve(dest);
   return true;
 }
 
@@ -125,7 +125,7 @@ bool P2P::recv_now(const Message& message, int spins) {
   Record* const record = take_now(message, spins);
   if (record == nullptr) return false;
   close(*record);
-  if (!channels_[message.peer].control.empty()) serve(message.peer);
+  if (channels_[message.peer].has_answers()) serve(message.peer);
   return true;
 }
 
@@ -135,7 +135,7 @@ P2P::Now P2P::sendrecv_now(const Message& leaving, const Message& coming, int sp
   if (record == nullptr) return Now::Sent;
   close(*record);
   close(note(true, leaving.peer, leaving.tag, leaving.nbytes));
-  if (!channels_[coming.peer].control.empty()) serve(coming.peer);
+  if (channels_[coming.peer].has_answers()) serve(coming.peer);
   return Now::Both;
 }
 
@@ -159,13 +159,13 @@ bool P2P::multi_now(const MessageLists& lists, int spins, Begun& begun) {
     if (record == nullptr) return false;
     close(*record);
     begun.lengths[begun.received++] = took_;
-    if (!channels_[one.peer].control.empty()) serve(one.peer);
+    if (channels_[one.peer].has_answers()) serve(one.peer);
   }
   // Sends alone never look at what comes, so do it here, as send_now() does.
   for (const Message& one : lists.sends) {
     if (one.peer == comm_.rank) continue;
     Channel& c = channels_[one.peer];
-    if (c.waiting(kPacketLines / 2) || !c.control.empty()) serve(one.peer);
+    if (c.waiting(kPacketLines / 2) || c.has_answers()) serve(one.peer);
   }
   return true;
 }

@@ -22,6 +22,7 @@ std::string shortened_for_packet(const std::string& reason) {
 
 }  // namespace
 
+// Where the peer takes no packets at the moment, it waits among the sends, but nobody for it.
 void P2P::refuse_send(int peer, int tag, const std::string& reason) {
   if (!channels_[peer].failure.empty()) return;  // nothing goes there
   auto text = std::make_unique<std::string>(shortened_for_packet(reason));
@@ -29,7 +30,6 @@ void P2P::refuse_send(int peer, int tag, const std::string& reason) {
   op->p2p->refusal = std::move(text);
   queue(op);
   serve(peer);
-  lingering_ = on_the_way();
 }
 
 void P2P::refuse_recv(int peer, int tag, const std::string& reason) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,16 @@ import pytest
 from fake_mpi import FakeMpi
 from relay_ranks import RelayRanks
 
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import (
     BufferError_,
     NotFiniteError,
     RefusedError,
+    RevokedError,
     TimeoutError_,
     UsageError,
 )
+from commrt.group.refusals import telling_peers
 from commrt.local import LocalRanks, run
 
 LENGTHS = (0, 1, 3, 2048, 2049, 70_000)
@@ -313,6 +316,99 @@ def test_a_refused_receive_from_anyone_takes_no_message() -> None:
             assert comm.recv(np.empty(2)).tolist() == [1, 1]
 
     run(2, main)
+
+
+@pytest.mark.parametrize("how", ["wrong stream", "read-only since"])
+def test_a_receive_from_anyone_that_is_refused_late_takes_no_message(how: str) -> None:
+    def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            for turn in range(3):
+                comm.send(np.full(2, float(turn)), 1)
+            return
+        out = np.empty(2)
+        comm.probe(0)
+        if how == "wrong stream":
+            for _ in range(2):
+                with pytest.raises(UsageError):
+                    comm.recv(out, stream=object())
+            comm.recv(out)
+        else:
+            request = comm.recv(out, None, 1, nonblocking=True)
+            assert not request.done
+            out.flags.writeable = False
+            with pytest.raises(TimeoutError_):
+                request.wait(timeout_s=0.01)
+            out.flags.writeable = True
+            comm.recv(out)
+        assert out.tolist() == [0, 0]
+        for turn in (1, 2):
+            assert comm.recv(out).tolist() == [turn, turn]
+
+    run(2, main)
+
+
+def test_an_array_that_becomes_read_only_loses_no_message() -> None:
+    with LocalRanks(2) as ranks:
+        sender, receiver = ranks.comms
+        out = np.empty(2)
+        request = receiver.recv(out, nonblocking=True)
+        out.flags.writeable = False
+        for turn in range(3):
+            sender.send(np.full(2, float(turn)), 1)
+        for _ in range(2):
+            with pytest.raises(BufferError_):
+                request.test()
+        out.flags.writeable = True
+        request.wait()
+        assert out.tolist() == [0, 0]
+        assert receiver.recv(out).tolist() == [1, 1]
+
+
+def test_sends_that_a_revoke_takes_back_keep_no_memory() -> None:
+    """A communicator that has ended counted as busy, and free() kept its memory."""
+    with LocalRanks(2) as ranks:
+        sender, _ = ranks.comms
+        requests = [sender.send(np.ones(2), 1, nonblocking=True) for _ in range(17)]
+        with pytest.raises(BufferError_):
+            sender.send(WRONG, 1)
+        ranks.step(0)
+        sender.revoke()
+        for request in requests:
+            with suppress(RevokedError):
+                request.wait()
+        core = core_of(sender)
+        sender.free()
+        assert core.idle
+
+
+def test_a_refused_send_without_room_keeps_nobody_waiting() -> None:
+    with LocalRanks(2) as ranks:
+        sender, receiver = ranks.comms
+        for _ in range(16):
+            sender.send(np.ones(2), 1)
+        with pytest.raises(BufferError_):
+            sender.send(WRONG, 1)
+        assert not sender.stats().in_flight
+        for _ in range(16):
+            assert receiver.recv(np.empty(2), 0).tolist() == [1, 1]
+        waits = receiver.recv(np.empty(2), 0, nonblocking=True)
+        settle(ranks)
+        sender.send(np.ones(2), 1, 1)
+        settle(ranks)
+        with pytest.raises(RefusedError):
+            waits.wait()
+        sender.free()
+
+
+def test_a_group_that_has_ended_tells_nobody() -> None:
+    with LocalRanks(2) as ranks:
+        sender, receiver = ranks.comms
+        core = core_of(sender)
+        sender.free()
+        with pytest.raises(ValueError, match="mistake"), telling_peers(core, [(1, 0)]):
+            raise ValueError("a mistake")
+        assert core.idle
+        assert receiver.probe(0, nonblocking=True) is None
 
 
 def test_a_mistake_does_not_become_an_older_message() -> None:

@@ -150,7 +150,7 @@ def test_models_that_cannot_be_looked_at_are_refused_on_all_ranks(
     def main(comm: Any) -> None:
         with (
             ProcessGrid(comm, {"a": 2}) as grid,
-            pytest.raises(UsageError, match="cannot be looked at|does not run"),
+            pytest.raises(UsageError, match=r"cannot be looked at|does not run"),
         ):
             choose_strategies(model, grid, example, rates=FAST)
 

@@ -448,20 +448,29 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
                    nonblocking ? keep_out.ptr() : nullptr};
   for (void* object : kept) Py_XINCREF(static_cast<PyObject*>(object));
   const uint64_t limit = nonblocking ? kSliceBytes : kNoLimit;
-  const uint64_t number = group.comm->next_seq;
+  bool has_number = true;  // of its own; another thread's call may take one meanwhile
+  const auto start = [&] {
+    const uint64_t number = group.comm->next_seq;
+    try {
+      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+    } catch (const std::bad_alloc&) {
+      has_number = group.comm->next_seq != number;
+      throw;
+    }
+  };
   try {
     if (!outside && lock.try_lock()) {
-      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+      start();
       lock.unlock();
     } else {
       ReleasedGil release;
       const std::lock_guard<std::mutex> own(engine.mutex);
-      op = group.comm->start(plan, in, out, kept, !nonblocking, limit);
+      start();
     }
   } catch (const std::bad_alloc&) {
     if (lock.owns_lock()) lock.unlock();
     for (void* object : kept) Py_XDECREF(static_cast<PyObject*>(object));
-    if (group.comm->next_seq == number) refuse_for_memory(group_object);
+    if (!has_number) refuse_for_memory(group_object);
     throw;
   } catch (...) {  // nothing has started
     if (lock.owns_lock()) lock.unlock();

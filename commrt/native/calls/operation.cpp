@@ -274,11 +274,15 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     if (group.fusion != nullptr && nonblocking && self->fuses) return slow();
     const AskedCall asked{self->coll, reduction, static_cast<int>(root), args[1], out_object,
                           self->head.name, stream, timeout_s, nonblocking};
-    const uint64_t number = group.comm->next_seq;
+    const auto next_number = [&group] {
+      const std::lock_guard<std::mutex> lock(group.engine->mutex);
+      return group.comm->next_seq;
+    };
+    const uint64_t number = next_number();
     PyObject* const found = run_cached(held, asked);
     if (found != nullptr) return found;
     if (!PyErr_Occurred()) return slow();
-    if (group.comm->next_seq == number) refuse_call(held, self->head.name);
+    if (next_number() == number) refuse_call(held, self->head.name);
     return nullptr;
   };
   if (stream != nullptr) return elsewhere();

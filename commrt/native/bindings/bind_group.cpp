@@ -210,7 +210,11 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("rank", [](const Group& g) { return g.comm->rank; })
       .def_prop_ro("size", [](const Group& g) { return g.comm->size; })
       .def_prop_ro("name", [](const Group& g) { return g.comm->name; })
-      .def_prop_ro("next_seq", [](const Group& g) { return g.comm->next_seq; })
+      .def_prop_ro("next_seq", [](const Group& g) {
+        const ReleasedGil release;
+        const std::lock_guard<std::mutex> lock(g.engine->mutex);
+        return g.comm->next_seq;
+      })
       .def_prop_ro("failure", [](const Group& g) {
         return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
       })

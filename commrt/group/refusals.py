@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other ranks are told of calls that this rank has refused for their arguments."""
+"""Tells other ranks of calls that this rank has refused for their arguments."""
 
 from __future__ import annotations
 

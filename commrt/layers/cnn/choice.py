@@ -174,7 +174,7 @@ def _part_cost(
 
 
 class _Moves:
-    """What moves between neighbouring parts cost; each is computed once."""
+    """Costs of moves between neighbouring parts; each is computed once."""
 
     def __init__(self, parts: Sequence[_Part], grid: ProcessGrid, rates: Rates) -> None:
         self._parts, self._grid, self._rates = parts, grid, rates

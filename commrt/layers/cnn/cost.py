@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer costs a rank under a strategy: seconds and bytes of a training step.
+"""Costs of a layer for a rank: seconds and bytes of a training step, by strategy.
 
 The model is ParaDL's (Kahira et al., "An Oracle for Guiding Large-Scale Model/Hybrid
 Parallel Training of Convolutional Neural Networks", HPDC'21) with the formulas of this
@@ -43,7 +43,7 @@ OF_WEIGHTS = 4
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank's processor and its messages cost."""
+    """Speeds of a rank's processor and of its messages."""
 
     flops_per_s: float
     alpha_s: float

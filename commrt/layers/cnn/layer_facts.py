@@ -37,7 +37,7 @@ class LayerFacts:
     is_product: bool
     has_statistics: bool
     is_kept: bool
-    """Whether the backward pass needs the output, as that of most layers."""
+    """True if the backward pass needs the output, as that of most layers."""
 
 
 def facts_of(model: nn.Module, shape: Sequence[int]) -> list[LayerFacts]:

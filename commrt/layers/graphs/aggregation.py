@@ -106,7 +106,7 @@ def multiply(a: CsrMatrix, x: Tensor, out: Tensor, rows: Range | None = None) ->
 
 @dataclass(frozen=True)
 class _Product:
-    """What both directions of a product need."""
+    """The parts that both directions of a product need."""
 
     grid: ProcessGrid
     roles: Roles

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step costs on each grid: bytes, and seconds by an alpha-beta model.
+"""Costs of a training step on each grid: bytes, and seconds by an alpha-beta model.
 
     best = rank_grids(8, num_nodes=1797, num_entries=16000, widths=(64, 32, 10))[0]
     grid = ProcessGrid(comm, dict(zip("xyz", best.shape)))

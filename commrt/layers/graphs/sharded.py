@@ -23,7 +23,7 @@ Tensor: TypeAlias = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class ShardedGraph:
-    """What a network of graph layers trains on, in this rank's parts."""
+    """This rank's parts of all that a network of graph layers trains on."""
 
     adjacency: Adjacency
     """The matrix, for every layer."""

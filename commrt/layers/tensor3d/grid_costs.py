@@ -34,12 +34,12 @@ class LayerShape(NamedTuple):
     transpose: bool | None = None
     """None: transposed for every second layer of the list."""
     is_whole: bool = False
-    """Whether it takes and returns whole features."""
+    """True if it takes and returns whole features."""
 
 
 @dataclass(frozen=True)
 class GridCost:
-    """What one training step sends on one grid.
+    """Bytes and time of one training step on one grid.
 
     Its fields are of one rank.
     """
@@ -151,7 +151,7 @@ def _factorisations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 class _Sent(NamedTuple):
-    """What a rank sends along one axis: elements, and messages of a ring."""
+    """Traffic of a rank along one axis: elements, and messages of a ring."""
 
     axis: str
     elements: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers on a grid share: parameters that are cut, and state of whole ones."""
+"""The base of layers on a grid: parameters that are cut, and state of whole ones."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commrt.group.refusals import telling_peers
+from commrt.group.refusals import refuse_messages
 from commrt.messages.from_anyone import FromAnyone
 from commrt.torch.calls import Calls
 from commrt.torch.operands import given, movable, target
@@ -24,9 +24,12 @@ class Messages:
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor to a rank of the group."""
         calls = self.calls
-        with telling_peers(calls.comm, sends=[(dst_rank, tag)]):
+        try:
             x = given(one("send", tensors), "send: tensor")
             moved = movable(x)
+        except Exception as error:
+            refuse_messages(calls.comm, error, sends=[(dst_rank, tag)])
+            raise
         with calls.raising(), profiled("send"):
             request = calls.comm.send(moved, dest=dst_rank, tag=tag, nonblocking=True)
         return calls.end(request, False, [x], None)
@@ -34,9 +37,12 @@ class Messages:
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from a rank of the group."""
         calls = self.calls
-        with telling_peers(calls.comm, recvs=[(src_rank, tag)]):
+        try:
             x = given(one("recv", tensors), "recv: tensor")
             out, back = target(x)
+        except Exception as error:
+            refuse_messages(calls.comm, error, recvs=[(src_rank, tag)])
+            raise
         with calls.raising(), profiled("recv"):
             request = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
         return calls.end(request, False, [x], back)

@@ -2133,6 +2133,53 @@ def cached_device_calls_nbytes(group: Group) -> int:
 def callback_names() -> list[str]:
     """Names that commrt/called_by_engine.py must have a place for."""
 
+class channel_norm:  # noqa: N801
+    @staticmethod
+    def combine(
+        dtype: int,
+        gradient: int,
+        x: int,
+        mean: int,
+        a: int,
+        b: int,
+        c: int,
+        num_samples: int,
+        num_channels: int,
+        num_elements: int,
+        out: int,
+    ) -> None:
+        """Write a * gradient + b * (x - mean) + c, with float64 a, b and c for each
+        channel.
+        """
+
+    @staticmethod
+    def statistics(
+        dtype: int,
+        x: int,
+        num_samples: int,
+        num_channels: int,
+        num_elements: int,
+        mean: int,
+        deviation: int,
+    ) -> None:
+        """Write mean and sum of squared deviations of each channel, in float64."""
+
+    @staticmethod
+    def sums(
+        dtype: int,
+        gradient: int,
+        x: int,
+        mean: int,
+        num_samples: int,
+        num_channels: int,
+        num_elements: int,
+        of_gradient: int,
+        of_products: int,
+    ) -> None:
+        """Write each channel's sums of the gradient and of gradient * (x - mean), in
+        float64.
+        """
+
 def checksum(address: int, nbytes: int) -> int:
     """Return the checksum of memory."""
 

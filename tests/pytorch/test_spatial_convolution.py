@@ -22,8 +22,9 @@ from torch.nn import functional
 import commrt
 from commrt.comm import Communicator
 from commrt.errors import UsageError
-from commrt.layers.spatial import Cut
+from commrt.layers.spatial import Cut, convolution
 from commrt.layers.spatial.convolution import conv
+from commrt.layers.spatial.overlapped_convolution import OverlappedConvolution
 from commrt.local import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -312,3 +313,27 @@ def test_autocast_computes_and_sends_bfloat16() -> None:
         volume = log.volume(("op",))
         assert volume["send",].nbytes == 2 * 4 * 6 * 2
         assert volume["allreduce",].nbytes == 4 * 4 * 9 * 4
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]])
+def test_halos_travel_beside_the_interior_where_they_leave_the_node(
+    nodes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = []
+
+    class Noted:
+        @staticmethod
+        def apply(*arguments: Any) -> Any:
+            apart.append(arguments[-1].is_apart)
+            return OverlappedConvolution.apply(*arguments)
+
+    def main(comm: Communicator) -> Any:
+        x, weight = torch.ones(1, 1, 4, 5), torch.ones(1, 1, 3, 3)
+        return conv(x, weight, cuts={2: Cut(comm, (4, 4))}, padding=1)[0]
+
+    monkeypatch.setattr(Communicator, "nodes", nodes)
+    monkeypatch.setattr(convolution, "OverlappedConvolution", Noted)
+    found = torch.cat(run(2, main), dim=2)
+    exact = functional.conv2d(torch.ones(1, 1, 8, 5), torch.ones(1, 1, 3, 3), padding=1)
+    assert torch.equal(found, exact)
+    assert apart == [len(nodes) > 1] * 2

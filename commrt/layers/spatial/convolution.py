@@ -67,7 +67,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     padding_mode: str = "zeros",
-    overlap: bool = True,
+    overlap: bool | None = None,
     sum_weight_gradients_over: Communicator | None = None,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of a convolution, and how the result is cut.
@@ -81,7 +81,9 @@ def conv(
         stride, padding, dilation, groups: as in torch; also "same" and "valid".
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         overlap: compute outputs that need no halo while the halo travels. With another
-            padding than zeros the halo is always waited for first.
+            padding than zeros the halo is always waited for first. None: do so where
+            the cut leaves this node. Inside of one a halo comes sooner than the borders
+            are computed apart.
         sum_weight_gradients_over: ranks over which the backward pass sums the gradients
             of weight and bias. None: they are this rank's parts of the sums.
 
@@ -124,12 +126,11 @@ def conv(
             x, weight, bias = (_as_autocast(each) for each in (x, weight, bias))
         # The dimension whose strips are the largest is the one that is worth hiding.
         along.sort(key=lambda dim: (slidings[dim - 2].span / extents[dim - 2], dim))
-        last = along.pop() if overlap else None
+        last = along.pop()
         for dim in along:
             x = window_of_outputs(x, dim, cuts[dim], slidings[dim - 2], made[dim])
             pads[dim - 2] = (0, 0)
-        if last is not None:
-            pads[last - 2] = (0, 0)
+        pads[last - 2] = (0, 0)
     x, both = _padded(x, pads)
     if last is not None:
         geometry = Geometry(
@@ -143,6 +144,7 @@ def conv(
             dilation=dilations,
             groups=groups,
             sum_over=sum_weight_gradients_over,
+            is_apart=_is_apart(overlap, cuts[last]),
         )
         return OverlappedConvolution.apply(x, weight, bias, geometry), made
     weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
@@ -202,6 +204,11 @@ def _as_autocast(x: Any | None) -> Any:
     if x is None or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _is_apart(wanted: bool | None, cut: Cut) -> bool:
+    """Return whether outputs that need no halo are computed while it travels."""
+    return len(cut.comm.nodes) > 1 if wanted is None else wanted
 
 
 # -- what the outputs read -------------------------------------------------------------

@@ -7,7 +7,8 @@ merged by the formula of Chan, Golub and LeVeque, which does not cancel.
 Pattern, for each communicator over which statistics are taken: one ``allgather`` of
 ``2 C + 2`` numbers forward, and one ``allreduce`` of ``2 C`` numbers backward, where C
 is the number of statistics: channels of a batch normalization, samples times groups of
-a group normalization. Gradients of weight and bias may be summed by one ``allreduce``.
+a group normalization. Gradients of weight and bias may be summed by one ``allreduce``;
+where that goes over the ranks of the statistics, the backward pass's own has the sums.
 Bytes: those numbers, times the size of an element of the statistics.
 """
 
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.spatial.channel_sums import combined, gradient_sums, statistics
 from commrt.layers.spatial.weight_gradients import check_sum, summed_gradients
 
 __all__ = ["batch_norm", "group_norm"]
@@ -71,13 +73,18 @@ def batch_norm(
         raise UsageError(
             "batch_norm: training=False needs running_mean and running_var"
         )
-    weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
     several = [comm for comm in comms if comm.size > 1]
+    # Sums of gradients over the ranks of the statistics are made for these anyway.
+    has_sums = training and several == [sum_weight_gradients_over]
+    if not has_sums:
+        weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
     if not training or not several:
         return functional.batch_norm(
             *(x, running_mean, running_var, weight, bias, training, momentum, eps)
         )
-    y, mean, variance, count = _Normalized.apply(x, weight, bias, several, eps)
+    y, mean, variance, count = _Normalized.apply(
+        *(x, weight, bias, several, eps, has_sums)
+    )
     if count < 2:
         raise UsageError(
             f"batch_norm: x has {count} value for each channel over all ranks; "
@@ -128,7 +135,7 @@ def group_norm(
     if not several:
         return functional.group_norm(x, num_groups, weight, bias, eps)
     groups = x.reshape(1, x.shape[0] * num_groups, channels // num_groups, *x.shape[2:])
-    y = _Normalized.apply(groups, None, None, several, eps)[0].view(x.shape)
+    y = _Normalized.apply(groups, None, None, several, eps, False)[0].view(x.shape)
     return _scaled(y, weight, bias).to(x.dtype)
 
 
@@ -179,16 +186,28 @@ class _Normalized(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, comms: list[Communicator], eps: float
+        ctx: Any,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        comms: list[Communicator],
+        eps: float,
+        sums_weights: bool,
     ) -> tuple[Any, ...]:
-        count, mean, deviation = _local_statistics(x)
+        count, mean, deviation = statistics(x)
         for comm in comms:
             count, mean, deviation = _merged(count, mean, deviation, comm)
         variance = deviation / max(count, 1)
-        y = x.clone()
         if x.numel():
             y = functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
-        ctx.comms, ctx.count, ctx.eps = comms, count, eps
+        else:
+            y = x.clone()
+        ctx.comms, ctx.count, ctx.eps, ctx.sums_weights = (
+            comms,
+            count,
+            eps,
+            sums_weights,
+        )
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance, count
@@ -198,41 +217,23 @@ class _Normalized(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: Any, *_: Any) -> tuple[Any, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         scale = (variance + ctx.eps).rsqrt()
-        # As if mean and variance were constants: of x, and the sums that are the
-        # gradients of weight and bias.
-        of_x, of_weight, of_bias = x.new_zeros(x.shape), mean * 0, mean * 0
-        if x.numel():
-            of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                *(gradient, x, torch.ones_like(mean) if weight is None else weight),
-                *(mean, variance, None, None, False, ctx.eps, (True, True, True)),
-            )
+        own = gradient_sums(gradient, x, mean)
         # Each element of x also changes mean and variance, which all ranks use.
-        sums = torch.cat([of_bias, of_weight])
+        sums = own.clone()
         for comm in ctx.comms:
             comm.allreduce(sums)
-        by_mean, by_deviation = (sums * scale.repeat(2) / -max(ctx.count, 1)).chunk(2)
+        by_bias, by_weight = sums.chunk(2)
+        a = scale if weight is None else weight * scale
+        share = a / -max(ctx.count, 1)
+        of_x = combined(
+            *(gradient, x, mean, a, share * by_weight * scale.square()),
+            share * by_bias,
+        )
+        of_weight = of_bias = None
         if weight is not None:
-            by_mean, by_deviation = by_mean * weight, by_deviation * weight
-        by_channel = (-1, *[1] * (x.dim() - 2))
-        centred = x - mean.view(by_channel)
-        of_x.addcmul_(centred, (by_deviation * scale).view(by_channel))
-        of_x.add_(by_mean.view(by_channel))
-        if weight is None:
-            of_weight = of_bias = None
-        return of_x, of_weight, of_bias, None, None
-
-
-def _local_statistics(x: Any) -> tuple[int, Any, Any]:
-    """Return count, mean and sum of squared deviations of this piece's channels."""
-    channels = x.shape[1]
-    count = x.numel() // channels if channels else 0
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if count == 0:
-        zeros = torch.zeros(channels, dtype=dtype, device=x.device)
-        return 0, zeros, zeros.clone()
-    # Five times as fast as var_mean over all other dimensions.
-    mean, variance = torch.batch_norm_update_stats(x.to(dtype), None, None, 0.0)
-    return count, mean, variance * count
+            of_bias, of_products = (sums if ctx.sums_weights else own).chunk(2)
+            of_weight = of_products * scale
+        return of_x, of_weight, of_bias, None, None, None
 
 
 def _merged(

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One convolution along one cut dimension, computed while its halo travels.
+"""One convolution along one cut dimension, also while its halo travels.
 
-Outputs that read this rank's piece alone are the *interior*; the others are *borders*.
-Mostly the interior needs no copy of the input: with the right symmetric padding, one
-convolution of the piece gives all rows of the output, of which the borders are wrong.
-They are computed again from small windows once the halo is there, and overwritten.
+Inside of one node a halo is there sooner than anything else: all outputs are computed
+at once, from a copy of the piece with its halo. That copy is made again for the
+backward pass, since it would be kept beside the piece, which other layers keep, too.
+
+Otherwise the interior is computed apart, while the halo travels. Outputs that read this
+rank's piece alone are the *interior*; the others are *borders*. Mostly the interior
+needs no copy of the input: with the right symmetric padding, one convolution of the
+piece gives all rows of the output, of which the borders are wrong. They are computed
+again from small windows once the halo is there, and overwritten.
 
 A convolution is linear in its input. So the backward pass takes gradients of the piece
 and of the halo apart: those of the halo first, which travel to their owners while those
@@ -52,6 +57,7 @@ class Geometry:
             symmetric, and 0 in the cut dimension.
         groups: as in torch.
         sum_over: ranks over which gradients of weights are summed, or None.
+        is_apart: outputs that need no halo are computed while it travels.
     """
 
     dim: int
@@ -64,6 +70,7 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
     sum_over: Communicator | None
+    is_apart: bool
 
     @property
     def own(self) -> Range:
@@ -92,7 +99,9 @@ class Geometry:
 
     @cached_property
     def interior(self) -> Range:
-        """The outputs that need no halo."""
+        """The outputs that are computed before the halo is there."""
+        if not self.is_apart and self.halo:
+            return self.out[0], self.out[0]
         return self.sliding.within(self.own, self.cut.extent, self.out)
 
     @cached_property
@@ -177,15 +186,15 @@ class OverlappedConvolution(torch.autograd.Function):  # type: ignore[misc]
         of_x: Any = None
         of_halo = [torch.zeros_like(strip) for strip in halo]
         of_weight: Any = None
-        if for_x and not of_bulk:
-            of_x = torch.zeros_like(x)
         for out in g.borders:
             wide = _input_of(out, x, halo, g, halo_only=of_bulk)
             part = _rows(gradient, out, g)
             of_wide, more = _gradients(part, wide, weight, g, 0, for_x, for_weight)
             of_weight = _sum(of_weight, more)
             if for_x:
-                _give_back(of_wide, out, of_x, of_halo, g)
+                if not of_bulk:
+                    of_x = _given_back(of_wide, out, of_x, x, g)
+                _give_to_halo(of_wide, out, of_halo, g)
         returning = None
         if for_x:
             comm, sends, recvs = g.cut.comm, moved.recvs, moved.sends
@@ -206,10 +215,11 @@ class OverlappedConvolution(torch.autograd.Function):  # type: ignore[misc]
         )
         if inner is not None and for_x:
             of_inner = _gradients(*arguments, True, False)[0]
-            if of_bulk:
-                of_x = of_inner
-            else:
-                _give_back(of_inner, inner.out, of_x, of_halo, g)
+            if not of_bulk:
+                of_inner = _given_back(of_inner, inner.out, of_x, x, g)
+            of_x = of_inner
+        if for_x and of_x is None:
+            of_x = torch.zeros_like(x)
         if returning is not None:
             returned = returning.wait()
             for (_, low, high), strip in zip(moved.sends, returned, strict=True):
@@ -261,13 +271,22 @@ def _input_of(
     return wide
 
 
-def _give_back(
-    of_wide: Any, out: Range, of_x: Any | None, of_halo: list[Any], g: Geometry
-) -> None:
-    """Add the gradient of what some outputs read to those of the piece and the halo."""
-    if of_x is not None:
-        for _, at, start, length in _overlaps(out, g, [g.own]):
-            of_x.narrow(g.dim, start, length).add_(of_wide.narrow(g.dim, at, length))
+def _given_back(of_wide: Any, out: Range, of_x: Any | None, x: Any, g: Geometry) -> Any:
+    """Return ``of_x``, None as yet for 0, and the gradient of what some outputs read.
+
+    It may be ``of_x`` itself, changed.
+    """
+    low, high = g.sliding.reads(*out)
+    if of_x is None and low <= g.own[0] and g.own[1] <= high:
+        return of_wide.narrow(g.dim, g.own[0] - low, g.own[1] - g.own[0]).clone()
+    total = torch.zeros_like(x) if of_x is None else of_x
+    for _, at, start, length in _overlaps(out, g, [g.own]):
+        total.narrow(g.dim, start, length).add_(of_wide.narrow(g.dim, at, length))
+    return total
+
+
+def _give_to_halo(of_wide: Any, out: Range, of_halo: list[Any], g: Geometry) -> None:
+    """Add the gradient of what some outputs read to that of the halo."""
     for number, at, start, length in _overlaps(out, g, g.halo):
         strip = of_halo[number].narrow(g.dim, start, length)
         strip.add_(of_wide.narrow(g.dim, at, length))

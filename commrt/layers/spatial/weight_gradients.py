@@ -39,8 +39,12 @@ class GradientSum:
         self._request: Any = None
         there = [each for each in gradients if each is not None]
         if comm is not None and comm.size > 1 and there:
-            self._flat = torch.cat([each.reshape(-1) for each in there])
-            self._request = comm.allreduce(self._flat, nonblocking=True)
+            if len(there) == 1:  # straight from where it is: no copy
+                given = there[0].reshape(-1)
+                self._flat = torch.empty_like(given)
+            else:
+                given = self._flat = torch.cat([each.reshape(-1) for each in there])
+            self._request = comm.allreduce(given, out=self._flat, nonblocking=True)
 
     def wait(self) -> list[Any]:
         """Return the sums, in the order and shapes of the gradients."""

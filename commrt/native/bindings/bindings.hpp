@@ -10,6 +10,7 @@ namespace commrt {
 
 void bind_boxes(nb::module_& m);
 void bind_callbacks(nb::module_& m);
+void bind_channel_norm(nb::module_& m);
 void bind_csr(nb::module_& m);
 void bind_device(nb::module_& m);
 void bind_device_request(nb::module_& m);

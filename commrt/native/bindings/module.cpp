@@ -28,6 +28,7 @@ NB_MODULE(_native, m) {
   commrt::bind_persistent(m);
   commrt::bind_multi(m);
   commrt::bind_sparse(m);
+  commrt::bind_channel_norm(m);
   commrt::bind_csr(m);
   commrt::bind_wire(m);
   commrt::bind_device(m);

@@ -85,6 +85,10 @@ void csr::multiply(int index_nbytes, DType dtype, const Product& product) {
   kernels().multiply_csr.of[dtype == DType::F64][index_nbytes == 8](product);
 }
 
+const channel_norm::Kernels& channel_norm::kernels_of(DType dtype) {
+  return kernels().channel_norm[dtype == DType::F64];
+}
+
 void copy_streaming(void* dst, const void* src, std::size_t nbytes) {
   kernels().copy_streaming(dst, src, nbytes);
 }

@@ -7,6 +7,7 @@
 
 #include "kernels/kernels.hpp"
 #include "kernels/kernels_csr.hpp"
+#include "kernels/kernels_norm.hpp"
 #include "kernels/kernels_ops.hpp"
 #include "kernels/kernels_set.hpp"
 #include "kernels/kernels_wire.hpp"
@@ -345,6 +346,8 @@ constexpr KernelSet make_kernel_set(const char* name) {
   add_wire<WireBFloat16>(set);
   add_wire<WireInt8>(set);
   set.multiply_csr = make_multiply_kernels();
+  set.channel_norm[0] = make_norm_kernels<float>();
+  set.channel_norm[1] = make_norm_kernels<double>();
   return set;
 }
 

@@ -2274,6 +2274,11 @@ def fuse_away(
     call; None where it is too long.
     """
 
+def fuse_refused(group: Any, count: int, dtype: int, redop: int, why: str) -> bool:
+    """Give a call that was refused here its place in a bucket, which `comm.fusion`
+    is to refuse. False: such a call goes into none.
+    """
+
 def fused_calls(group: Group) -> tuple[Any, ...]:
     """Calls that went into buckets, and those of them that are sent."""
 

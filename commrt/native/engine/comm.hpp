@@ -127,7 +127,7 @@ class Op {
   int64_t compared[2] = {0, 0};  // its buffer: the largest digest, and the least, negated
   std::unique_ptr<P2PTask> p2p;
   std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
-  uint16_t bucket_facts = 0;           // and a number of the calls that were refused before it
+  uint16_t bucket_facts = 0;           // and a digest of the calls in it and before it
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start

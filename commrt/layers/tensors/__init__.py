@@ -2,9 +2,11 @@
 """Tensors that lie on a grid of processes, and torch's functions of them."""
 
 from commrt.layers.tensors import (
+    class_losses,
     convolution,
     elementwise,
     joining,
+    losses,
     masks,
     normalization,
     products,
@@ -21,10 +23,12 @@ __all__ = [
     "Placement",
     "ProductPlan",
     "Sharded",
+    "class_losses",
     "convolution",
     "einsum",
     "elementwise",
     "joining",
+    "losses",
     "masks",
     "normalization",
     "plan",

@@ -22,6 +22,7 @@ from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.windows import even_ranges
 from commrt.layers.tensor3d.features import Features
 from commrt.layers.tensor3d.roles import Along, Roles
+from commrt.layers.tensors.checkpoint import Pieces
 
 __all__ = ["FeatureCut", "ParameterCut", "bias_cut", "cut_of", "weight_cut"]
 
@@ -135,6 +136,22 @@ class ParameterCut:
             else:
                 whole[rows] = part.view(each.shape)
         return whole
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Where this rank's shard lies in the whole, for checkpoints."""
+        runs = []
+        for index in self._places(self.grid.coords).indices:
+            found: list[tuple[int, int, int]] = []
+            for at, number in enumerate(index.tolist()):
+                if found and number == found[-1][1]:
+                    found[-1] = found[-1][0], number + 1, found[-1][2]
+                else:
+                    found.append((number, number + 1, at))
+            runs.append(tuple(found))
+        whole = self.shape[len(runs) :]
+        runs += [((0, extent, 0),) if extent else () for extent in whole]
+        return Pieces(self.shape, tuple(runs))
 
     def is_as(self, other: ParameterCut) -> bool:
         """Return whether a parameter is cut here as it is there."""

@@ -62,7 +62,7 @@ class ParameterCut:
         used = [each.along for each in self.dims]
         if self.depth is not None:
             used.append(self.depth)
-        names = {each.name for each in used if each.size > 1}
+        names = {name for each in used for name in each.axes}
         return tuple(name for name in self.grid.axes if name in names)
 
     @cached_property
@@ -162,11 +162,11 @@ class ParameterCut:
     def _places(self, coords: Mapping[str, int]) -> _Places:
         """Return where the shard of a place on the grid lies in the whole."""
         indices = [
-            features.indices(coords.get(along.name, 0), along.size)
+            features.indices(along.place_at(coords), along.size)
             for features, along in self.dims
         ]
         if self.depth is not None:
-            place = coords.get(self.depth.name, 0)
+            place = self.depth.place_at(coords)
             low, high = even_ranges(len(indices[0]), self.depth.size)[place]
             indices[0] = indices[0][low:high]
         shape = (*map(len, indices), *self.shape[len(indices) :])

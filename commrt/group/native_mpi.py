@@ -73,6 +73,7 @@ class NativeMpi:
 
     def give_back(self) -> None:
         """Let other groups of the same ranks have it, unless this one failed."""
+        self._group.end_stand_ins()
         lender = self._group.world.native_comms
         if lender is not None and self._lease is not None and not self._group.failure:
             lender.give_back(self._lease)

@@ -127,10 +127,12 @@ def wait_in_vain() -> list[Any]:
     goes_on(comm)
     found: list[Any] = []
     if comm.rank == 1:
+        MPI.COMM_WORLD.Barrier()
         refuse(comm)
         MPI.COMM_WORLD.Barrier()
     else:
         request = comm.allreduce(np.ones(3), nonblocking=True, **NATIVE)
+        MPI.COMM_WORLD.Barrier()
         with pytest.raises(TimeoutError_, match="allreduce"):
             request.wait(timeout_s=0.5)
         MPI.COMM_WORLD.Barrier()

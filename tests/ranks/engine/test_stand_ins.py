@@ -40,14 +40,19 @@ def settle(ranks: LocalRanks) -> None:
         idle = 0 if any(moved) else idle + 1
 
 
+def join(ranks: LocalRanks, comms: list[Communicator]) -> None:
+    """Let communicators get one of the library's."""
+    requests = [comm.barrier(**NATIVE) for comm in comms]
+    settle(ranks)
+    for request in requests:
+        request.wait()
+
+
 @contextmanager
 def joined(size: int) -> Iterator[LocalRanks]:
     """Give ranks that have a communicator of the library."""
     with LocalRanks(size) as ranks:
-        requests = [comm.barrier(**NATIVE) for comm in ranks.comms]
-        settle(ranks)
-        for request in requests:
-            request.wait()
+        join(ranks, ranks.comms)
         yield ranks
 
 
@@ -320,9 +325,10 @@ def test_a_call_that_nobody_remembers_ends_the_communicator(
         assert found == "RevokedError"
 
 
-def test_a_rank_that_frees_it_ends_it_for_those_who_wait(mpi: FakeDeviceMpi) -> None:
-    with joined(3) as ranks:
+def test_a_rank_that_frees_it_ends_it_for_those_who_wait() -> None:
+    with mpi_here(is_clean=False), joined(3) as ranks:
         pairs = ranks.each(lambda comm: comm.dup())
+        join(ranks, pairs)
         request = pairs[0].allreduce(np.ones(2), **NATIVE)
         refuse(pairs[1])
         pairs[1].free()

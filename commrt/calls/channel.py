@@ -213,7 +213,7 @@ class Channel(Group, Operations):
         """Wait for what is in flight; False where operations hang in a failed group."""
         at_rest = self.comes_to_rest()
         if not at_rest and not self.failure:
-            self.end_stand_ins()
+            _native.end_stand_ins(self)
             at_rest = self.comes_to_rest()
         if not at_rest and not self.failure:
             raise UsageError(

@@ -173,7 +173,9 @@ def call_the_library_again() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("size", "where"), [(2, ""), (2, "1,1"), (3, "2,1"), (3, "1,2")])
+@pytest.mark.parametrize(
+    ("size", "where"), [(2, ""), (2, "1,1"), (3, "2,1"), (3, "1,2")]
+)
 def test_after_a_collective_of_the_library_all_call_again(
     mpirun: Any, size: int, where: str
 ) -> None:

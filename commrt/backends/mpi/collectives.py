@@ -51,7 +51,8 @@ def attach_library(comm: _native.Group, handle: int) -> None:
         found = (names.get(code, "") for code in range(max(names) + 1))
         return [constants.get(name, 0) for name in found]
 
-    comm.attach_library(
+    _native.attach_library(
+        comm,
         comm=handle,
         byte=constants["BYTE"],
         types=handles(types),

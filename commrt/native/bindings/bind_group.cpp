@@ -22,7 +22,6 @@
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
-#include "engine/stand_ins.hpp"
 #include "gil.hpp"
 
 namespace commrt {
@@ -321,24 +320,6 @@ void bind_group(nb::module_& m) {
              }
            }, nb::arg("peer"), nb::arg("tag"), nb::arg("reason"), nb::arg("is_send"),
            "Take the place of a message that was refused here: its peer hears of that.")
-      .def("attach_library",
-           [](Group& g, uint64_t comm, uint64_t byte, const std::vector<uint64_t>& types,
-              const std::vector<uint64_t>& reductions) {
-             const auto handles = [](const std::vector<uint64_t>& given) {
-               return std::vector<Handle>(given.begin(), given.end());
-             };
-             const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             g.comm->refusals.stand_ins->attach({static_cast<Handle>(comm), static_cast<Handle>(byte),
-                                                handles(types), handles(reductions)});
-           }, nb::kw_only(), nb::arg("comm"), nb::arg("byte"), nb::arg("types"), nb::arg("reductions"),
-           "Name the MPI communicator of its ranks, and handles by the codes of types and reductions: "
-           "where others have begun a call that was refused here, it is made in its place.")
-      .def("end_stand_ins",
-           [](Group& g) {
-             const ReleasedGil release;
-             const std::lock_guard<std::mutex> lock(g.engine->mutex);
-             g.comm->refusals.stand_ins->end();
-           }, "End the group where other ranks wait for what stands in for a refused call of this one.")
       .def("_why_next_is_refused",
            [](Group& g) {
              const ReleasedGil release;

@@ -256,10 +256,11 @@ bool Comm::advance_first(const std::shared_ptr<Op>& op, uint64_t limit) {
     return true;
   }
   if (op->finished()) return true;
-  if (op->agreement != nullptr) begin_agreement(op->agreement);
+  if (op->agreement != nullptr) active_.push_back(op->agreement);
   active_.push_back(op);
   try {
-    if (!fail_after_own(*op)) op->advance(limit);
+    if (op->agreement != nullptr) begin_agreement(op->agreement);
+    if (!op->is_over() && !fail_after_own(*op)) op->advance(limit);
   } catch (...) {
     active_.pop_back();
     throw;

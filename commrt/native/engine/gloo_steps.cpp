@@ -89,7 +89,6 @@ void Comm::make_agreement(Op& op) {
 
 void Comm::begin_agreement(const std::shared_ptr<Op>& first) {
   if (!fail_after_own(*first)) first->advance(kNoLimit);
-  if (!first->finished()) active_.push_back(first);
 }
 
 // True once all ranks are known to have passed the same arguments, as far as gloo needs it. If

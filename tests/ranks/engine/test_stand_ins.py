@@ -69,7 +69,7 @@ def kind_of(call: Callable[[], Any]) -> str:
 
 
 class Program:
-    """A drawn program, on all ranks of one thread, which steps them in a drawn order."""
+    """A drawn program, on all ranks of one thread, which steps them in any order."""
 
     def __init__(self, ranks: LocalRanks, rng: random.Random, length: int) -> None:
         self._ranks, self._rng = ranks, rng
@@ -94,9 +94,7 @@ class Program:
         self._next[rank] += 1
         used: list[Array] = []
         try:
-            request = step.call(
-                self._ranks.comms[rank], None, used, nonblocking=True
-            )
+            request = step.call(self._ranks.comms[rank], None, used, nonblocking=True)
         except (UsageError, RefusedError) as error:
             self._end(rank, step, used, _raiser(error))
         else:

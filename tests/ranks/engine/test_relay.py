@@ -12,6 +12,7 @@ from cases import run_cases, sample
 from relay_by_hand import RanksByHand
 from relay_ranks import RelayRanks
 
+from commrt.bootstrap.base import poll_until
 from commrt.comm import core_of
 from commrt.errors import MismatchError, PeerFailedError, TimeoutError_
 
@@ -158,7 +159,7 @@ def test_who_is_missing_is_asked_on_other_nodes() -> None:
 
 
 def test_the_table_has_what_ranks_of_other_nodes_do() -> None:
-    with RelayRanks([[0], [1], [2, 3]], timeout_s=60) as ranks:
+    with RelayRanks([[0], [1], [2, 3]], timeout_s=300) as ranks:
         ranks.each(lambda comm: comm.barrier())
         first, second, third, _ = ranks.comms
         begun = [third.allreduce(np.ones(5), nonblocking=True)]
@@ -167,8 +168,10 @@ def test_the_table_has_what_ranks_of_other_nodes_do() -> None:
             if comm is second:
                 comm.recv(np.empty(1), source=0, timeout_s=240)
             elif comm is first:
+                # A rank says that it waits once it has waited for a moment.
+                core = core_of(first)
+                assert poll_until(lambda: bool(core.asked_elsewhere()[1].waits_s), 240)
                 with pytest.raises(TimeoutError_) as raised:
-                    # Rank 1 has said by then that it waits.
                     comm.allreduce(np.ones(5), timeout_s=1)
                 begun.append(raised.value.request)  # type: ignore[attr-defined]
                 told.append((raised.value.ranks, str(raised.value)))

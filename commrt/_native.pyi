@@ -1065,6 +1065,9 @@ class Liveness:
     def is_stopped(self, member: int) -> bool:
         """Whether the kernel says now that it is stopped, by a signal or a debugger."""
 
+    def let_go(self) -> None:
+        """Close the descriptors: nobody asks any more. What is known stays."""
+
     def look(self, anew: bool = False) -> bool:
         """Ask the kernel, unless that was done just now; True if any rank is gone."""
 
@@ -1666,15 +1669,22 @@ class Relay:
 
     def __init__(self, rank: int, size: int) -> None: ...
     def answer(self, question: int) -> Any:
-        """Return the peer's answer: None so far; -1: no such communicator."""
+        """Return the peer's answer, as rank_states does: None so far; empty: no such
+        communicator.
+        """
 
     def arrived(self, peer: int, frame: int, nbytes: int) -> int:
         """Take a frame. 0: on to the next; -1: it was the last one; else wait for the
         payload of this number first.
         """
 
-    def ask(self, peer: int, tag: int) -> int:
-        """Ask how many operations a communicator has started there."""
+    def ask(self, peer: int, tag: int, about: int) -> int:
+        """Ask a peer what it does on a communicator, or whether another rank of its
+        node is stopped; return the number of the question.
+        """
+
+    def ask_for_dumps(self) -> None:
+        """Ask all peers to write their last operations."""
 
     def failure_of(self, peer: int) -> str:
         """Reason why a peer is lost, or empty."""
@@ -2112,6 +2122,11 @@ def attach_library(
     """Name the MPI communicator of its ranks, and handles by the codes of types
     and reductions: where others have begun a call that was refused here, it is
     made in its place.
+def ask_for_flights(
+    bells: Bells, members: Sequence[int], by: int, limit_s: float
+) -> None:
+    """Ask other ranks of the node to write kept files, and wait until they have,
+    at most so long.
     """
 
 def bells_of_threads(name: str, members: int, own: int) -> Bells:
@@ -2263,6 +2278,9 @@ def end_stand_ins(group: Group) -> None:
 
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
+
+def finish_flights() -> None:
+    """Wait until no file is half written, at most for a moment."""
 
 def first_not_finite(dtype: int, address: int, count: int) -> tuple[Any, ...]:
     """Return the index of the first element that is NaN or infinite, and whether
@@ -2942,4 +2960,9 @@ def write_flight(
 def write_flight_at_signals() -> None:
     """Write kept files at SIGTERM, SIGUSR1 and crashes, where nobody else handles
     these.
+    """
+
+def write_flight_when_asked(bells: Bells | None) -> None:
+    """Write kept files when another rank of the job asks for it: of the node by
+    the bells, if there are any, or of another node.
     """

@@ -256,7 +256,9 @@ class Core(Channel):
     def _host_channel(self, timeout_s: float) -> HostCalls:
         """Return what runs the host's parts of calls on device arrays; collective."""
         with self.making():
-            return HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
+            made = HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
+        self.privates.add(made)
+        return made
 
     # -- ending ------------------------------------------------------------------
 
@@ -285,6 +287,10 @@ class Core(Channel):
         super()._end(at_rest=at_rest)
         if not at_rest:
             self.devices.close()  # nobody looks at its devices any more
+
+    def _release_services(self) -> None:
+        self.devices.users.clear()
+        super()._release_services()
 
     def give_up(self, why: str) -> None:
         """Make the communicator unusable, here and for ranks of this node that wait."""
@@ -432,6 +438,8 @@ class HostCalls(Channel):
 class CartCore(Core):
     """A core whose ranks lie in a grid."""
 
+    lasting = Core.lasting | {"grid", "neighbors"}
+
     def __init__(self, *args: Any, grid: Grid, **kwargs: Any) -> None:
         """Connect the ranks; collective over them."""
         super().__init__(*args, **kwargs)
@@ -465,6 +473,8 @@ class CartCore(Core):
 
 class GraphCore(Core):
     """A core whose ranks know their neighbours."""
+
+    lasting = Core.lasting | {"neighborhood"}
 
     def __init__(self, *args: Any, around: Neighborhood, **kwargs: Any) -> None:
         """Connect the ranks; collective over them."""

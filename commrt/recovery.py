@@ -153,8 +153,13 @@ class Recovery(Generic[Plain]):
         return made
 
     def has_ended(self) -> bool:
-        """Return whether the communicator has failed, as far as this rank knows."""
-        return bool(self._comm.known_end()[0]) or self.has_lost_a_rank()
+        """Return whether the communicator has failed, as far as this rank knows.
+
+        It has, too, where only a channel has that one of its services uses.
+        """
+        channels: list[Channel] = [self._comm, *self._comm.privates]
+        ends = [each for each in channels if not each.is_over and each.known_end()[0]]
+        return bool(ends) or self.has_lost_a_rank()
 
     def has_lost_a_rank(self) -> bool:
         """Return whether a rank's death is known, here or in what was made from this.

@@ -51,6 +51,14 @@ class _Runtime:
         self.leaves = False
         """True once the end of this process is taken care of."""
 
+    def take(self, world: World) -> World:
+        """Use a world in the place of the one before, for ``init`` and at the end."""
+        world.holders.begin()
+        before, self.world = self.world, world
+        if before is not None:
+            before.holders.end()
+        return world
+
 
 _RUNTIME = _Runtime()
 
@@ -109,9 +117,10 @@ def init(
             if not launch.is_child:
                 return _joined(launch, deterministic)
         if _RUNTIME.world is None:
-            _RUNTIME.world = _start(mpi_comm)
+            _RUNTIME.take(_start(mpi_comm))
             _RUNTIME.mpi_comm = mpi_comm
         world = _RUNTIME.world
+        assert world is not None
         if deterministic is None:
             deterministic = env.read_bool("COMMRT_DETERMINISTIC")
         same = f"deterministic={deterministic}"
@@ -139,8 +148,8 @@ def _joined(launch: LaunchInfo, deterministic: bool | None) -> Communicator:
     _leave_at_end(launch)
     core.when_replaced = _go_on_with
     install_excepthook(core.world)
-    _RUNTIME.world, _RUNTIME.core = core.world, core
-    _RUNTIME.comm = Communicator(core)
+    _RUNTIME.take(core.world)
+    _RUNTIME.core, _RUNTIME.comm = core, Communicator(core)
     if progress_mode(core.world):
         engine.start_thread()
     return _RUNTIME.comm
@@ -150,7 +159,7 @@ def _go_on_with(core: Core) -> None:
     """Take the communicator that has replaced the one of all ranks."""
     with _RUNTIME.lock:
         _RUNTIME.core, _RUNTIME.comm = core, Communicator(core)
-        _RUNTIME.world = core.world
+        _RUNTIME.take(core.world)
 
 
 def _is_of_mpi(given: Any) -> bool:

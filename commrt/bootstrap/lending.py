@@ -86,6 +86,12 @@ class Lender(ABC):
         """Let the next communicator of the same ranks have it; nothing may use it."""
         self._returned.append(lease)
 
+    def forget(self) -> None:
+        """Keep nothing any more of what was given back: nobody borrows from here."""
+        with self._lock:
+            self._free.clear()
+            self._returned.clear()
+
     def _why_none(self) -> str:
         """Return why the library makes none now, as far as this rank knows."""
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -68,6 +69,11 @@ class Channel(Group, Operations):
 
     joined: range = range(0)
     """The ranks that came by the ``grow`` that made this one."""
+    lasting: frozenset[str] = frozenset(("settings", "table", "wishes"))
+    """Attributes beside a group's that it keeps once it is freed: they refer to no
+    service."""
+    _released: frozenset[str] = frozenset()
+    """Attributes that it had until it was freed."""
 
     def __init__(
         self,
@@ -113,6 +119,8 @@ class Channel(Group, Operations):
         """Wishes of the group and of the job; the first that applies holds."""
         self.parts: list[Part] = []
         """Services that end with it."""
+        self.privates: weakref.WeakSet[Channel] = weakref.WeakSet()
+        """Channels of the same ranks that services use."""
         self.native_mpi = NativeMpi(self, native_comm)
         self._resources.callback(self.native_mpi.give_back)
         self.attached = attach_all(
@@ -156,6 +164,7 @@ class Channel(Group, Operations):
             )
             made.nan_check = False  # the program's arrays are looked at in its call
             made.settle()
+        self.privates.add(made)
         return made
 
     @contextmanager
@@ -230,6 +239,28 @@ class Channel(Group, Operations):
         self.host.forget()
         if at_rest:
             self._resources.close()
+            self._release_services()
+
+    def _release_services(self) -> None:
+        """Let go of the services, which refer to this channel as it does to them.
+
+        Only the garbage collector would find that nobody else does.
+        """
+        self.attached.clear()
+        self.selection.remarks.clear()
+        names = vars(self).keys() - self.of_group - self.lasting
+        self._released = frozenset(names)
+        for name in names:
+            del vars(self)[name]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self._released:
+                self.check_open()
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self
+            )
 
     def _close_backends(self) -> None:
         for attached in self.attached.values():

@@ -48,7 +48,7 @@ class Collectives:
         self._group, self._comparison = group, comparison
         self._on_host, self._on_device = on_host, on_device
         self._carrier = carrier
-        self._numbers = NumberCalls(group, self._refuse_number)
+        self._numbers = NumberCalls(group)
         self._with_again = [each for each in on_host if each.again is not None]
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,10 +59,11 @@ class Collectives:
             spec = operation(name)
             if is_number(x) and takes_numbers(spec):
                 self._check_number(name, x, kwargs)
+                refuse = self._refuse_number
                 if args:
-                    return self._numbers.run(spec, x, args[1:], kwargs)
+                    return self._numbers.run(spec, x, args[1:], kwargs, refuse)
                 others = {key: value for key, value in kwargs.items() if key != "x"}
-                return self._numbers.run(spec, x, (), others)
+                return self._numbers.run(spec, x, (), others, refuse)
             args, kwargs = self._with_array(spec, x, args, kwargs)
         for route in self._with_again:
             if route.is_open and route.again is not None:

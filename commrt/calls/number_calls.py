@@ -66,17 +66,19 @@ class NumberCalls:
 
     Args:
         group: the ranks.
-        refuse: lets the other ranks know of what is wrong with a call.
     """
 
-    def __init__(
-        self, group: Ranks, refuse: Callable[[str, dict[str, Any], Exception], None]
-    ) -> None:
-        self._group, self._refuse = group, refuse
+    def __init__(self, group: Ranks) -> None:
+        self._group = group
         self._known: dict[Hashable, _NumberCall] = {}
 
     def run(
-        self, spec: OpSpec, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        spec: OpSpec,
+        x: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        refuse: Callable[[str, dict[str, Any], Exception], None],
     ) -> Any:
         """Run a collective of numbers; return its number, or a request.
 
@@ -85,12 +87,13 @@ class NumberCalls:
             x: the number.
             args: the arguments behind it.
             kwargs: the others.
+            refuse: lets the other ranks know of what is wrong with the call.
         """
         try:
             call = self._call(spec, args, kwargs)
             record = call.record(x)
         except Exception as error:
-            self._refuse(spec.name, kwargs, error)
+            refuse(spec.name, kwargs, error)
             raise
         exchange, more = call.exchange
         if call.has_output:

@@ -117,7 +117,10 @@ class DeviceCollectives:
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
         self._messages: dict[int, tuple[Any, _native.MessageStager]] = {}
-        self.host_jobs = HostJobs(comm, self.options, make_host_channel)
+        own = weakref.proxy(self)
+        self.host_jobs = HostJobs(
+            comm, lambda device: own.options(device), make_host_channel
+        )
         self.plans: KeptPlans[DevicePlan] = KeptPlans(comm)
         """Plans of calls that Python has looked at."""
         self._own_events: dict[tuple[int, int], tuple[Any, int]] = {}

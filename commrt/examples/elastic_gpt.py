@@ -29,6 +29,7 @@ import commrt
 import commrt.torch
 from commrt import elastic
 from commrt.comm import Communicator
+from commrt.errors import RecoveryError
 from commrt.examples import gpt
 from commrt.examples.documents import load_documents, windows
 from commrt.examples.gpt_fsdp import sharded
@@ -117,12 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{comm.size} ranks train\n")
             sys.stdout.flush()
 
-    comm = elastic.run(
-        *(step, training.build),
-        until=said.steps,
-        on_change=changed,
-        replica_size=training.replica_size,
-    )
+    try:
+        comm = elastic.run(
+            *(step, training.build),
+            until=said.steps,
+            on_change=changed,
+            replica_size=training.replica_size,
+        )
+    except RecoveryError as error:
+        # The other one of its pair has died. The launcher starts a process anew.
+        sys.stderr.write(f"this rank ends, and may come again: {error}\n")
+        return 1
     if comm.rank == 0:
         first, last = training.losses[0], training.losses[-1]
         sys.stdout.write(f"the loss went from {first:.3f} to {last:.3f}\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -86,7 +87,8 @@ class Fusion:
         """The one that is open."""
         self.is_open = False
         """True while a context is open."""
-        self.buckets = DeviceBuckets(group, devices, self)
+        # The group has both: they end together.
+        self.buckets = DeviceBuckets(group, devices, weakref.proxy(self))
         """Buckets of arrays on devices."""
         devices.users.append(self)
 

@@ -58,6 +58,7 @@ class GlooGroups(Lender):
         The end of a group waits for its collectives, of which one may never end.
         """
         groups, self._groups = self._groups, []
+        self.forget()
         for each in groups:
             if os.getpid() != self._owner or each.order.is_busy:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each.group))

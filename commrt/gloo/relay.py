@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -69,14 +69,14 @@ class GlooRelay:
     ) -> None:
         import torch
 
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self.native = _native.Relay(rank, size)
         self.native.watch(liveness, list(peers))
         self._landing: dict[Any, dict[int, tuple[Any, Any]]] = {p: {} for p in peers}
         self._carrier = _native.RelayCarrier(
             self.native,
-            self._group.send,
-            self._group.recv,
+            group.send,
+            group.recv,
             torch.frombuffer,
             torch.uint8,
             self._landing,
@@ -102,25 +102,34 @@ class GlooRelay:
         for thread in self._threads:
             thread.start()
 
-    def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
-        """Return the number of operations of a communicator that each peer has started.
+    def ask(
+        self, abouts: Mapping[int, int], tag: int
+    ) -> dict[int, tuple[Any, ...] | None]:
+        """Return what each peer says that a rank does on a communicator.
 
-        None where it has not answered within a second: its threads answer, whatever
-        its program does. -1 where it knows no such communicator, or has ended.
+        ``abouts``: for each peer the rank, itself or another one of its node. The
+        answers are rows as ``_native.rank_states`` has them. An empty one: it knows no
+        such communicator, or has ended. None: it has not answered within a second; its
+        threads answer, whatever its program does.
         """
         native = self.native
-        asked = {peer: native.ask(peer, tag) for peer in peers}
+        asked = {peer: native.ask(peer, tag, about) for peer, about in abouts.items()}
         self._carrier.give_all()
-        told: dict[int, int | None] = {}
+        told: dict[int, tuple[Any, ...] | None] = dict.fromkeys(asked)
 
         def heard() -> bool:
             for peer, question in asked.items():
-                if told.get(peer) is None:
+                if told[peer] is None:
                     told[peer] = native.answer(question)
             return None not in told.values()
 
         poll_until(heard, _ANSWER_S)
         return told
+
+    def ask_for_dumps(self) -> None:
+        """Ask ranks of other nodes to write their last operations; wait for none."""
+        self.native.ask_for_dumps()
+        self._carrier.give_all()
 
     def has_ended(self, peer: int) -> bool:
         """Return whether nothing comes from this peer any more."""
@@ -144,10 +153,9 @@ class GlooRelay:
         if any(thread.is_alive() for thread in threads):
             # Their group must not end before them.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        else:
-            self._carrier.forget()
-        for end in self.at_end:
-            end()
+            self._end_groups()
+            return
+        self._end()
 
     def part(self) -> None:
         """Tell the peers that it was all, and wait for nobody. Idempotent.
@@ -175,10 +183,19 @@ class GlooRelay:
             if self._num_running or not self._is_parting or not self._threads:
                 return
             self._threads = []
-        self._carrier.forget()
-        for end in self.at_end:
-            end()
+        self._end()
         _MADE.remove(self)
+
+    def _end(self) -> None:
+        """Let go of the connections, which no thread uses any more."""
+        self._carrier.forget()
+        self._end_groups()
+        self._group = None
+
+    def _end_groups(self) -> None:
+        ends, self.at_end = self.at_end, []
+        for end in ends:
+            end()
 
     def _attend(self, peer: int) -> None:
         """Wait for what gloo has been given, and give it what nobody else does."""
@@ -196,6 +213,8 @@ class GlooRelay:
         """Receive frames and payloads from a peer, in order."""
         import torch
 
+        group = self._group
+        assert group is not None
         coming: deque[tuple[Any, Any]] = deque()
         free = [
             torch.empty(self.native.frame_nbytes, dtype=torch.uint8)
@@ -206,7 +225,7 @@ class GlooRelay:
                 # Half of them at once: who was woken by a frame wants the GIL, too.
                 if len(free) >= _AHEAD // 2:
                     for frame in free:
-                        coming.append((self._group.recv([frame], peer, _FRAMES), frame))
+                        coming.append((group.recv([frame], peer, _FRAMES), frame))
                     free.clear()
                 work, frame = coming.popleft()
                 work.wait(_FOREVER)

@@ -32,6 +32,7 @@ from commrt.group.missing_ranks import have, missing_elsewhere, starved
 from commrt.group.rank_states import (
     Elsewhere,
     RankState,
+    ask_elsewhere,
     own_wait,
     rank_states,
     table_of,
@@ -192,6 +193,8 @@ class Group(_native.Group):
         """Why this rank's last refused calls were, by their numbers."""
         self._resources = ExitStack()
         """Gives back what the group holds, the latest first."""
+        world.holders.begin()
+        self._resources.callback(world.holders.end)
         # Keys of exchanges of this group, and of groups made from it, begin with it.
         self._resources.callback(world.bootstrap.forget, f"comm{identity}")
         world.heeds.begin(self.set_failure)
@@ -202,6 +205,8 @@ class Group(_native.Group):
         members = str([*self.world_ranks])
         key = f"{name} ({identity})"
         _native.describe_flight(self, world.number, identity, key, members)
+        self.of_group = frozenset((*vars(self), "closed", "of_group"))
+        """Attributes that refer to no service over the group."""
         faults.began(world)
 
     # -- making ------------------------------------------------------------------
@@ -317,24 +322,14 @@ class Group(_native.Group):
         return "all ranks have started it and one does not make progress"
 
     def asked_elsewhere(self) -> Elsewhere:
-        """Ask ranks of other nodes how many collectives they have started."""
+        """Ask ranks of other nodes what they do."""
         relay = self.world.relay
         if relay is None or not self.is_relayed:
             return {}
-        away = {
-            self.world_ranks[r]: r
-            for r in range(self.size)
-            if r not in self.node_members
-        }
-        told = relay.started(list(away), tags.of_steps(self.identity))
-        found: dict[int, Any] = {}
-        for at, rank in away.items():
-            count = told[at]
-            if relay.has_ended(at):
-                found[rank] = "ended"
-            else:
-                found[rank] = "silent" if count is None else count
-        return found
+        away = [rank for rank in range(self.size) if rank not in self.node_members]
+        members = {self.world_ranks[rank]: rank for rank in away}
+        tag = tags.of_steps(self.identity)
+        return ask_elsewhere(relay, members, tag, self.world.beside)
 
     def rank_states(self, elsewhere: Elsewhere | None = None) -> tuple[RankState, ...]:
         """Return what each rank does now, as far as this one can tell."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from commrt.group.rank_states import Elsewhere
 
@@ -13,10 +12,14 @@ __all__ = ["have", "missing_elsewhere", "starved"]
 
 def missing_elsewhere(found: Elsewhere, seq: int) -> list[str]:
     """Return who of other nodes keeps operation ``seq`` waiting."""
-    ended = [rank for rank, said in found.items() if said == "ended"]
-    silent = [rank for rank, said in found.items() if said == "silent"]
-    late = [rank for rank, said in found.items() if isinstance(said, int)]
-    late = [rank for rank in late if cast(int, found[rank]) <= seq]
+    ended = [rank for rank, one in found.items() if one.state == "dead"]
+    silent = [rank for rank, one in found.items() if one.started is None]
+    silent = [rank for rank in silent if rank not in ended]
+    late = [
+        rank
+        for rank, one in found.items()
+        if one.started is not None and one.started <= seq and rank not in ended
+    ]
     where = "on another node" if len(late + ended + silent) == 1 else "elsewhere"
     said = []
     if late:

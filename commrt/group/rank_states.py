@@ -2,26 +2,29 @@
 """A table of ranks for the error of a wait: what each one does, and did last.
 
 Ranks of this node are read from memory that they share with this one, and the kernel
-says which of their processes are stopped or have ended. Ranks of other nodes are asked
-how many operations they have started, where gloo carries the messages; of others
-nothing is known.
+says which of their processes are stopped or have ended. Ranks of other nodes are asked,
+where gloo carries the messages; of others nothing is known.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from commrt import _native
 from commrt.vocabulary.operations import RECEIVED, SENT
 
-__all__ = ["Elsewhere", "RankState", "own_wait", "rank_states", "table_of"]
+__all__ = [
+    "Elsewhere",
+    "RankState",
+    "ask_elsewhere",
+    "own_wait",
+    "rank_states",
+    "table_of",
+]
 
-Elsewhere = Mapping[int, int | Literal["ended", "silent"]]
-"""For ranks of other nodes that were asked: collectives that they have started, or why
-that is not known."""
 _MOST_IN_TEXT = 8
 """Most lines of a table in a text; ``error.ranks`` has all ranks."""
 
@@ -37,7 +40,7 @@ class RankState:
     )
     """``computing``: its process runs, and is in no wait of commrt's. ``stopped``: by
     a signal or a debugger. ``left``: it has ended by itself, with its part done.
-    ``unknown``: it is on another node, and has not answered."""
+    ``unknown``: it is on another node, and has not answered, or cannot be asked."""
     started: int | None = None
     """Collectives that it has started on the communicator; None: not known."""
     last: str = ""
@@ -62,19 +65,85 @@ class RankState:
         return self.started - 1 if self.started else None
 
 
+Elsewhere = Mapping[int, RankState]
+"""The states of ranks of other nodes that were asked. Of one that has not answered, the
+number of collectives is not known."""
+Row = tuple[Any, ...]
+"""What the engine says of a rank (``_native.rank_states``)."""
+
+
+class Asked(Protocol):
+    """Carries questions to ranks of other nodes."""
+
+    def ask(self, abouts: Mapping[int, int], tag: int) -> Mapping[int, Row | None]:
+        """Return what each peer says that a rank of its node does."""
+        ...
+
+    def has_ended(self, peer: int) -> bool:
+        """Return whether nothing comes from this peer any more."""
+        ...
+
+
 def rank_states(
     group: _native.Group, here: Collection[int], elsewhere: Elsewhere
 ) -> tuple[RankState, ...]:
     """Return what each rank of a group does now; ``here``: the ranks of this node."""
-    found = _native.rank_states(group)
+    found = [_state_of(row[0], row) for row in _native.rank_states(group)]
     return tuple(
-        _of_node(row) if row[0] in here else _of_other_node(row, elsewhere.get(row[0]))
-        for row in found
+        # One that has died or left does not answer.
+        one
+        if one.rank in here or one.state != "unknown"
+        else elsewhere.get(one.rank, RankState(one.rank))
+        for one in found
     )
 
 
-def _of_node(row: Any) -> RankState:
-    rank, state, started, last, age_s, wait = row
+def ask_elsewhere(
+    asked: Asked,
+    members: Mapping[int, int],
+    tag: int,
+    beside: Callable[[int], Sequence[int]],
+) -> dict[int, RankState]:
+    """Return what ranks of other nodes say that they do.
+
+    Where a rank does not answer, another one of its node says whether it is stopped.
+
+    Args:
+        asked: carries the questions.
+        members: for each of these ranks of the job, its rank in the group.
+        tag: names the group.
+        beside: returns the ranks of the job on a rank's node.
+    """
+    told = asked.ask({at: at for at in members}, tag)
+    states = {at: _answered(rank, told[at]) for at, rank in members.items()}
+    silent = [at for at in members if told[at] is None]
+    abouts = {}
+    for at in silent:
+        free = (one for one in beside(at) if told.get(one) and one not in abouts)
+        for neighbor in free:
+            abouts[neighbor] = at
+            break
+    for neighbor, row in (asked.ask(abouts, tag) if abouts else {}).items():
+        at = abouts[neighbor]
+        if row:
+            states[at] = RankState(members[at], row[1])
+    return {
+        rank: RankState(rank, "dead") if asked.has_ended(at) else states[at]
+        for at, rank in members.items()
+    }
+
+
+def _answered(rank: int, row: Row | None) -> RankState:
+    if row is None:
+        return RankState(rank)
+    # Without a row it has no such communicator yet, or none any more.
+    return _state_of(rank, row) if row else RankState(rank, "computing", 0)
+
+
+def _state_of(rank: int, row: Row) -> RankState:
+    _, state, started, last, age_s, wait = row
+    if state == "unknown":
+        return RankState(rank)
     found = RankState(rank, cast(Any, state), started, last)
     if last:
         found = replace(found, age_s=age_s)
@@ -88,14 +157,6 @@ def _of_node(row: Any) -> RankState:
     return replace(
         found, waits_in=waits_in, waits_seq=seq, waits_on=on, waits_for=other
     )
-
-
-def _of_other_node(
-    row: Any, said: int | Literal["ended", "silent"] | None
-) -> RankState:
-    rank, state = row[:2]
-    started = said if isinstance(said, int) else None
-    return RankState(rank, "dead" if said == "ended" else state, started)
 
 
 def own_wait(

@@ -32,6 +32,7 @@ from commrt.job.arena import (
 from commrt.job.arrivals import Arrivals
 from commrt.job.bells import NodeBells, hang_bells, own_bells
 from commrt.job.heeds import Heeds
+from commrt.job.holders import Holders
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
@@ -105,6 +106,8 @@ class World:
     """Which ranks are gone; None where this rank is alone, or ranks are threads."""
     heeds: Heeds = field(default_factory=Heeds)
     """Checks that end waits in exchanges."""
+    holders: Holders = field(default_factory=Holders)
+    """Groups and others that use this world; it ends after the last of them."""
     identities: Identities = field(default_factory=Identities)
     """Identities of communicators: they name their shared memory and MPI tags."""
     chaos: _native.Chaos | None = None
@@ -131,6 +134,10 @@ class World:
     def node_of(self, rank: int) -> int:
         """Return the index of the node that ``rank`` lies on."""
         return next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def beside(self, rank: int) -> list[int]:
+        """Return the ranks of the node that ``rank`` lies on."""
+        return self.nodes[self.node_of(rank)]
 
     def drive(self, device: Any) -> bool:
         """See that calls on a device make progress; whether streams may wait for that.
@@ -382,6 +389,7 @@ def connect_world(
         world.gloo_groups = GlooGroups(bootstrap)
         world.relay.at_end.append(world.gloo_groups.close)
         # A world that another one has replaced leaves no threads or connections behind.
+        world.holders.at_end.append(world.relay.part)
         weakref.finalize(world, world.relay.part).atexit = False
     if mpi is not None:
         world.native_comms = NativeComms(
@@ -395,6 +403,7 @@ def connect_world(
         _load_mpi(world)
     if world.liveness is not None:
         bootstrap.gone = world.liveness.gone
+        world.holders.at_end.append(world.liveness.native.let_go)
     if arrivals is not None:
         arrivals.close()
     return world

@@ -114,7 +114,7 @@ def join(member: Member) -> Core:
         comm = _of_all(_world_of(member, _bootstrap(member)), member)
         if member.is_default:
             _JOBS.default = comm.world
-    _JOBS.in_use.append(comm.world)
+    _use(comm.world)
     return comm
 
 
@@ -144,7 +144,7 @@ def join_anew(member: Member, meeting: Bootstrap, limit_s: float) -> Core:
         world.timeout_s = member.timeout_s
         comm = _of_all(world, hurried)
     comm.timeout_s = member.options.timeout_s or member.timeout_s
-    _JOBS.in_use.append(comm.world)
+    _use(comm.world)
     return comm
 
 
@@ -184,10 +184,16 @@ def _of_parent(parent: Core, ranks: Sequence[int], member: Member) -> Core:
     return comm
 
 
+def _use(world: World) -> None:
+    world.holders.begin()
+    _JOBS.in_use.append(world)
+
+
 def _forget(world: World) -> None:
     for i, each in enumerate(_JOBS.in_use):
         if each is world:
             del _JOBS.in_use[i]
+            world.holders.end()
             break
 
 

@@ -6,12 +6,15 @@
 
 The engine keeps the last operations of each communicator anyway. With COMMRT_DUMP a
 rank writes them when an operation times out, when ranks' calls differ, when a peer has
-died, when an exception or a signal ends the process, and at SIGUSR1. Without it,
-``commrt.trace.dump(folder)`` writes them when the program wants it.
+died, when an exception or a signal ends the process, and at SIGUSR1. At a fault it asks
+the other ranks, and a thread of theirs writes, too (native/engine/flight_files.hpp).
+Without it, ``commrt.trace.dump(folder)`` writes them when the program wants it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import socket
@@ -19,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,6 +40,8 @@ _MOST_EVENTS = 8
 """Most faults that a file tells; the first ones say most."""
 _LEAST_PAUSE_S = 1.0
 """Between two writings because of faults: a program may try again and again."""
+_LONGEST_WAIT_S = 0.5
+"""For the files of others: they take milliseconds."""
 
 
 def dump(folder: str | os.PathLike[str]) -> list[Path]:
@@ -117,6 +123,10 @@ class _Asked:
             _native.keep_flight(world.number, os.fspath(path_of), _facts(world, ()))
             weakref.finalize(world, _native.forget_flight, world.number)
             _native.write_flight_at_signals()
+            if world.size > 1 and not world.in_process:
+                bells = None if world.bells is None else world.bells.native
+                _native.write_flight_when_asked(bells)
+                _finish_at_exit()
             if self._hook is None:
                 self._hook, sys.excepthook = sys.excepthook, self._raised
 
@@ -143,6 +153,37 @@ class _Asked:
             except OSError as error:  # the fault's own error is what matters
                 self._warn(path, error)
             self._written_s[world.number] = time.monotonic()
+            self._ask_others(world)
+
+    def _ask_others(self, world: World) -> None:
+        """Have the other ranks of the job write, too, whatever their programs do.
+
+        Those of this node have written when this returns, but for one that is stopped.
+        """
+        if world.in_process:
+            others = [each for each in faults.worlds() if each.job == world.job]
+            for each in others:
+                self._write_asked(each, world.rank)
+            return
+        if world.relay is not None:
+            world.relay.ask_for_dumps()
+        if world.bells is not None:
+            living = [
+                member
+                for rank, member in world.bells.member_of.items()
+                if rank != world.rank and _may_write(world, rank)
+            ]
+            limit_s = _LONGEST_WAIT_S
+            _native.ask_for_flights(world.bells.native, living, world.rank, limit_s)
+
+    def _write_asked(self, world: World, by: int) -> None:
+        """Write for a rank that is a thread of this process, unless it just has."""
+        now, then = time.monotonic(), self._written_s.get(world.number)
+        if self._folder is None or (then is not None and now - then < _LEAST_PAUSE_S):
+            return
+        path, facts = _path(self._folder, world), _facts(world, ())
+        with contextlib.suppress(OSError):
+            _write(world, path, facts, "asked", f"rank {by} of the job asked for it")
 
     def _warn(self, path: Path, error: OSError) -> None:
         if not self._warned:
@@ -161,6 +202,20 @@ class _Asked:
         for world in faults.worlds():
             self.failed(world, "exception", f"{kind.__name__}: {error}")
         self._hook(kind, error, traceback)
+
+
+def _may_write(world: World, rank: int) -> bool:
+    """Return whether a rank of this node would answer."""
+    if world.liveness is None:
+        return True
+    native = world.liveness.native
+    return not (native.how(rank) or native.is_stopped(rank))
+
+
+@lru_cache(maxsize=1)
+def _finish_at_exit() -> None:
+    """Let the end of the process wait for a file that is half written."""
+    atexit.register(_native.finish_flights)
 
 
 faults.add_watcher(_Asked())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,18 +109,19 @@ def run(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_timeout_leaves_the_dumps_of_those_that_waited(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_a_timeout_leaves_dumps_of_all_ranks(tmp_path: Path, ranks: int) -> None:
     done, dumps = run(tmp_path, "timeout", ranks)
     assert done.stdout.split() == ["TimeoutError_"] * (ranks - 1), done.stderr
-    assert [one.rank for one in dumps] == [*range(ranks - 1)]
-    assert {one.reason for one in dumps} == {"timeout"}
+    assert [one.rank for one in dumps] == [*range(ranks)]
+    *those_that_waited, last = dumps
+    assert {one.reason for one in those_that_waited} == {"timeout"}
+    assert last.reason == "asked"
+    assert re.fullmatch(r"rank \d of the job asked for it", last.message)
     found = compare(dumps)
     (one,) = found.divergences
     assert (one.seq, [*one.missing]) == (1, [ranks - 1])
     assert "its last call was allreduce #0" in one.missing[ranks - 1]
-    assert [*found.absent] == [ranks - 1]
+    assert [*found.absent] == []
 
 
 def test_a_mismatch_leaves_a_dump_that_tells_both_calls(tmp_path: Path) -> None:
@@ -151,7 +153,9 @@ def test_an_exception_leaves_a_dump_before_it_ends_the_job(tmp_path: Path) -> No
     assert (first.rank, first.reason) == (0, "exception")
     assert first.message == "ZeroDivisionError: of the program"
     # The launcher ends the other one by SIGTERM, if it is not gone by itself.
-    assert {one.reason for one in dumps[1:]} <= {"signal", "death", "exception"}
+    assert {one.reason for one in dumps[1:]} <= {
+        *("asked", "signal", "death", "exception")
+    }
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGABRT"])

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from freed_communicators import FREED, garbage_of
 from run_ranks import RunRanks
 
 import commrt
 import commrt.founding
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.comm import Communicator, core_of
+from commrt.core import Core
 from commrt.errors import CommError, PeerFailedError, RevokedError, TimeoutError_
 
 FAILED = (PeerFailedError, RevokedError)
@@ -206,19 +208,22 @@ def test_ranks_agree_although_one_dies(ranks: RunRanks) -> None:
 
 
 def shrinks_often() -> list[int]:
+    """Return what grows; no garbage collector helps, and the old ones stay alive."""
     comm = commrt.init()
-    counts = []
+    counts, kept = [], []
+    gc.disable()
     for turn in range(30):
         comm.empty(1000)
-        comm.split(0).revoke()
+        part = comm.split(0)
+        part.revoke()
+        part.free()
         comm.allreduce(np.ones(100_000), nonblocking=True).wait()
         comm.revoke()
         old, comm = comm, comm.shrink()
         old.free()
-        del old
+        kept.append(old)
         sum_of(comm)
         if turn in (9, 29):
-            gc.collect()
             maps = len(Path("/proc/self/maps").read_text().splitlines())
             files = len(os.listdir("/proc/self/fd"))
             counts += [files, threading.active_count(), maps]
@@ -228,3 +233,28 @@ def shrinks_often() -> list[int]:
 
 def test_nothing_is_left_of_the_old_ones(ranks: RunRanks) -> None:
     assert ranks.survivors(3, shrinks_often) == {key: [0, 0, 0] for key in range(3)}
+
+
+def frees_worlds() -> list[int]:
+    """Return how many cores there are, and what only the collector finds."""
+    comm = commrt.init()
+    comm.allgather_object(comm.rank)
+    gc.collect()
+    gc.disable()
+    for _ in range(3):
+        comm.allreduce(np.ones(100_000), nonblocking=True).wait()
+        comm.revoke()
+        old, comm = comm, comm.shrink()
+        old.free()
+        del old
+    there = sum(isinstance(each, Core) for each in gc.get_objects())
+    return [there, gc.collect()]
+
+
+def test_a_freed_world_needs_no_collector(ranks: RunRanks) -> None:
+    assert ranks.survivors(3, frees_worlds) == {key: [1, 0] for key in range(3)}
+
+
+def test_freed_communicators_need_no_collector(ranks: RunRanks) -> None:
+    found = ranks(2, garbage_of, kinds=FREED)
+    assert found == [dict.fromkeys(FREED, 0)] * 2

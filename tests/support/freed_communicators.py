@@ -17,10 +17,12 @@ import commrt
 from commrt.comm import Communicator
 
 __all__ = [
+    "FREED",
     "NUM_ROUNDS",
     "NUM_WINDOWS",
     "ROUNDS",
     "count",
+    "garbage_of",
     "heap_nbytes",
     "left_by_each_window",
     "left_in_a_process",
@@ -135,6 +137,26 @@ ROUNDS: dict[str, Round] = {
     "halo": _halo,
     "dropped": _dropped,
 }
+
+
+FREED = [kind for kind in ROUNDS if kind != "dropped"]
+"""Kinds of rounds whose communicators are freed, and need no garbage collector."""
+
+
+def garbage_of(kinds: list[str]) -> dict[str, int]:
+    """Return how many objects only the collector finds after a round of each kind."""
+    comm = commrt.init()
+    found = {}
+    for kind in kinds:
+        ROUNDS[kind](comm)  # makes what is made once
+        gc.collect()
+        gc.disable()
+        try:
+            ROUNDS[kind](comm)
+            found[kind] = gc.collect()
+        finally:
+            gc.enable()
+    return found
 
 
 def _let_go() -> None:

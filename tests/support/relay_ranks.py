@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -33,10 +33,10 @@ class CarriedRelay:
         self.native = _native.Relay(rank, size)
         self.lost: set[int] = set()
 
-    def started(self, peers: Sequence[int], tag: int) -> dict[int, int | None]:
+    def ask(self, abouts: Mapping[int, int], tag: int) -> dict[int, Any]:
         """Ask the peers, and wait for the answers."""
-        asked = {peer: self.native.ask(peer, tag) for peer in peers}
-        told: dict[int, int | None] = {}
+        asked = {peer: self.native.ask(peer, tag, at) for peer, at in abouts.items()}
+        told: dict[int, Any] = {}
         while len(told) < len(asked):
             for peer, question in asked.items():
                 if peer not in told:

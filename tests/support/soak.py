@@ -4,7 +4,8 @@
     python -m commrt.run -n 4 tests/support/soak.py --small 10000000 --large 10000
 
 Each rank samples its own memory, what it can share, and its open descriptors. The
-first tenth of the calls warms up. The job ends with status 1 if a rank's memory grows
+first tenth of the calls warms up, and at least 60,000 calls do: tables and the heap
+reach their size only then. The job ends with status 1 if a rank's memory grows
 by more than 1 % after that, if a rank has more descriptors than then, or if a result is
 wrong.
 """
@@ -29,6 +30,8 @@ from commrt.comm import Communicator
 SAMPLES = 100
 WARM_UP = 10
 """Samples of the warm-up."""
+LEAST_WARM_UP = 60_000
+"""Calls of it; a shorter one is made longer."""
 MOST_GROWTH = 0.01
 SMALL = (1, 3, 16, 100, 512)
 LARGE = (100_003, 262_144, 500_000)
@@ -166,16 +169,18 @@ def main() -> None:
     a = Arrays(comm)
     rng = random.Random(said.seed)  # the same on all ranks
     each = max(1, said.small // SAMPLES)
+    missing = LEAST_WARM_UP - WARM_UP * each
+    more = max(0, -(-missing // each))  # samples that nobody looks at
     large_every = max(1, said.small // max(1, said.large))
     samples: list[Sample] = []
     begun, turn, larges, parts = time.monotonic(), 0, 0, 0
     order = [(rng.choice(CALLS), rng.choice(SMALL)) for _ in range(5003)]
-    for number in range(SAMPLES):
+    for number in range(SAMPLES + more):
         for _ in range(each):
             call, count = order[turn % len(order)]
             call(a, count, turn)
             turn += 1
-            if turn % large_every == 0 and larges < said.large:
+            if turn % large_every == 0:
                 CALLS[larges % len(CALLS)](a, LARGE[larges % len(LARGE)], turn)
                 larges += 1
             if turn % PART_EVERY == 0 or (each < PART_EVERY and turn % each == 0):
@@ -185,7 +190,7 @@ def main() -> None:
         if comm.rank == 0 and (number + 1) % 10 == 0:
             sys.stdout.write(f"{turn} calls, {time.monotonic() - begun:.0f} s\n")
             sys.stdout.flush()
-    everybody = comm.allgather_object(samples)
+    everybody = comm.allgather_object(samples[more:])
     are_flat = all([is_flat(each) for each in everybody])
     if comm.rank == 0:
         for rank, each_samples in enumerate(everybody):

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Binds what ranks do, and the files of their last operations.
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cerrno>
 #include <cstring>
@@ -8,8 +10,11 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "engine/bell.hpp"
+#include "engine/engine.hpp"
 #include "engine/flight_files.hpp"
 #include "engine/rank_states.hpp"
+#include "gil.hpp"
 
 namespace commrt {
 
@@ -20,13 +25,13 @@ nb::object describe(const ToldWait& wait) {
                         wait.peer, wait.for_s);
 }
 
-nb::object describe(const RankState& state) {
+}  // namespace
+
+nb::object described(const RankState& state) {
   return nb::make_tuple(state.rank, word_for(state.does), state.started,
                         state.started != 0 ? name_of_operation(state.code) : "", state.age_s,
                         state.waits ? describe(state.wait) : nb::none());
 }
-
-}  // namespace
 
 void bind_flight(nb::module_& m) {
   m.def("rank_states",
@@ -34,7 +39,7 @@ void bind_flight(nb::module_& m) {
           nb::list found;
           const std::lock_guard<std::mutex> lock(group.engine->mutex);
           for (int rank = 0; rank < group.comm->size; ++rank) {
-            found.append(describe(group.comm->state_of(rank)));
+            found.append(described(group.comm->state_of(rank)));
           }
           return found;
         }, nb::arg("group"),
@@ -64,6 +69,21 @@ void bind_flight(nb::module_& m) {
         }, nb::arg("world"), nb::arg("path"), nb::arg("facts"),
         "Write such a file when a signal comes, too (write_flight_at_signals).");
   m.def("forget_flight", &flight::forget, nb::arg("world"), "Do not, any more.");
+  m.def("write_flight_when_asked",
+        [](std::shared_ptr<Bells> bells) { flight::write_when_asked(std::move(bells)); },
+        nb::arg("bells").none(),
+        "Write kept files when another rank of the job asks for it: of the node by the bells, if "
+        "there are any, or of another node.");
+  m.def("ask_for_flights",
+        [](Bells& bells, const std::vector<int>& members, uint32_t by, double limit_s) {
+          for (const int member : members) bells.ask_beside(member, by);
+          const double deadline = now_s() + limit_s;
+          for (const int member : members) bells.is_answered(member, deadline - now_s());
+        }, nb::arg("bells"), nb::arg("members"), nb::arg("by"), nb::arg("limit_s"),
+        nb::call_guard<ReleasedGil>(),
+        "Ask other ranks of the node to write kept files, and wait until they have, at most so long.");
+  m.def("finish_flights", &flight::finish, nb::call_guard<ReleasedGil>(),
+        "Wait until no file is half written, at most for a moment.");
   m.def("write_flight_at_signals", &flight::write_at_signals,
         "Write kept files at SIGTERM, SIGUSR1 and crashes, where nobody else handles these.");
 }

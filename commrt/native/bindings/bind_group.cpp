@@ -495,7 +495,12 @@ void bind_group(nb::module_& m) {
              }
            }, nb::arg("family"), nb::arg("count"), nb::arg("counts"), nb::arg("plan"),
            "Keep the plan of a call.")
-      .def("_forget_plans", [](Group& g) { g.plans.forget_all(); })
+      .def("_forget_plans", [](Group& g) {
+        g.plans.forget_all();
+        std::shared_ptr<Op> spare;  // it ends without the lock: its plan may call Python
+        const std::lock_guard<std::mutex> lock(g.engine->mutex);
+        spare = g.comm->take_spare();
+      })
       .def("_records", &records_of,
            "The last operations, oldest first: (seq, coll, dtype, redop, count, root, state, "
            "start_ticks, end_ticks, stream, device, peer, tag). Collectives and messages are "

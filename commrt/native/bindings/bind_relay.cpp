@@ -60,16 +60,20 @@ void bind_relay(nb::module_& m) {
            "Nothing comes from the peer any more, nor reaches it. The error is its carrier's.")
       .def("watch", &Relay::watch, nb::arg("liveness"), nb::arg("away"),
            "Tell liveness who is lost and who leaves, and other nodes whose process has ended here.")
-      .def("ask", &Relay::ask, nb::arg("peer"), nb::arg("tag"),
+      .def("ask", &Relay::ask, nb::arg("peer"), nb::arg("tag"), nb::arg("about"),
            nb::call_guard<ReleasedGil>(),
-           "Ask how many operations a communicator has started there.")
+           "Ask a peer what it does on a communicator, or whether another rank of its node is "
+           "stopped; return the number of the question.")
       .def("answer",
            [](Relay& relay, uint64_t question) -> nb::object {
-             uint64_t count = 0;
-             if (!relay.answer(question, count)) return nb::none();
-             return nb::int_(count == Relay::kUnknown ? -1 : static_cast<int64_t>(count));
+             Relay::Answer said;
+             if (!relay.answer(question, said)) return nb::none();
+             return said.is_known ? described(said.state) : nb::object(nb::tuple());
            }, nb::arg("question"),
-           "Return the peer's answer: None so far; -1: no such communicator.")
+           "Return the peer's answer, as rank_states does: None so far; empty: no such "
+           "communicator.")
+      .def("ask_for_dumps", &Relay::ask_for_dumps, nb::call_guard<ReleasedGil>(),
+           "Ask all peers to write their last operations.")
       .def("failure_of", &Relay::failure_of, nb::arg("peer"),
            "Reason why a peer is lost, or empty.")
       .def("leave", &Relay::leave, nb::call_guard<ReleasedGil>(),

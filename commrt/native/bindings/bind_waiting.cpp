@@ -65,6 +65,8 @@ void bind_waiting(nb::module_& m) {
            nb::arg("descriptors"), nb::arg("names"), nb::arg("numbers") = std::vector<int>(),
            "For each rank, take over a descriptor of its process (os.pidfd_open); -1: it has none. "
            "The numbers are those of the processes here; 0 or left out: not known.")
+      .def("let_go", &Liveness::let_go,
+           "Close the descriptors: nobody asks any more. What is known stays.")
       .def("ask_mpi",
            [](Liveness& self, uint64_t comm, const std::vector<int>& places) {
              self.ask_mpi(static_cast<Handle>(comm), places);

@@ -8,6 +8,8 @@ namespace nb = nanobind;
 
 namespace commrt {
 
+struct RankState;
+
 void bind_boxes(nb::module_& m);
 void bind_callbacks(nb::module_& m);
 void bind_channel_norm(nb::module_& m);
@@ -35,5 +37,8 @@ void bind_schedules(nb::module_& m);
 void bind_sparse(nb::module_& m);
 void bind_staging(nb::module_& m);
 void bind_wire(nb::module_& m);
+
+// What a rank does, for Python: see rank_states() in bind_flight.cpp.
+nb::object described(const RankState& state);
 
 }  // namespace commrt

@@ -15,6 +15,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "engine/engine.hpp"
+
 namespace commrt {
 
 namespace {
@@ -114,6 +116,49 @@ Bells::Woken Bells::sleep(uint32_t since, double seconds) {
   const int why = errno;
   if (is_rung(since)) return Woken::ByBell;
   return failed && why == EINTR ? Woken::BySignal : Woken::ByTime;
+}
+
+// Behind a rank's bell, on the same line: how often it was asked for something, by whom the last
+// time, and the latest question that it has answered.
+enum class Beside : size_t { Asked = 1, By = 2, Answered = 3 };
+
+std::atomic<uint32_t>& Bells::beside(int member, size_t which) const { return (&word(member))[which]; }
+
+void Bells::ask_beside(int member, uint32_t by) {
+  beside(member, static_cast<size_t>(Beside::By)).store(by, std::memory_order_relaxed);
+  std::atomic<uint32_t>& asked = beside(member, static_cast<size_t>(Beside::Asked));
+  asked.fetch_add(1, std::memory_order_release);
+  futex(asked, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+uint32_t Bells::wait_for_question(uint32_t& told) {
+  std::atomic<uint32_t>& asked = beside(own, static_cast<size_t>(Beside::Asked));
+  while (asked.load(std::memory_order_acquire) == told) {
+    futex(asked, FUTEX_WAIT, told, nullptr);
+  }
+  told = asked.load(std::memory_order_acquire);
+  return beside(own, static_cast<size_t>(Beside::By)).load(std::memory_order_relaxed);
+}
+
+void Bells::answer_beside(uint32_t told) {
+  std::atomic<uint32_t>& answered = beside(own, static_cast<size_t>(Beside::Answered));
+  answered.store(told, std::memory_order_release);
+  futex(answered, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+bool Bells::is_answered(int member, double seconds) {
+  std::atomic<uint32_t>& answered = beside(member, static_cast<size_t>(Beside::Answered));
+  const uint32_t asked =
+      beside(member, static_cast<size_t>(Beside::Asked)).load(std::memory_order_acquire);
+  const double deadline = now_s() + seconds;
+  for (;;) {
+    const uint32_t now = answered.load(std::memory_order_acquire);
+    if (static_cast<int32_t>(now - asked) >= 0) return true;
+    const double left_s = deadline - now_s();
+    if (left_s <= 0) return false;
+    const timespec span = as_timespec(left_s);
+    futex(answered, FUTEX_WAIT, now, &span);
+  }
 }
 
 }  // namespace commrt

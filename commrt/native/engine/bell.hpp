@@ -52,10 +52,20 @@ class Bells : public std::enable_shared_from_this<Bells> {
   enum class Woken { ByBell, BySignal, ByTime };
   Woken sleep(uint32_t since, double seconds);
 
+  // Another thread of each rank sleeps until somebody asks it for something beside: 1 + who asks.
+  // `told` is the latest question that it knows of, and becomes the next one.
+  void ask_beside(int member, uint32_t by);
+  uint32_t wait_for_question(uint32_t& told);
+  // It has done what this question asked for.
+  void answer_beside(uint32_t told);
+  // Waits until a member has done what it was asked for, at most so long.
+  bool is_answered(int member, double seconds);
+
  private:
   struct Memory;
   Bells(std::string name, std::shared_ptr<Memory> memory, int own);
   std::atomic<uint32_t>& word(int member) const;
+  std::atomic<uint32_t>& beside(int member, size_t which) const;
 
   std::shared_ptr<Memory> memory_;
   std::atomic<uint32_t>* asleep_;

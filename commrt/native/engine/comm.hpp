@@ -448,6 +448,7 @@ class Comm {
   // Counts one more operation, and tells the other ranks; returns its number.
   uint64_t take_number();
   void tell_count();
+  std::shared_ptr<Op> take_spare() { return std::move(spare_); }  // it keeps its plan
   // What a try of faults does to an operation that has its number (chaos.cpp).
   void inject(Op& op);
   // Remembers what an operation's array holds, in check mode (in_flight.cpp).
@@ -560,7 +561,6 @@ class Comm {
     return segment.base + static_cast<size_t>(member) * segment.part_nbytes + offset_of(place);
   }
   bool is_place(Place place) const { return place != 0 && segment_of(place) < heap_.size(); }
-
   static const std::atomic<uint32_t> kNobodySleeps;
   const std::atomic<uint32_t>* asleep_ = &kNobodySleeps;
   std::shared_ptr<Bells> bells_;
@@ -569,7 +569,7 @@ class Comm {
   std::vector<int> life_of_;  // rank -> member of liveness_, or -1
   mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
-  std::shared_ptr<std::atomic<uint64_t>> told_;  // next_seq, for ranks that ask over the relay
+  std::shared_ptr<ToldAfar> told_;  // for ranks that ask over the relay; null without one
   std::vector<Segment> heap_;
   std::vector<Mirror> mirrors_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight

@@ -126,6 +126,7 @@ bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
     // All that it wrote before its end is there by now, and counts.
     while (!op.finished() && op.advance(kNoLimit)) continue;
     if (op.finished()) return true;
+    if (p2p->fail_after_last_words(op)) return true;
   }
   op.take_over(found);
   op.fail(found.why);
@@ -169,7 +170,7 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
   const std::string words = comm_.calls_differ ? comm_.failure : "";
   header.nbytes = words.size();
   // At once, if it can be: this rank may not call for long.
-  const bool at_once = dead != 0 || comm_.calls_differ;
+  const bool at_once = dead != 0 || comm_.calls_differ || comm_.is_damaged;
   if (at_once && push(rank, header, reinterpret_cast<const unsigned char*>(words.data()), words.size())) {
     lingering_ = true;
   } else if (channels_[rank].failure.empty()) {
@@ -177,6 +178,16 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
     answer(rank, header);
     urgent_ = true;
   }
+}
+
+bool P2P::fail_after_last_words(Op& op) {
+  for (int peer = 0; peer < comm_.size; ++peer) {
+    if (comm_.link(peer).kind != LinkKind::Mpi || !comm_.is_gone(peer)) continue;
+    if (!attached_) attach();
+    if (channels_[peer].failure.empty()) drain(peer);
+  }
+  return op.finished() ||
+         ((comm_.is_damaged || comm_.calls_differ) && comm_.fail_after_own(op));
 }
 
 void P2P::tell_death(uint64_t seq) {

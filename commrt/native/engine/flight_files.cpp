@@ -14,9 +14,11 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "engine/bell.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 #include "engine/rank_states.hpp"
@@ -348,6 +350,17 @@ constexpr size_t kMostFiles = 64;
 std::array<std::atomic<const File*>, kMostFiles> kept;
 std::atomic<pid_t> owner{0};
 
+// When a file was written last; whoever is asked soon after that writes no other.
+std::atomic<uint64_t> written_ns{0};
+constexpr uint64_t kPause_ns = 1'000'000'000;
+
+std::mutex askable_mutex;
+// Of this process: whoever rings one's question wakes a thread that writes.
+std::vector<std::shared_ptr<Bells>>& askable() {
+  static auto* const all = new std::vector<std::shared_ptr<Bells>>;  // threads outlive static objects
+  return *all;
+}
+
 constexpr int kSignals[] = {SIGTERM, SIGUSR1, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 
 const char* name_of_signal(int number) {
@@ -404,6 +417,7 @@ bool write(const File& file, Engine* engine, const char* reason, const char* mes
   }
   const bool done = write_in_turn(file, reason, message);
   const int why = errno;
+  written_ns.store(steady_ns());
   is_writing.store(false);
   errno = why;
   return done;
@@ -428,6 +442,62 @@ void forget(uint64_t world) {
     wait_for_writers();
     delete file;
   }
+}
+
+namespace {
+
+void write_asked(uint32_t by) {
+  for (bool free = false; !is_writing.compare_exchange_strong(free, true); free = false) {
+    nap(1e-4);
+  }
+  // What this rank has to say of itself is worth more, and one question is like another.
+  if (written_ns.load() == 0 || steady_ns() - written_ns.load() > kPause_ns) {
+    const std::string message = "rank " + std::to_string(by) + " of the job asked for it";
+    for (const auto& slot : kept) {
+      num_writers.fetch_add(1);
+      const File* const file = slot.load();
+      if (file != nullptr) write_in_turn(*file, "asked", message.c_str());
+      num_writers.fetch_sub(1);
+    }
+    written_ns.store(steady_ns());
+  }
+  is_writing.store(false);
+}
+
+}  // namespace
+
+void write_when_asked(std::shared_ptr<Bells> bells) {
+  const std::lock_guard<std::mutex> lock(askable_mutex);
+  auto& all = askable();
+  if (bells == nullptr) {
+    if (!all.empty()) return;
+    bells = Bells::of_threads("dumps", 1, 0);
+  }
+  if (std::find(all.begin(), all.end(), bells) != all.end()) return;
+  all.push_back(bells);
+  std::thread([bells = std::move(bells)] {
+    // The program's handlers run in its own threads.
+    sigset_t every;
+    sigfillset(&every);
+    pthread_sigmask(SIG_BLOCK, &every, nullptr);
+    for (uint32_t told = 0;;) {
+      const uint32_t by = bells->wait_for_question(told);
+      write_asked(by);
+      bells->answer_beside(told);
+    }
+  }).detach();
+}
+
+void ask_here(uint32_t by) {
+  const std::lock_guard<std::mutex> lock(askable_mutex);
+  if (askable().empty()) return;
+  const auto& bells = askable().front();
+  bells->ask_beside(bells->own, by);
+}
+
+void finish() {
+  const double deadline = now_s() + 1.0;
+  while (is_writing.load() && now_s() < deadline) nap(1e-3);
 }
 
 void write_at_signals() {

@@ -8,10 +8,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace commrt {
 
+class Bells;
 class Comm;
 class Engine;
 
@@ -60,6 +62,14 @@ void forget(uint64_t world);
 // else handles these: SIGUSR1 does nothing else then, and others end the process as they would have
 // without. Whoever sets a handler later has it alone. Idempotent.
 void write_at_signals();
+
+// From here on a thread writes them when another rank of the node asks for it by the bells, or one
+// of another node. Idempotent.
+void write_when_asked(std::shared_ptr<Bells> bells);
+// A rank of the job asks. Writes in a thread of its own.
+void ask_here(uint32_t by);
+// Waits until no file is half written, at most for a moment.
+void finish();
 
 }  // namespace flight
 

@@ -169,6 +169,12 @@ struct alignas(kLineBytes) RankHeader {
   Waits waits;
 };
 
+// What a rank says of itself to ranks of other nodes, which ask for it (relay.hpp).
+struct ToldAfar {
+  std::atomic<uint64_t> started{0}, latest_mark{0}, latest_ticks{0};
+  Waits waits{};
+};
+
 // The last calls that a rank gave to a library (call_trail.hpp).
 constexpr uint64_t kTrail = 256;
 constexpr int kTrails = 2;  // of each rank

@@ -39,9 +39,12 @@ Liveness::Liveness(std::vector<int> descriptors, std::vector<std::string> names,
                                  [](int descriptor) { return descriptor >= 0; });
 }
 
-Liveness::~Liveness() {
-  for (const int descriptor : descriptors_) {
-    if (descriptor >= 0) close(descriptor);
+Liveness::~Liveness() { let_go(); }
+
+void Liveness::let_go() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (int& descriptor : descriptors_) {
+    if (descriptor >= 0) close(std::exchange(descriptor, -1));
   }
 }
 

@@ -52,6 +52,8 @@ class Liveness : public std::enable_shared_from_this<Liveness> {
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
+  // Closes the descriptors: nobody asks any more. What is known stays.
+  void let_go();
   // Asks MPI, too, from now on: `places[m]` is the rank of member m in `comm`.
   void ask_mpi(Handle comm, const std::vector<int>& places);
   // Asks the kernel, unless that was done just now; `anew`: in any case. True if any rank is gone.

@@ -50,6 +50,7 @@ void Op::fail_mpi(const char* function, int code, const std::string& what, int p
       comm->p2p->look_closely();
       comm->p2p->progress();
       if (is_over()) return;
+      if (comm->p2p->fail_after_last_words(*this)) return;
     }
     by_death = true;
     return fail(what + ": " + died);

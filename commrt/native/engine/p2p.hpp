@@ -212,6 +212,9 @@ class P2P {
   void tell_ended(int rank, uint64_t seq, uint64_t dead = 0);
   // The same for all of them that live, where it ends since a rank has died.
   void tell_death(uint64_t seq);
+  // Takes all that ranks of other nodes have sent that are gone. True if the operation has ended: one
+  // of them has said why it ended the communicator.
+  bool fail_after_last_words(Op& op);
   // Ends a message that is not matched, on this rank alone: it waits for its peer no more.
   void take_back(const std::shared_ptr<Op>& op, const std::string& why);
   // The same for all messages of this rank: the communicator has ended.

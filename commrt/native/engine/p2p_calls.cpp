@@ -227,6 +227,7 @@ void P2P::give_up(const std::shared_ptr<Op>& op, const std::string& why, bool by
   op->given_up = true;
   op->by_death = by_death;
   op->by_calls = comm_.calls_differ;
+  op->by_damage = comm_.is_damaged;
   complete(op, comm_.calls_differ ? comm_.failure : why);
   comm_.break_down(why, by_death);
   comm_.tell_failure(comm_.next_seq);
@@ -247,6 +248,7 @@ void P2P::take_back(const std::shared_ptr<Op>& op, const std::string& why) {
   forget(op);
   op->given_up = true;
   op->by_calls = comm_.calls_differ;
+  op->by_damage = comm_.is_damaged;
   complete(op, comm_.calls_differ ? comm_.failure : why);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks of a node say they do, and what the kernel says of them.
+// What ranks say they do, and what the kernel says of those of this node.
 #include "engine/rank_states.hpp"
 
 #include <algorithm>
@@ -42,9 +42,9 @@ const char* name_of_operation(int code) {
   return name != nullptr ? name : "an operation";
 }
 
-void Comm::show_wait(const ToldWait* wait) {
-  if (arena == nullptr) return;
-  Waits& mine = header(member_index_[rank])->waits;
+namespace {
+
+void show(Waits& mine, const ToldWait* wait) {
   if (wait == nullptr) {
     mine.looked_ns.store(0, std::memory_order_release);
     return;
@@ -59,6 +59,52 @@ void Comm::show_wait(const ToldWait* wait) {
     mine.on[i].store(word, std::memory_order_relaxed);
   }
   mine.looked_ns.store(now, std::memory_order_release);
+}
+
+// Of a process that lives; `said_it_waits`: as far as it could say so.
+void read(const Waits& its, RankState& found, bool& said_it_waits) {
+  found.does = RankDoes::Computes;
+  const uint64_t looked = its.looked_ns.load(std::memory_order_acquire);
+  said_it_waits = looked != 0;
+  if (!said_it_waits) return;
+  const uint64_t what = its.what.load(std::memory_order_relaxed);
+  found.wait.code = static_cast<int32_t>(what >> 32);
+  found.wait.peer = static_cast<int32_t>(what);
+  found.wait.seq = its.seq.load(std::memory_order_relaxed);
+  const uint64_t since = its.since_ns.load(std::memory_order_relaxed);
+  const uint64_t now = steady_ns();
+  found.wait.for_s = now > since ? 1e-9 * static_cast<double>(now - since) : 0;
+  for (size_t i = 0; i < std::size(its.on); ++i) {
+    const uint64_t word = its.on[i].load(std::memory_order_relaxed);
+    std::memcpy(found.wait.on + i * sizeof word, &word, sizeof word);
+  }
+  found.waits = 1e-9 * static_cast<double>(now - std::min(now, looked)) < kLately_s;
+  if (found.waits) found.does = RankDoes::Waits;
+}
+
+// The latest collective, by what is told of it.
+void read_latest(const std::atomic<uint64_t>& mark, const std::atomic<uint64_t>& ticks,
+                 RankState& found) {
+  if (found.started == 0) return;
+  found.code = code_of(mark.load(std::memory_order_relaxed));
+  found.age_s = Moment().seconds_since(ticks.load(std::memory_order_relaxed));
+}
+
+}  // namespace
+
+void Comm::show_wait(const ToldWait* wait) {
+  if (told_ != nullptr) show(told_->waits, wait);
+  if (arena != nullptr) show(header(member_index_[rank])->waits, wait);
+}
+
+RankState state_from(const ToldAfar& told, int rank) {
+  RankState found;
+  found.rank = rank;
+  found.started = told.started.load(std::memory_order_relaxed);
+  read_latest(told.latest_mark, told.latest_ticks, found);
+  bool said_it_waits;
+  read(told.waits, found, said_it_waits);
+  return found;
 }
 
 RankState Comm::state_of(int peer) const {
@@ -82,29 +128,9 @@ RankState Comm::state_of(int peer) const {
   }
   const RankHeader& its = *header(member_of(peer));
   found.started = its.started.load(std::memory_order_acquire);
-  if (found.started != 0) {
-    found.code = code_of(its.latest_mark.load(std::memory_order_relaxed));
-    found.age_s = Moment().seconds_since(its.latest_ticks.load(std::memory_order_relaxed));
-  }
-  const uint64_t looked = its.waits.looked_ns.load(std::memory_order_acquire);
-  if (looked != 0) {
-    const uint64_t what = its.waits.what.load(std::memory_order_relaxed);
-    found.wait.code = static_cast<int32_t>(what >> 32);
-    found.wait.peer = static_cast<int32_t>(what);
-    found.wait.seq = its.waits.seq.load(std::memory_order_relaxed);
-    const uint64_t since = its.waits.since_ns.load(std::memory_order_relaxed);
-    const uint64_t now = steady_ns();
-    found.wait.for_s = now > since ? 1e-9 * static_cast<double>(now - since) : 0;
-    for (size_t i = 0; i < std::size(its.waits.on); ++i) {
-      const uint64_t word = its.waits.on[i].load(std::memory_order_relaxed);
-      std::memcpy(found.wait.on + i * sizeof word, &word, sizeof word);
-    }
-    const bool lately = 1e-9 * static_cast<double>(now - std::min(now, looked)) < kLately_s;
-    found.waits = lately;
-    found.does = lately ? RankDoes::Waits : RankDoes::Computes;
-  } else {
-    found.does = RankDoes::Computes;
-  }
+  read_latest(its.latest_mark, its.latest_ticks, found);
+  bool said_it_waits;
+  read(its.waits, found, said_it_waits);
   if (has_ended(peer)) {
     found.does = RankDoes::Ended;
     found.waits = false;
@@ -114,7 +140,7 @@ RankState Comm::state_of(int peer) const {
   } else if (liveness_ != nullptr && life_of_[static_cast<size_t>(peer)] >= 0 &&
              liveness_->is_stopped(life_of_[static_cast<size_t>(peer)])) {
     found.does = RankDoes::Stopped;
-    found.waits = looked != 0;  // it could not say that it does not any more
+    found.waits = said_it_waits;  // it could not say that it does not any more
   }
   return found;
 }

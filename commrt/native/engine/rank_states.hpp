@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each rank of a node does, as far as memory that the ranks share and the kernel tell it.
+// What ranks do, as far as memory that ranks of a node share, the kernel and those of other nodes
+// tell it.
 //
 // A rank writes its latest operation beside its count of operations, with every call: that line is
 // written anyway. What it waits for it writes only while it waits for long (kTellEvery_s). So a
@@ -13,6 +14,7 @@ namespace commrt {
 class Comm;
 class Engine;
 class Op;
+struct ToldAfar;
 
 constexpr double kTellEvery_s = 0.05;
 
@@ -40,6 +42,9 @@ struct RankState {
   bool waits = false;    // then `wait` says for what; a stopped rank may do both
   ToldWait wait;
 };
+
+// What a rank of another node is told of this one; by any thread, without the engine's lock.
+RankState state_from(const ToldAfar& told, int rank);
 
 // The name of an operation or a message, for messages; "an operation" for one that has none.
 const char* name_of_operation(int code);

@@ -47,7 +47,7 @@ double Moment::seconds_since(uint64_t then_ticks) const {
 }
 
 void Comm::tell_count() {
-  if (told_ != nullptr) told_->store(next_seq, std::memory_order_relaxed);
+  if (told_ != nullptr) told_->started.store(next_seq, std::memory_order_relaxed);
   if (arena == nullptr) return;
   header(member_index_[rank])->started.store(next_seq, std::memory_order_relaxed);
 }
@@ -55,6 +55,10 @@ void Comm::tell_count() {
 // On one line, which is written with each call: so what it was costs nothing beside the count.
 void Comm::show_latest(const Record& record, uint64_t mark) {
   tell_count();
+  if (told_ != nullptr) {
+    told_->latest_mark.store(mark, std::memory_order_relaxed);
+    told_->latest_ticks.store(record.start_ticks, std::memory_order_relaxed);
+  }
   if (arena == nullptr) return;
   RankHeader& mine = *header(member_index_[rank]);
   // Release: behind the count, for who compares it (differing_calls.cpp).

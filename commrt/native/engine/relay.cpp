@@ -3,6 +3,7 @@
 #include "engine/relay.hpp"
 
 #include "engine/engine.hpp"
+#include "engine/flight_files.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -241,6 +242,12 @@ Relay::Todo Relay::write_frame(Peer& peer, unsigned char* frame) {
       }
       one.request->end();
       break;
+    case FrameKind::Answer:
+      todo.frame_nbytes += one.frame.nbytes;
+      if (one.state != nullptr) {
+        std::memcpy(frame + sizeof one.frame, one.state.get(), one.frame.nbytes);
+      }
+      break;
     case FrameKind::Expect:
       todo.frame_nbytes = 0;
       [[fallthrough]];
@@ -359,20 +366,21 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
       return kNext;
     case FrameKind::Done:
       return static_cast<Then>(frame.where);
-    case FrameKind::Ask: {
-      const auto it = counts_.find(frame.tag);
-      const auto count = it == counts_.end() ? nullptr : it->second.lock();
-      Outgoing answer;
-      answer.frame = {FrameKind::Answer, frame.tag, count == nullptr ? kUnknown : count->load(),
-                      frame.id, 0};
-      push(peer, std::move(answer));
+    case FrameKind::Ask:
+      answer_ask(peer, frame);
+      return kNext;
+    case FrameKind::Answer: {
+      Answer& said = answers_[frame.id];
+      // What comes may be longer than its frame.
+      said.is_known = frame.nbytes == sizeof said.state && nbytes >= sizeof frame + frame.nbytes;
+      if (said.is_known) std::memcpy(&said.state, bytes + sizeof frame, sizeof said.state);
       return kNext;
     }
-    case FrameKind::Answer:
-      answers_[frame.id] = frame.nbytes;
-      return kNext;
     case FrameKind::Count:
       peer.counts[frame.tag] = frame.nbytes;
+      return kNext;
+    case FrameKind::Dump:
+      flight::ask_here(static_cast<uint32_t>(number));
       return kNext;
     case FrameKind::Gone:
       hear_of_gone(number, frame.id);
@@ -400,32 +408,51 @@ void Relay::landed(int number, uint64_t where) {
   landing.request->end(landing.nowhere == nullptr ? 0 : Relay::kTruncated);
 }
 
-std::shared_ptr<std::atomic<uint64_t>> Relay::count_of(int tag) {
+std::shared_ptr<ToldAfar> Relay::told_of(int tag) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto made = std::make_shared<std::atomic<uint64_t>>(0);
-  counts_[tag] = made;
+  auto made = std::make_shared<ToldAfar>();
+  told_[tag] = made;
   return made;
 }
 
-uint64_t Relay::ask(int number, int tag) {
+void Relay::answer_ask(Peer& peer, const Frame& ask) {
+  const auto it = told_.find(ask.tag);
+  const auto told = it == told_.end() ? nullptr : it->second.lock();
+  const int about = static_cast<int>(ask.where);
+  Outgoing answer;
+  answer.frame = {FrameKind::Answer, ask.tag, 0, ask.id, 0};
+  if (told != nullptr && about >= 0 && about < size()) {
+    auto state = std::make_shared<RankState>();
+    if (about == rank_) {
+      *state = state_from(*told, about);
+    } else if (liveness_ != nullptr && liveness_->is_stopped(about)) {
+      state->does = RankDoes::Stopped;
+    }
+    answer.frame.nbytes = sizeof *state;
+    answer.state = std::move(state);
+  }
+  push(peer, std::move(answer));
+}
+
+uint64_t Relay::ask(int number, int tag, int about) {
   Peer& peer = peer_of(number);
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t question = ++questions_;
   if (peer.failure != 0 || peer.said_bye) {
-    answers_[question] = kUnknown;
+    answers_[question] = {};
     return question;
   }
   Outgoing ask;
-  ask.frame = {FrameKind::Ask, tag, 0, question, 0};
+  ask.frame = {FrameKind::Ask, tag, 0, question, static_cast<uint64_t>(about)};
   push(peer, std::move(ask));
   return question;
 }
 
-bool Relay::answer(uint64_t question, uint64_t& count) {
+bool Relay::answer(uint64_t question, Answer& said) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = answers_.find(question);
   if (it == answers_.end()) return false;
-  count = it->second;
+  said = it->second;
   answers_.erase(it);
   return true;
 }

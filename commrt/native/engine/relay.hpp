@@ -8,12 +8,13 @@
 //
 //   Message:  a message of at most kEagerNbytes, whole
 //   Credit:   so many bytes of such messages have been received
-//   Ask:      how many operations of a communicator have been started there?
-//   Answer:   so many, or kUnknown
+//   Ask:      what does a rank of a communicator do?
+//   Answer:   its state (rank_states.hpp); nothing where the communicator is not known there
 //   Ready:    a longer one waits for its receive
 //   Clear:    its receive is there, and so is that of its payload, whose number it says
 //   Done:     the payload of this number has been sent, before this
 //   Count:    so many operations of a communicator have been started here, and no more will be
+//   Dump:     write the last operations into a file (flight_files.hpp)
 //   Gone:     the process of this rank, of the sender's node, has ended
 //   Bye:      the sender's last frame
 //
@@ -32,8 +33,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/layout.hpp"
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
+#include "engine/rank_states.hpp"
 
 namespace commrt {
 
@@ -44,7 +47,6 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // Fragments of 256 KiB are rounded, and a packet has a header.
   static constexpr size_t kEagerNbytes = (256 << 10) + 4096;
   static constexpr uint64_t kWindowNbytes = 16 << 20;
-  static constexpr uint64_t kUnknown = ~0ull;
   static constexpr int kTruncated = 1;  // the code of a message longer than its receive
   static constexpr size_t kHeaderNbytes = 32;
   static constexpr size_t kFrameNbytes = kHeaderNbytes + kEagerNbytes;
@@ -118,10 +120,17 @@ class Relay : public std::enable_shared_from_this<Relay> {
   bool did_its_part(int peer, int tag, uint64_t seq);
   // Says Bye to all peers, behind what has been sent so far.
   void leave();
-  // Asks a peer, whose threads answer whatever its program does; the number of the question.
-  uint64_t ask(int peer, int tag);
-  // Returns whether the answer is there, and puts it into `count`; then the question is forgotten.
-  bool answer(uint64_t question, uint64_t& count);
+  // Asks a peer, whose threads answer whatever its program does; the number of the question. It is
+  // `about` the peer itself, or about another rank of its node: whether that one is stopped.
+  uint64_t ask(int peer, int tag, int about);
+  struct Answer {
+    bool is_known = false;  // the communicator is there
+    RankState state;
+  };
+  // Asks all peers to write their last operations.
+  void ask_for_dumps();
+  // Returns whether the answer is there, and puts it into `said`; then the question is forgotten.
+  bool answer(uint64_t question, Answer& said);
   int size() const { return static_cast<int>(peers_.size()); }
   // Why a peer is lost; empty: it is not.
   std::string failure_of(int peer) const;
@@ -138,8 +147,8 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // after this.
   int expect(void* data, uint64_t nbytes, int peer, uint64_t* where, Request** request);
   int deliver(const void* data, uint64_t nbytes, int peer, uint64_t where, Request** request);
-  // The count of operations that the communicator of this tag has started, to be kept there.
-  std::shared_ptr<std::atomic<uint64_t>> count_of(int tag);
+  // What ranks that ask are told of the communicator of this tag, to be kept there.
+  std::shared_ptr<ToldAfar> told_of(int tag);
   // Waits until something has changed for the engine since `seen`, at most for a moment, and
   // brings `seen` up to date. It waits for all relays of this process. The moment is short if
   // ranks of this node could want a look.
@@ -159,7 +168,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
   };
   // Expect is no frame: it only begins to receive a payload.
   enum class FrameKind : uint32_t { Message, Credit, Ready, Clear, Done, Ask, Answer, Bye, Expect,
-                                    Count, Gone };
+                                    Count, Gone, Dump };
   struct Frame {
     FrameKind kind = FrameKind::Bye;
     int32_t tag = 0;
@@ -173,6 +182,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
     const void* payload = nullptr;
     void* landing = nullptr;
     Request* request = nullptr;  // of a send: ends once this has left
+    std::shared_ptr<const RankState> state;  // the payload of an answer
   };
   struct Landing {
     Request* request;
@@ -214,16 +224,18 @@ class Relay : public std::enable_shared_from_this<Relay> {
   static int code_of(const std::string& text);
   void end_receives(Peer& peer, int code);
   void see_leave(int number);
+  void answer_ask(Peer& peer, const Frame& ask);
   void hear_of_gone(int number, uint64_t rank);
   void tell_gone(int rank);
+  void tell_others(const Frame& frame, int but);
   std::unique_ptr<Request> make_request(int peer, int tag, uint64_t nbytes);
   int why_no_send(const Peer& peer, int number) const;
 
   const int rank_;
   std::shared_ptr<Liveness> liveness_;
   mutable std::mutex mutex_;
-  std::unordered_map<int, std::weak_ptr<std::atomic<uint64_t>>> counts_;  // by tag
-  std::unordered_map<uint64_t, uint64_t> answers_;                        // by question
+  std::unordered_map<int, std::weak_ptr<ToldAfar>> told_;  // by tag
+  std::unordered_map<uint64_t, Answer> answers_;           // by question
   uint64_t questions_ = 0;
   int most_leaving_ = 0;  // of frames; 0: a thread takes them by `next`
   std::vector<Peer> peers_;

@@ -40,12 +40,21 @@ RelayCarrier::~RelayCarrier() { forget(); }
 void RelayCarrier::forget() {
   auto& all = carriers();
   all.erase(std::remove(all.begin(), all.end(), this), all.end());
+  is_forgotten_ = true;
+  if (num_giving_ == 0) let_go();
+}
+
+void RelayCarrier::let_go() {
+  // Their ends may call anything: they come last.
+  const nb::object functions[] = {std::move(send_), std::move(recv_), std::move(frombuffer_),
+                                  std::move(uint8_)};
+  const nb::dict landing = std::move(landing_);
+  std::vector<std::vector<Slot>> slots;
+  std::vector<std::deque<Sent>> sent;
   for (auto& peer : peers_) {
-    peer->sent.clear();
-    peer->slots.clear();
+    slots.push_back(std::exchange(peer->slots, {}));
+    sent.push_back(std::exchange(peer->sent, {}));
   }
-  send_ = recv_ = frombuffer_ = uint8_ = nb::object();
-  landing_ = nb::dict();
 }
 
 nb::object RelayCarrier::tensor(void* memory, size_t nbytes) const {
@@ -68,8 +77,10 @@ RelayCarrier::Slot& RelayCarrier::slot_of(Peer& peer, size_t frame) {
 }
 
 void RelayCarrier::give(int number) {
+  if (is_forgotten_) return;
+  const Giving giving(*this);
   Peer& peer = *peers_[static_cast<size_t>(number)];
-  while (send_.is_valid() && relay_->begin_to_take(number)) {
+  while (relay_->begin_to_take(number)) {
     for (;;) {
       Relay::Todo todo;
       // A slot's memory is free: the relay counts frames on their way.
@@ -128,7 +139,9 @@ void RelayCarrier::give_everything() {
   const std::vector<RelayCarrier*> all = carriers();
   for (RelayCarrier* one : all) {
     const auto& now = carriers();
-    if (std::find(now.begin(), now.end(), one) != now.end()) one->give_all();
+    if (std::find(now.begin(), now.end(), one) == now.end()) continue;
+    const nb::object kept = nb::find(*one);  // nor does this one end meanwhile
+    one->give_all();
   }
 }
 

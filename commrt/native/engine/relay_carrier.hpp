@@ -38,7 +38,7 @@ class RelayCarrier {
   void lose(int peer, const std::string& why);
   // A tensor of the bytes at an address.
   nanobind::object tensor(void* memory, size_t nbytes) const;
-  // No work of gloo's, and nothing else of Python's, is kept any more.
+  // No work of gloo's, and nothing else of Python's, is kept any more, once no thread gives.
   void forget();
 
   // Starts gloo's queued collectives, and gives it the frames of all carriers of this process.
@@ -64,13 +64,30 @@ class RelayCarrier {
     bool ended = false;
   };
 
+  // A thread gives: whatever it calls may let another one have the GIL, which may end the relay.
+  class Giving {
+   public:
+    explicit Giving(RelayCarrier& carrier) : carrier_(carrier) { ++carrier_.num_giving_; }
+    ~Giving() {
+      if (--carrier_.num_giving_ == 0 && carrier_.is_forgotten_) carrier_.let_go();
+    }
+    Giving(const Giving&) = delete;
+    Giving& operator=(const Giving&) = delete;
+
+   private:
+    RelayCarrier& carrier_;
+  };
+
   Slot& slot_of(Peer& peer, size_t frame);
   void send(Peer& peer, int number, Slot& slot, const Relay::Todo& todo);
+  void let_go();
 
   std::shared_ptr<Relay> relay_;
   nanobind::object send_, recv_, frombuffer_, uint8_;
   nanobind::dict landing_;
   std::vector<std::unique_ptr<Peer>> peers_;
+  int num_giving_ = 0;
+  bool is_forgotten_ = false;
 };
 
 // At its end gives what is left: a caller may go and wait elsewhere for whom it has just sent to.

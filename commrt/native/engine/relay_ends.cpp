@@ -64,11 +64,11 @@ void Relay::leave() {
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     Peer& one = peers_[peer];
     if (static_cast<int>(peer) == rank_ || one.said_bye || one.failure != 0) continue;
-    for (const auto& [tag, kept] : counts_) {
-      const auto count = kept.lock();
-      if (count == nullptr) continue;
+    for (const auto& [tag, kept] : told_) {
+      const auto told = kept.lock();
+      if (told == nullptr) continue;
       Outgoing last;
-      last.frame = {FrameKind::Count, tag, count->load(), 0, 0};
+      last.frame = {FrameKind::Count, tag, told->started.load(), 0, 0};
       push(one, std::move(last));
     }
     one.said_bye = true;
@@ -86,15 +86,22 @@ bool Relay::did_its_part(int number, int tag, uint64_t seq) {
 // A process of this rank's node has ended. Other nodes may not see it: a process that it has
 // forked keeps its connections open.
 void Relay::tell_gone(int rank) {
+  tell_others({FrameKind::Gone, 0, 0, static_cast<uint64_t>(rank), 0}, rank);
+}
+
+void Relay::ask_for_dumps() { tell_others({FrameKind::Dump, 0, 0, 0, 0}, rank_); }
+
+// To all ranks of other nodes, but one.
+void Relay::tell_others(const Frame& frame, int but) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     Peer& one = peers_[peer];
     const int number = static_cast<int>(peer);
-    if (number == rank_ || number == rank || !one.is_away) continue;
+    if (number == rank_ || number == but || !one.is_away) continue;
     if (one.said_bye || one.failure != 0) continue;
-    Outgoing gone;
-    gone.frame = {FrameKind::Gone, 0, 0, static_cast<uint64_t>(rank), 0};
-    push(one, std::move(gone));
+    Outgoing out;
+    out.frame = frame;
+    push(one, std::move(out));
   }
 }
 

@@ -12,6 +12,7 @@ from cases import run_cases, sample
 from relay_by_hand import RanksByHand
 from relay_ranks import RelayRanks
 
+from commrt.bootstrap.base import poll_until
 from commrt.comm import core_of
 from commrt.errors import MismatchError, PeerFailedError, TimeoutError_
 
@@ -155,6 +156,48 @@ def test_who_is_missing_is_asked_on_other_nodes() -> None:
         while not all([request.test() for request in requests]):
             pass
         assert all(x.tolist() == [4.0] * 5 for x in xs)
+
+
+def test_the_table_has_what_ranks_of_other_nodes_do() -> None:
+    with RelayRanks([[0], [1], [2, 3]], timeout_s=300) as ranks:
+        ranks.each(lambda comm: comm.barrier())
+        first, second, third, _ = ranks.comms
+        begun = [third.allreduce(np.ones(5), nonblocking=True)]
+
+        def wait(comm: Any) -> None:
+            if comm is second:
+                comm.recv(np.empty(1), source=0, timeout_s=240)
+            elif comm is first:
+                # A rank says that it waits once it has waited for a moment.
+                core = core_of(first)
+                assert poll_until(lambda: bool(core.asked_elsewhere()[1].waits_s), 240)
+                with pytest.raises(TimeoutError_) as raised:
+                    comm.allreduce(np.ones(5), timeout_s=1)
+                begun.append(raised.value.request)  # type: ignore[attr-defined]
+                told.append((raised.value.ranks, str(raised.value)))
+                comm.send(np.ones(1), 1)
+
+        told: list[Any] = []
+        ranks.each(wait)
+        states, text = told[0]
+        assert [one.state for one in states] == [
+            *("waiting", "waiting", "computing", "computing")
+        ]
+        waits = states[1]
+        assert (waits.waits_in, waits.waits_for, waits.waits_on) == ("recv", 0, "local")
+        assert waits.waits_s > 0
+        assert [(one.last, one.last_seq) for one in states[1:]] == [
+            *(("barrier", 0), ("allreduce", 1), ("barrier", 0))
+        ]
+        assert all(one.age_s > 0 for one in states[1:])
+        assert "rank 1: waiting for " in text
+        assert "rank 3: computing; its last collective here was barrier #0" in text
+        begun += [
+            comm.allreduce(np.ones(5), nonblocking=True)
+            for comm in (second, ranks.comms[3])
+        ]
+        while not all([request.test() for request in begun]):
+            pass
 
 
 def test_a_lost_peer_ends_what_needs_it_and_nothing_else() -> None:

@@ -160,8 +160,8 @@ def test_communicators_give_everything_back() -> None:
         request.wait()
         rank.stream.synchronize()
         rank.finish()
-        comm.free()
         [lane] = core_of(comm).fusion.buckets.lanes.values()
+        comm.free()
         assert len(lane.copies.events) == 0
         assert lane.copies.blocks.nbytes == 0
         assert request.synchronize() is x

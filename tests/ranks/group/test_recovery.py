@@ -341,6 +341,39 @@ def test_check_mode_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local.run(3, main) == [7.0] * 3
 
 
+_OF_SERVICES: dict[str, Callable[[Communicator], Any]] = {
+    "objects": lambda comm: comm.allgather_object(comm.rank),
+    "sparse": lambda comm: comm.sparse_allreduce(
+        SparseVector(np.array([1]), np.ones(1), (8,))
+    ),
+    "compressed": lambda comm: comm.allreduce(np.ones(3000), compress="int8"),
+}
+
+
+@pytest.mark.parametrize("service", _OF_SERVICES)
+def test_the_failure_of_a_service_is_enough_to_shrink(service: str) -> None:
+    """Its error names shrink(): that works, though other calls would."""
+    call = _OF_SERVICES[service]
+    failed = threading.Barrier(3)
+
+    def main(comm: Communicator) -> float:
+        comm.timeout_s = 300
+        call(comm)
+        failed.wait()
+        if comm.rank == 0:
+            for channel in core_of(comm).privates:
+                channel.set_failure("the test breaks it")
+        failed.wait()
+        with pytest.raises(RevokedError, match=r"the test breaks it"):
+            call(comm)
+        made = comm.shrink()
+        comm.free()
+        call(made)
+        return _sum(made)
+
+    assert local.run(3, main) == [7.0] * 3
+
+
 def test_wrong_calls_say_what_is_wrong() -> None:
     def main(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=r"has not failed.*call revoke\(\) first"):

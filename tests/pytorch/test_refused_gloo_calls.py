@@ -90,7 +90,17 @@ def raiser(error: Exception) -> Callable[[], Any]:
 def test_drawn_programs_stay_in_step_with_gloo(
     ranks: RunRanks, where: str, most: int, turn: int, seed: int
 ) -> None:
-    draws = f"{seed} {where} {most} {turn}"
+    check_drawn(ranks, f"{seed} {where} {most} {turn}", where, most)
+
+
+@pytest.mark.timeout(280)
+def test_ranks_in_gloo_need_not_look_at_refusals(ranks: RunRanks) -> None:
+    """Rank 2 waited for their answer, and they in gloo for rank 2."""
+    check_drawn(ranks, "24 2,1 1 0", "2,1", 1)
+
+
+def check_drawn(ranks: RunRanks, draws: str, where: str, most: int) -> None:
+    """Run a program on all ranks, and check what became of each call."""
     size = sum(int(count) for count in where.split(","))
     env = {"COMMRT_NODES": where}
     found = ranks(size, run_drawn, env=env, draws=draws, where=where, most=most)

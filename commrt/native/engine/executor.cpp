@@ -115,7 +115,9 @@ bool Op::advance(uint64_t limit) {
   const Plan& p = *plan;
   if (p.native) {
     const Refusals& refusals = comm->refusals;
-    const bool in_step = !refusals.is_due() && !refusals.hold_back(seq);
+    // Ranks that wait in gloo do not look at refusals. Nothing of one is in gloo's order.
+    const bool holds_back = agreement == nullptr && refusals.hold_back(seq);
+    const bool in_step = !refusals.is_due() && !holds_back;
     if (gate.is_open() && (native_started_ || in_step)) return advance_native(limit);
     comm->native_refused_ = true;  // the library matches its collectives by their order
     return false;

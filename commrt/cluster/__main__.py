@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "between them, and run programs there. It needs root, on Linux.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    up = commands.add_parser("up", help="make a cluster, and leave it in the background")
+    up = commands.add_parser("up", help="make a cluster that stays until down")
     up.add_argument("name", metavar="NAME", help="how to call it")
     up.set_defaults(command=_up)
     run = commands.add_parser(
@@ -161,7 +161,9 @@ def _topology(said: argparse.Namespace) -> Topology:
                 )
             _check_unused(said, "a file", ())
             return read_topology(Path(shape))
-        raise UsageError(f"--topology {shape!r}{suggest(shape, (*_SHAPES, 'FILE.yaml'))}")
+        raise UsageError(
+            f"--topology {shape!r}{suggest(shape, (*_SHAPES, 'FILE.yaml'))}"
+        )
     if said.hosts is None:
         raise UsageError("say how many hosts, by --hosts N")
     if shape == "star":

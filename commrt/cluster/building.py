@@ -70,4 +70,3 @@ def built_cluster(wiring: Wiring) -> Iterator[Cluster]:
             os.waitpid(first, 0)
         for descriptor in (process, heard, held):
             os.close(descriptor)
-

@@ -107,7 +107,7 @@ def _inside(
         sys.stdout.flush()
     except (OSError, CommError) as error:
         print(f"commrt cluster: {error}", file=sys.stderr, flush=True)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the process ends here, and says why
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
     finally:

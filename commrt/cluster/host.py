@@ -22,11 +22,11 @@ from commrt.files.write import write_file
 
 __all__ = ["AGENT", "TEMPORARY", "furnish", "separate", "write_agent"]
 
-TEMPORARY = "/var/tmp"  # noqa: S108 - a file system of the host's own
+TEMPORARY = "/var/tmp"
 """The folder that programs on a host find in TMPDIR."""
 AGENT = f"{TEMPORARY}/commrt-cluster-agent"
 """The program on each host that starts what a launcher wants on another host."""
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a file system of the host's own
+_SHARED_MEMORY = "/dev/shm"
 _CGROUPS = "/sys/fs/cgroup"
 _NO_NAMESERVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
 """The network's own servers are out of reach: programs would wait for their answer."""

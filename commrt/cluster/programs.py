@@ -69,6 +69,4 @@ def run_batch(program: str, lines: Iterable[str], first: Sequence[str] = ()) -> 
 
 
 def _found(program: str) -> str | None:
-    return shutil.which(program) or shutil.which(
-        program, path=os.pathsep.join(_SYSTEM)
-    )
+    return shutil.which(program) or shutil.which(program, path=os.pathsep.join(_SYSTEM))

@@ -7,7 +7,7 @@ import re
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["BURST_S", "bucket", "parse_rate", "rate_text"]
+__all__ = ["BURST_S", "bucket", "check_rate", "parse_rate", "rate_text"]
 
 _UNITS = {"kbit": 1_000, "mbit": 1_000_000, "gbit": 1_000_000_000}
 _RATE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)(kbit|mbit|gbit)")
@@ -33,12 +33,17 @@ def parse_rate(text: str) -> int | None:
             f"500mbit, or unlimited"
         )
     rate = round(float(found[1]) * _UNITS[found[2]])
+    check_rate(rate, text)
+    return rate
+
+
+def check_rate(rate: int, text: str) -> None:
+    """Raise UsageError for a rate, written as ``text``, that no link here can keep."""
     if not _SLOWEST <= rate <= _FASTEST:
         raise UsageError(
             f"rate {text} cannot be kept: choose one from {rate_text(_SLOWEST)} to "
             f"{rate_text(_FASTEST)}, or unlimited"
         )
-    return rate
 
 
 def rate_text(rate: int | None) -> str:

@@ -109,7 +109,7 @@ def _wait(running: set[int]) -> int:
 
 def _ended(running: set[int]) -> list[int]:
     """Return the statuses of programs that have ended, as a shell has them."""
-    statuses = []
+    statuses: list[int] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

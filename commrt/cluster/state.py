@@ -28,12 +28,19 @@ from commrt.errors import UsageError, shown, suggest
 from commrt.files.read import Kind, read_text
 from commrt.files.write import write_file
 
-__all__ = ["FOLDER", "Entry", "claimed_name", "cluster_names", "find_cluster", "write_entry"]
+__all__ = [
+    "FOLDER",
+    "Entry",
+    "claimed_name",
+    "cluster_names",
+    "find_cluster",
+    "write_entry",
+]
 
 FOLDER = Path("/run/commrt-cluster")
 """Where clusters have their folders."""
 _FILE = "state.json"
-_KIND = Kind("state of a cluster", "written by commrt.cluster up", 1 << 20, ClusterError)
+_KIND = Kind("state of a cluster", "made by commrt.cluster up", 1 << 20, ClusterError)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PATIENCE_S = 2.0
 """Somebody who only looks holds a lock for less."""
@@ -118,7 +125,7 @@ def cluster_names(folder: Path = FOLDER) -> list[str]:
     """Return the names of all clusters that run."""
     if not folder.is_dir():
         return []
-    return sorted(one.name for one in folder.iterdir() if one.is_dir() and _is_held(one))
+    return sorted(one.name for one in folder.iterdir() if _is_held(one))
 
 
 def _place(name: str, folder: Path) -> Path:
@@ -192,4 +199,6 @@ def _read_entry(place: Path) -> Entry:
         )
         return Entry(int(said["supervisor"]), int(said["namespace"]), cluster)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _KIND.refused(place / _FILE, f"{type(error).__name__}: {error}") from error
+        raise _KIND.refused(
+            place / _FILE, f"{type(error).__name__}: {error}"
+        ) from error

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from commrt.cluster.rates import check_rate, rate_text
 from commrt.errors import UsageError, shown
 
 __all__ = ["MOST_HOSTS", "Link", "Topology", "fat_tree", "loop_network", "star"]
@@ -37,8 +38,8 @@ class Topology:
     """A network. Making one checks it.
 
     Raises:
-        UsageError: a name is wrong or given twice, a host has not exactly one link, or
-            some hosts cannot reach each other.
+        UsageError: a name is wrong or given twice, a host has not exactly one link,
+            some hosts cannot reach each other, or a rate cannot be kept.
     """
 
     hosts: tuple[str, ...]
@@ -81,6 +82,8 @@ class Topology:
             raise UsageError(
                 f"link {'-'.join(link.ends)} joins two hosts; put a switch between them"
             )
+        if link.rate is not None:
+            check_rate(link.rate, f"{rate_text(link.rate)} of {'-'.join(link.ends)}")
 
     def _check_host_links(self) -> None:
         counts = Counter(end for link in self.links for end in link.ends)

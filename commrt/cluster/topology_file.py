@@ -13,7 +13,7 @@ from commrt.files.read import Kind, read_text
 
 __all__ = ["read_topology"]
 
-_KIND = Kind("file of a network", "YAML with hosts, switches, links", 65_536, UsageError)
+_KIND = Kind("file of a network", "YAML with hosts and links", 65_536, UsageError)
 _KEYS = ("hosts", "links", "switches")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from commrt.cluster import programs
 from commrt.cluster.__main__ import main
 from commrt.cluster.agent import main as agent
+from commrt.cluster.building import Cluster
 from commrt.cluster.failures import ClusterError
 from commrt.cluster.launchers import of_mpiexec, of_torchrun, parse_ranks
 from commrt.cluster.measure import Found, verdict
-from commrt.cluster.state import claimed_name, cluster_names, find_cluster
+from commrt.cluster.state import claimed_name, cluster_names, find_cluster, write_entry
 from commrt.cluster.topology import star
 from commrt.cluster.wiring import Wiring
 from commrt.errors import UsageError
@@ -112,7 +114,7 @@ def test_without_root_it_is_said_that_root_is_needed(
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "NEEDED", ("ip", "no-such-program"))
-    with pytest.raises(ClusterError, match="programs .*no-such-program .*iproute2"):
+    with pytest.raises(ClusterError, match=r"programs .*no-such-program .*iproute2"):
         programs.check_programs()
 
 
@@ -136,7 +138,7 @@ def test_a_name_that_another_process_holds_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_clusters_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.txt").write_text("mine")
-    with pytest.raises(ClusterError, match="thesis.txt, which no cluster left there"):
+    with pytest.raises(ClusterError, match=r"thesis\.txt, which no cluster left there"):
         claimed_name("a", tmp_path).__enter__()
     assert (tmp_path / "a" / "thesis.txt").read_text() == "mine"
     (tmp_path / "b").write_text("mine")
@@ -152,6 +154,21 @@ def test_a_cluster_that_was_killed_is_said_to_have_ended(tmp_path: Path) -> None
         find_cluster("b", tmp_path)
     with pytest.raises(UsageError, match="expected at most 64 letters"):
         find_cluster("../a", tmp_path)
+
+
+def test_a_process_that_another_cluster_was_made_with_is_not_entered(
+    tmp_path: Path,
+) -> None:
+    with claimed_name("a", tmp_path) as place:
+        write_entry(place, Cluster(Wiring(star(1), 9000), os.getpid(), {"h1": 2}))
+        assert find_cluster("a", tmp_path).cluster.processes == {"h1": 2}
+        # Its number is another process's by now.
+        state = place / "state.json"
+        state.write_text(
+            re.sub(r'"namespace": \d+', '"namespace": 1', state.read_text())
+        )
+        with pytest.raises(ClusterError, match="the namespace is somebody else's"):
+            find_cluster("a", tmp_path)
 
 
 @pytest.mark.parametrize("said", ["", "{}", "[1]", '{"first": 1}'])

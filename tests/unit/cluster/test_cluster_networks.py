@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of a cluster: shapes, routes without circles, mistakes in files and rates."""
+"""Networks of a cluster: shapes, routes without circles, mistakes in files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def test_a_star_has_one_link_for_each_host(num_hosts: int) -> None:
 
 
 def test_a_fat_tree_links_each_switch_to_each_spine_at_the_rate_asked_for() -> None:
-    topology = fat_tree(
-        10, 1000 * MBIT, per_switch=4, spines=2, oversubscription=2.0
-    )
+    topology = fat_tree(10, 1000 * MBIT, per_switch=4, spines=2, oversubscription=2.0)
     assert topology.switches == ("s1", "s2", "s3", "spine1", "spine2")
     assert [topology.switch_of(host) for host in ("h4", "h5", "h10")] == [
         *("s1", "s2", "s3")
@@ -139,6 +137,11 @@ def test_a_rate_that_cannot_be_kept_is_refused(text: str) -> None:
         parse_rate(text)
 
 
+def test_a_rate_that_the_hosts_of_a_switch_need_together_is_checked() -> None:
+    with pytest.raises(UsageError, match="rate 1600gbit of s1-spine1 cannot be kept"):
+        fat_tree(16, 100_000 * MBIT, per_switch=16, spines=1)
+
+
 @pytest.mark.parametrize("text", ["", "500", "500 mbit", "-1mbit", "1e9mbit", "fast"])
 def test_a_rate_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"expected a number and kbit, mbit or gbit"):
@@ -162,9 +165,7 @@ def test_switches_get_a_fixed_entry_for_each_host() -> None:
 
 def test_hosts_know_each_other_by_name() -> None:
     wiring = Wiring(star(2), 1500)
-    assert hosts_file(wiring) == (
-        "127.0.0.1 localhost\n10.77.0.1 h1\n10.77.0.2 h2\n"
-    )
+    assert hosts_file(wiring) == ("127.0.0.1 localhost\n10.77.0.1 h1\n10.77.0.2 h2\n")
 
 
 NETWORK = """\

@@ -7,16 +7,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from typing import NoReturn
 
 from commrt.cluster import kernel
 from commrt.cluster.failures import ClusterError
 from commrt.errors import CommError
 
-__all__ = ["SIGNALS", "enter_host", "namespace_of", "run_inside"]
+__all__ = ["OF_TERMINAL", "SIGNALS", "enter_host", "namespace_of", "run_inside"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_SI_KERNEL = 0x80
+OF_TERMINAL = 0x80
 """A signal's ``si_code`` if a terminal sent it, to all processes in its foreground."""
 
 
@@ -36,7 +36,7 @@ def enter_host(pid: int) -> None:
     Raises:
         ClusterError: there is no such process, or no such folder on the host.
     """
-    _enter(pid, kernel.KINDS_OF_HOST)
+    _go_into(_opened(pid, kernel.KINDS_OF_HOST))
 
 
 def run_inside(first: int, function: Callable[[], int]) -> int:
@@ -54,9 +54,7 @@ def run_inside(first: int, function: Callable[[], int]) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     alive, held = os.pipe()
     try:
-        with suppress(ProcessLookupError):
-            return _run(first, function, (alive, held), watched)
-        return 1
+        return _run(first, function, (alive, held), watched)
     finally:
         os.close(alive)
         os.close(held)
@@ -92,13 +90,13 @@ def _run(
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return _status(os.waitstatus_to_exitcode(status))
-        elif found.si_code != _SI_KERNEL:  # else the child has it, too
+        elif found.si_code != OF_TERMINAL:  # else the child has it, too
             os.kill(child, found.si_signo)
 
 
 def _inside(
     function: Callable[[], int], mounts: list[tuple[int, int]], alive: int
-) -> None:
+) -> NoReturn:
     status = 1
     try:
         kernel.end_with_parent(alive, signal.SIGTERM)
@@ -120,10 +118,6 @@ def _status(code: int) -> int:
         # Nobody but the kernel ends it so, together with the cluster.
         raise ClusterError("the cluster has ended, and what ran in it with it")
     return code if code >= 0 else 128 - code
-
-
-def _enter(pid: int, kinds: dict[str, int]) -> None:
-    _go_into(_opened(pid, kinds))
 
 
 def _go_into(opened: list[tuple[int, int]]) -> None:

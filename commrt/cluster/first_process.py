@@ -51,7 +51,6 @@ def run_first_process(wiring: Wiring, alive: int, report: int) -> NoReturn:
         alive: a pipe whose other end the parent alone holds.
         report: the end for writing of a pipe that gets a ``Built``.
     """
-    status = 1
     try:
         # Its end is the end of all: no key of a terminal does that by accident.
         os.setsid()
@@ -67,7 +66,7 @@ def run_first_process(wiring: Wiring, alive: int, report: int) -> NoReturn:
     except (OSError, CommError) as error:
         _say(report, processes={}, error=str(error))
     finally:
-        os._exit(status)
+        os._exit(1)
 
 
 def _build(wiring: Wiring) -> dict[str, int]:

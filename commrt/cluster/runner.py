@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from commrt.cluster import kernel
-from commrt.cluster.entering import SIGNALS, enter_host
+from commrt.cluster.entering import OF_TERMINAL, SIGNALS, enter_host
 from commrt.errors import CommError
 
 __all__ = ["Program", "run_programs"]
 
 _GRACE_S = 5.0
 """Programs that are told to end may take so long."""
-_SI_KERNEL = 0x80
 _LOOK_S = 0.2
 
 
@@ -96,7 +95,7 @@ def _wait(running: set[int]) -> int:
         found = signal.sigtimedwait(watched, min(left, _LOOK_S))
         if found is not None and found.si_signo != signal.SIGCHLD:
             told = told or found.si_signo
-            if found.si_code != _SI_KERNEL:  # else programs have it already
+            if found.si_code != OF_TERMINAL:  # else programs have it already
                 _send(running, found.si_signo)
             until = until or time.monotonic() + _GRACE_S
         for code in _ended(running):

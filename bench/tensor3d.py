@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from commrt.bench.in_process_group import report
+from commrt.bench.step_turns import Step, in_turns, table
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ __all__ = ["main", "measure"]
 SHAPES = ((64, 256, 1024), (512, 512, 2048), (1024, 1024, 4096))
 """Rows of the input, and features outside and inside of the pair."""
 _BLOCKS = 15
-Step = Callable[[], Any]
 Shape = tuple[int, int, int]
 
 
@@ -89,7 +87,6 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the times of blocks, in µs for a step, by shape and way."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     rows = []
@@ -98,33 +95,9 @@ def measure(
             steps = _beside_torch(shape, pairs)
         else:
             steps = _with_overlap_and_without(shape, pairs, grid)
-        repetitions = _repetitions(next(iter(steps.values())), least_s)
-        times: dict[str, list[float]] = {way: [] for way in steps}
-        for _ in range(blocks):
-            for way, step in steps.items():
-                dist.barrier()
-                times[way].append(round(_block_us(step, repetitions), 2))
+        times = in_turns(steps, blocks=blocks, least_s=least_s)
         rows.append({"shape": "x".join(map(str, shape)), "us": times})
     return rows
-
-
-def _repetitions(step: Step, least_s: float) -> int:
-    """Return how many steps a block has, the same number on all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    step()
-    one_s = torch.tensor([_block_us(step, 2) / 1e6])
-    dist.all_reduce(one_s, op=dist.ReduceOp.MAX)
-    return max(2, min(500, round(least_s / float(one_s))))
-
-
-def _block_us(step: Step, repetitions: int) -> float:
-    step()
-    start = time.perf_counter()
-    for _ in range(repetitions):
-        step()
-    return (time.perf_counter() - start) / repetitions * 1e6
 
 
 def _model(shape: Shape, pairs: int) -> Any:
@@ -231,18 +204,7 @@ def _step(model: Any, given: Any) -> Step:
 
 
 def _text(rows: Sequence[dict[str, Any]]) -> str:
-    ways = [*rows[0]["us"]]
-    header = f"{'shape':<16}" + "".join(f"{way:>18}" for way in ways)
-    lines = [header + "".join(f"{'ratio':>8}" for _ in ways[1:])]
-    for row in rows:
-        times = row["us"]
-        text = f"{row['shape']:<16}"
-        text += "".join(f"{median(times[way]):>18.1f}" for way in ways)
-        for way in ways[1:]:
-            pairs = zip(times[ways[0]], times[way], strict=True)
-            text += f"{median(mine / other for mine, other in pairs):>8.3f}"
-        lines.append(text)
-    return "\n".join(lines)
+    return table(rows, "shape")
 
 
 if __name__ == "__main__":

@@ -599,6 +599,11 @@ class Engine:
     def bells(self) -> list[Bells]:
         """Bells in use."""
 
+    def end_stand_ins(self) -> None:
+        """End communicators where others wait for what stands in for a refused call of
+        this rank.
+        """
+
     @property
     def has_thread(self) -> bool: ...
     @property
@@ -2096,6 +2101,19 @@ class ThreadDevice(Device):
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
 
+def attach_library(
+    group: Group,
+    *,
+    comm: int,
+    byte: int,
+    types: Sequence[int],
+    reductions: Sequence[int],
+) -> None:
+    """Name the MPI communicator of its ranks, and handles by the codes of types
+    and reductions: where others have begun a call that was refused here, it is
+    made in its place.
+    """
+
 def bells_of_threads(name: str, members: int, own: int) -> Bells:
     """Return bells for ranks that are threads of this process."""
 
@@ -2238,6 +2256,11 @@ def digest_fused(group: Group, call: int) -> int:
     """Digest of the calls before `call`; equal on all ranks."""
 
 def drop_ended(arg: Engine, /) -> None: ...
+def end_stand_ins(group: Group) -> None:
+    """Say that this rank makes no more calls in the place of those that it has
+    refused.
+    """
+
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
@@ -2272,6 +2295,11 @@ def fuse_away(
     """Add an allreduce on a device to the bucket that `away` sends:
     `away.send(requests)`, or `away.fail(requests, error)`. The number of the
     call; None where it is too long.
+    """
+
+def fuse_refused(group: Any, count: int, dtype: int, redop: int, why: str) -> bool:
+    """Give a call that was refused here its place in a bucket, which `comm.fusion`
+    is to refuse. False: such a call goes into none.
     """
 
 def fused_calls(group: Group) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from commrt import _native
-from commrt.arrays.host import view_anywhere
+from commrt.arrays.host import HostView, view_anywhere
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
 from commrt.calls import arguments
@@ -89,6 +89,19 @@ class _InAnyPlace:
         """Take the place of a call that was refused here."""
         self.core.fusion.refuse(error)
         self.core.refuse(error)
+
+
+@dataclass(frozen=True)
+class _InBucket:
+    """Carries a refused call that other ranks have in a bucket."""
+
+    fusion: Fusion
+    x: HostView
+    op: Any
+
+    def refuse(self, error: Exception) -> None:
+        """Take the place of a call that was refused here."""
+        self.fusion.refuse_in_bucket(self.x, self.op, error)
 
 
 class Core(Channel):
@@ -197,30 +210,29 @@ class Core(Channel):
     ) -> Refusing | None:
         """Return what carries a call that was refused; None: this channel."""
         if self.fusion.nbytes is not None and name in FUSED:
-            would_fuse = self._would_fuse(args, arguments)
-            if would_fuse is None:
-                return _InAnyPlace(self)
-            if would_fuse:
-                return self.fusion
+            fused = self._as_fused(args, arguments)
+            if fused is not None:
+                return fused
         on_host = self.devices.carrier_on_host(args, arguments)
         return on_host or self.compression.carrier(arguments)
 
-    def _would_fuse(
+    def _as_fused(
         self, args: tuple[Any, ...], arguments: dict[str, Any]
-    ) -> bool | None:
-        """Return whether other ranks put such a call into a bucket; None: who knows.
+    ) -> Refusing | None:
+        """Return what carries a refused call that others may have in a bucket.
 
-        Its arguments may be wrong.
+        None: they have not. Its arguments may be wrong.
         """
         asked = {name for name, value in arguments.items() if value is not None}
         if arguments.get("nonblocking") is not True or not asked <= _MAY_FUSE:
-            return False
+            return None
         try:
             x = view_anywhere(args[0] if args else arguments["x"], "x")
         except Exception:  # noqa: BLE001  of an object that is not ours
+            return _InAnyPlace(self)
+        if not self.fusion.would_take(x):
             return None
-        most = self.fusion.nbytes
-        return most is not None and x.nbytes < most
+        return _InBucket(self.fusion, x, arguments.get("op"))
 
     def refuse(self, error: Exception) -> None:
         """Take the place of a call that was refused here, behind open buckets.

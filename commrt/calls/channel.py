@@ -213,6 +213,9 @@ class Channel(Group, Operations):
         """Wait for what is in flight; False where operations hang in a failed group."""
         at_rest = self.comes_to_rest()
         if not at_rest and not self.failure:
+            _native.end_stand_ins(self)
+            at_rest = self.comes_to_rest()
+        if not at_rest and not self.failure:
             raise UsageError(
                 f"{self.name} cannot be freed: operations are in flight; wait() for "
                 f"their requests first"

@@ -22,7 +22,13 @@ from commrt.calls.arguments import Bound, Call, allreduce_in_place
 from commrt.calls.channel import Channel
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.host_collectives import runs_on_host
-from commrt.errors import CaptureError, CommError, UsageError, shown
+from commrt.errors import (
+    CaptureError,
+    CommError,
+    RefusedError,
+    UsageError,
+    shown,
+)
 from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
@@ -31,6 +37,7 @@ from commrt.select.facts import Candidate
 from commrt.vocabulary.checks import as_integer
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
 from commrt.vocabulary.limits import check_timeout
+from commrt.vocabulary.reduction_names import reduce_op
 
 __all__ = ["DEFAULT_NBYTES", "Fused", "Fusion"]
 
@@ -227,6 +234,42 @@ class Fusion:
         except UsageError:
             full = max(bound.num_elements, most // bound.dtype.itemsize)
             self.choose(call, replace(bound, num_elements=full))
+
+    def would_take(self, x: HostView) -> bool:
+        """Return whether a short nonblocking sum of this array goes into a bucket."""
+        most = self.nbytes
+        if most is None or x.nbytes >= most:
+            return False
+        return x.on is not None or not self._may_compress()
+
+    def refuse_in_bucket(self, x: HostView, op: Any, error: Exception) -> None:
+        """Give a refused call its place in this rank's bucket, as others have theirs.
+
+        The bucket is refused in turn, with the other calls in it: so all ranks go on
+        with the same buckets. Where the reduction is what is wrong, nobody knows which
+        bucket it is. On devices nothing that they have been given is taken back.
+        """
+        has_place = False
+        if x.on is None:
+            with contextlib.suppress(UsageError):
+                reduction = ReduceOp.SUM if op is None else reduce_op(op)
+                why = str(error).encode(errors="backslashreplace").decode()
+                has_place = _native.fuse_refused(
+                    self.group, x.count, x.dtype.code, int(reduction), why
+                )
+        if not has_place:
+            self.refuse(error)
+
+    def refuse_bucket(self, why: str) -> RefusedError:
+        """Refuse a bucket's operation; return its calls' error. C++ calls this.
+
+        ``why``: of the call in it that was refused here.
+        """
+        self.group.refuse(UsageError(why))
+        return RefusedError(
+            f"allreduce, rank {self.group.rank}: this rank has refused a call of the "
+            f"same bucket of fused(), and nothing was delivered: {why}"
+        )
 
     def refuse(self, error: Exception) -> None:
         """Let the buckets from here on differ from those of ranks that have the call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from commrt import _native
 from commrt.bootstrap.lending import Lease
 from commrt.errors import BackendError
 from commrt.group.group import Group
@@ -73,6 +74,7 @@ class NativeMpi:
 
     def give_back(self) -> None:
         """Let other groups of the same ranks have it, unless this one failed."""
+        _native.end_stand_ins(self._group)
         lender = self._group.world.native_comms
         if lender is not None and self._lease is not None and not self._group.failure:
             lender.give_back(self._lease)

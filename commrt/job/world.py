@@ -540,6 +540,7 @@ def end_of_process(engine: Any, grace_s: float = 5.0) -> None:
     deadline = time.monotonic() + grace_s
     while engine.step() and time.monotonic() < deadline:
         os.sched_yield()
+    engine.end_stand_ins()
     if engine.idle:
         engine.leave()
     # A driver that closes would wait for streams that wait for this process.

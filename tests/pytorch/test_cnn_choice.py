@@ -106,6 +106,9 @@ def test_chosen_strategies_give_the_results_of_one_process(seed: int) -> None:
     untouched = copy.deepcopy(serial)
     whole = drawn(random.Random(seed), (2, 3, 64, 64))
     expected = serial(whole)
+    # Batch normalizations enlarge the roundings of reordered sums.
+    again = copy.deepcopy(untouched)(whole.flip(0)).flip(0)
+    bound = max(1e-12, 4 * off_by(again, expected))
 
     def main(comm: Any) -> None:
         model = copy.deepcopy(untouched)
@@ -115,7 +118,7 @@ def test_chosen_strategies_give_the_results_of_one_process(seed: int) -> None:
             parallelize_cnn(
                 *(model, grid, "auto"), example=whole.shape, outputs="whole"
             )
-            assert off_by(model(whole), expected) < 1e-9
+            assert off_by(model(whole), expected) < bound
 
     run(4, main)
 

@@ -49,5 +49,20 @@ def test_blocks_of_a_page_run_on_ranks(
     assert done.ok, done.describe_failure()
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_photo_is_cut_over_as_many_ranks_as_there_are(
+    ranks: int, tmp_path: Path
+) -> None:
+    program = tmp_path / "photo.py"
+    program.write_text("\n\n".join(blocks_of("docs/tutorial-photo.md", "py")))
+    done = run_process(
+        [sys.executable, "-m", "commrt.run", "-n", str(ranks), str(program)],
+        {**child_environment(sys.executable), "OMP_NUM_THREADS": "1"},
+        timeout_s=DEADLINE_S,
+    )
+    assert done.ok, done.describe_failure()
+    assert done.stdout.count("of (427, 640)") == ranks
+
+
 def test_the_pages_are_those_that_have_such_blocks() -> None:
     assert {*PAGES} >= TORCH_PAGES

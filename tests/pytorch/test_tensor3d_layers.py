@@ -23,6 +23,7 @@ from tensor3d_cases import (
 from torch import nn
 from torch.nn import functional
 
+import commrt.trace
 from commrt.errors import UsageError
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d import (
@@ -127,6 +128,65 @@ def test_convolutions_are_cut_in_their_channels(
         batches,
     )
     assert max(found.values()) < NEAR, found
+
+
+GROUPED: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("Conv2d", 6, 9, {"kernel_size": 3, "groups": 3, "padding": 1}),
+    ("Conv2d", 8, 8, {"kernel_size": 3, "groups": 8, "padding_mode": "reflect"}),
+    ("Conv1d", 4, 6, {"kernel_size": 2, "groups": 2, "stride": 2, "bias": False}),
+    ("ConvTranspose1d", 4, 3, {"kernel_size": 3, "stride": 2}),
+    ("ConvTranspose2d", 3, 5, {"kernel_size": 3, "stride": 2, "output_padding": 1}),
+    ("ConvTranspose2d", 6, 9, {"kernel_size": 2, "groups": 3, "padding": 1}),
+    ("ConvTranspose3d", 5, 2, {"kernel_size": 2, "dilation": 2, "bias": False}),
+]
+
+
+@pytest.mark.full(sample=4)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("number", range(len(GROUPED)))
+@pytest.mark.parametrize("grid", GRIDS)
+def test_groups_and_transposed_convolutions_are_cut(
+    grid: Grid, number: int, transpose: bool, seed: int
+) -> None:
+    name, inputs, outputs, arguments = GROUPED[number]
+    made = getattr(nn, name)
+    serial = filled(made(inputs, outputs, **arguments), seed)
+    batches = batches_of(grid, seed, 1, inputs, *(6, 5, 4)[: int(name[-2])])
+    found = compare(
+        serial,
+        grid,
+        lambda layer, places: ChannelConv(layer, places, Form(transpose=transpose)),
+        batches,
+    )
+    assert max(found.values()) < NEAR, found
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 2, 2), (1, 2, 1, 2)])
+def test_groups_send_the_gatherings_of_the_docstring(grid: Grid) -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, axes_of(grid)) as places:
+            serial = nn.Conv2d(8, 12, 3, groups=4, padding=1).double()
+            conv = ChannelConv(serial, places)
+            x = torch.ones(2, 8, 5, 5, dtype=torch.float64, requires_grad=True)
+            comm.barrier()
+            conv(x).sum().backward()
+            comm.barrier()
+
+    with commrt.trace.record() as recording:
+        run(4, main)
+    _, z, y, x = grid
+    places, weight = x * y, 12 * 2 * 9 // (x * y) * 8
+    whole = [("allgatherv", 2 * 12 * 25 * 8), ("allgatherv", 2 * 8 * 25 * 8)]
+    along_z = [
+        *[("allgatherv", weight)] * 2,
+        ("reduce_scatterv", weight),
+        ("allreduce", 12 // places * 8),
+    ]
+    expected = sorted(whole + (along_z if z > 1 else []))
+    for log in recording.logs():
+        calls = [(call.op, call.nbytes) for call in log.operations]
+        first, last = (at for at, (op, _) in enumerate(calls) if op == "barrier")
+        assert sorted(calls[first + 1 : last]) == expected
 
 
 @pytest.mark.full(sample=4)
@@ -378,8 +438,10 @@ def test_inputs_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
             "must be divisible by the 2 ranks",
         ),
         (
-            lambda grid: ChannelConv2d(4, 4, 1, groups=2, grid=grid),
-            "groups=2 must be 1",
+            lambda grid: ChannelConv2d(
+                4, 4, 1, groups=2, grid=grid, form=Form(whole_output=False)
+            ),
+            "groups=2: input and output must be whole",
         ),
         (
             lambda grid: Embedding3d.from_embedding(

@@ -51,6 +51,7 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(3, 6, 3, padding=1)
         self.norm = nn.GroupNorm(2, 6)
         self.deep = nn.Conv2d(6, 6, 3, groups=3)
+        self.up = nn.ConvTranspose2d(6, 6, 2)
         self.last = nn.Conv2d(6, 5, 1)
         self.head = nn.Sequential(
             *(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 7)),
@@ -59,7 +60,7 @@ class Net(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Return the mean over the picture, behind the head."""
-        x = self.deep(self.norm(self.conv(x)).relu())
+        x = self.up(self.deep(self.norm(self.conv(x)).relu()))
         return self.head(self.last(x).mean((2, 3)))
 
 
@@ -79,13 +80,17 @@ def test_layers_are_replaced_and_pairs_found() -> None:
             assert type(net.deep) is nn.Conv2d
             assert type(net.norm) is nn.GroupNorm
             assert isinstance(net.conv, ChannelConv)
+            assert isinstance(net.up, ChannelConv)
+            named = parallelize(Net(), grid, only=["deep"])
+            assert isinstance(named.deep, ChannelConv)
+            assert type(named.conv) is nn.Conv2d
             first, _, second, _, third = net.head
             assert not first.form.whole_output
             assert not second.form.whole_input
             assert second.roles.transpose
             assert third.form.whole_input
             # Square grids send as much either way: transposition alternates.
-            assert net.conv.roles.transpose != net.last.roles.transpose
+            assert net.conv.roles.transpose != net.up.roles.transpose
             alone = parallelize(nn.Linear(4, 4), grid)
             assert isinstance(alone, Linear3d)
 
@@ -224,7 +229,6 @@ def _hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "only", "says"),
     [
-        (Net, ["deep"], "deep, a Conv2d, cannot .* 3 groups"),
         (Net, ["norm"], "norm, a GroupNorm, cannot .* only Linear"),
         (Net, ["head.9"], "no module 'head.9'"),
         (lambda: nn.ModuleDict({"a": Odd(4, 4)}), ["a"], "a, a Odd, cannot"),

@@ -18,6 +18,7 @@ from commrt import _native, env
 from commrt.backends.base import Attached, Backend, Surroundings
 from commrt.backends.mpi.collectives import (
     NATIVE,
+    attach_library,
     library_plan,
     library_template,
     why_not,
@@ -74,6 +75,8 @@ class AttachedMpi(Attached):
         if not native_mpi.is_there and self._may_be_picked():
             native_mpi.lease(timeout_s)
         self._runs_unasked = native_mpi.is_there
+        if native_mpi.is_there:
+            attach_library(self.group, native_mpi.handle())
 
     def measure(self) -> None:
         """Measure what MPI costs between nodes, where no table knows; once in a job."""

@@ -13,11 +13,11 @@ from commrt.planning.host_plans import check_params
 from commrt.planning.spec import PlanSpec, Ranks
 from commrt.planning.templates import call_shape
 from commrt.select.facts import Candidate, Query
-from commrt.vocabulary.dtypes import ReduceOp, dtype_by_name
+from commrt.vocabulary.dtypes import DTYPES, ReduceOp, dtype_by_name
 from commrt.vocabulary.operations import operation
 from commrt.vocabulary.reduction_names import is_known
 
-__all__ = ["NATIVE", "library_plan", "library_template", "why_not"]
+__all__ = ["NATIVE", "attach_library", "library_plan", "library_template", "why_not"]
 
 NATIVE = Candidate("mpi", "native")
 
@@ -38,6 +38,28 @@ _DEFINED_BY_MPI = {
 }
 
 
+def attach_library(comm: _native.Group, handle: int) -> None:
+    """Let the engine make calls that this rank has refused, where others began them.
+
+    ``handle``: the MPI communicator's for the library's own collectives.
+    """
+    constants = _constants()
+    types = {each.code: f"dtype:{each.name}" for each in DTYPES}
+    reductions = {int(each): f"op:{each.name.lower()}" for each in ReduceOp}
+
+    def handles(names: dict[int, str]) -> list[int]:
+        found = (names.get(code, "") for code in range(max(names) + 1))
+        return [constants.get(name, 0) for name in found]
+
+    _native.attach_library(
+        comm,
+        comm=handle,
+        byte=constants["BYTE"],
+        types=handles(types),
+        reductions=handles(reductions),
+    )
+
+
 def library_template(
     comm: Ranks, spec: PlanSpec, handle: Callable[[], int]
 ) -> _native.PlanTemplate:
@@ -53,12 +75,14 @@ def library_template(
     if spec.op.reduces:
         datatype = constants[f"dtype:{spec.dtype.name}"]
         reduction = constants[f"op:{spec.reduction.name.lower()}"]
+    made = handle()
+    attach_library(comm, made)
     return _native.make_native_template(
         comm,
         call_shape(comm, spec),
         datatype=datatype,
         op=reduction,
-        comm=handle(),
+        comm=made,
         unit=1 if spec.op.reduces else spec.dtype.itemsize,
         is_blocked=spec.op.is_blocked,
     )

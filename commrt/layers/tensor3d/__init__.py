@@ -20,7 +20,9 @@ from commrt.layers.tensor3d.gradients import (
 )
 from commrt.layers.tensor3d.grid_costs import GridCost, LayerShape, rank_grids
 from commrt.layers.tensor3d.linear import Form, Linear3d
+from commrt.layers.tensor3d.norms import FeatureNorm
 from commrt.layers.tensor3d.overlap_communication import overlap_communication
+from commrt.layers.tensor3d.training_state import TrainingState
 from commrt.layers.tensor3d.whole_state import load_state_dict, state_dict
 
 __all__ = [
@@ -30,11 +32,13 @@ __all__ = [
     "ChannelConv2d",
     "ChannelConv3d",
     "Embedding3d",
+    "FeatureNorm",
     "Features",
     "Form",
     "GridCost",
     "LayerShape",
     "Linear3d",
+    "TrainingState",
     "attention_form",
     "auto_parallelize",
     "broadcast_parameters",

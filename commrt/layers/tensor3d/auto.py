@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.convolution import (
+    TRANSPOSED,
     ChannelConv,
     ChannelConv1d,
     ChannelConv2d,
@@ -36,6 +37,9 @@ CONVOLUTIONS: dict[type[nn.Module], type[ChannelConv]] = {
     nn.Conv1d: ChannelConv1d,
     nn.Conv2d: ChannelConv2d,
     nn.Conv3d: ChannelConv3d,
+    nn.ConvTranspose1d: ChannelConv,
+    nn.ConvTranspose2d: ChannelConv,
+    nn.ConvTranspose3d: ChannelConv,
 }
 READS_WEIGHTS = nn.TransformerEncoderLayer, nn.MultiheadAttention
 """Modules that compute with their parts' weights, and do not call these parts."""
@@ -69,7 +73,8 @@ def parallelize(
         model: the same on all ranks.
         grid: axes are among data, x, y and z.
         only: patterns of paths, such as ``"blocks.*.mlp"``, of layers or of modules
-            that have some; None: all layers that can be replaced are.
+            that have some; None: all layers that can be replaced are, but convolutions
+            with groups: their weights are small, and cut groups need a gathering.
         pairs: patterns of paths of first layers, each with the pattern of the layer
             that takes its output, after elementwise functions at most. Only the
             program knows that; it is not checked.
@@ -140,7 +145,7 @@ class _Replacing:
             return None
         if type(module) not in KNOWN:
             return None
-        if _why_not(module) is not None:
+        if _why_not(module) is not None or _has_groups(module):
             return None
         if id(module) not in self._made:
             equal_on_all_ranks(module, self._grid)
@@ -182,7 +187,10 @@ def _chosen(model: nn.Module, only: Sequence[str] | None) -> dict[str, nn.Module
     """Return the layers to replace by path; UsageError for one that cannot be."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if only is None:
-        return _possible(model, modules)[0]
+        ungrouped = {
+            path: module for path, module in modules.items() if not _has_groups(module)
+        }
+        return _possible(model, ungrouped)[0]
     found: dict[str, nn.Module] = {}
     for pattern in only:
         matching = {
@@ -241,9 +249,12 @@ def _why_not(module: nn.Module) -> str | None:
         return "it has hooks; register them afterwards"
     if isinstance(module, nn.Embedding):
         return why_not_embedding(module)
-    if type(module) in CONVOLUTIONS and module.groups != 1:
-        return f"it has {module.groups} groups, and channels of groups are never summed"
     return None
+
+
+def _has_groups(module: nn.Module) -> bool:
+    """Return whether channels are in groups; these are replaced only if named."""
+    return type(module) in CONVOLUTIONS and module.groups != 1
 
 
 def _users(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
@@ -370,6 +381,8 @@ class _Turn:
         if type(module) is nn.Embedding:
             return False
         outputs, inputs = module.weight.shape[:2]
+        if isinstance(module, TRANSPOSED):
+            outputs, inputs = inputs, outputs
         plain = self._sent(outputs, inputs, self._x, self._y)
         turned = self._sent(outputs, inputs, self._y, self._x)
         self._last = turned < plain if turned != plain else not self._last

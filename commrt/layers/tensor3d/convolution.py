@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions over a grid, whose channels are cut."""
+"""Convolutions over a grid, whose channels are cut, or groups of channels."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ from commrt.layers.tensor3d.grid_module import GridModule, equal_on_all_ranks
 from commrt.layers.tensor3d.kernels import Convolution
 from commrt.layers.tensor3d.linear import Form, check_features
 from commrt.layers.tensor3d.overlap import Overlap
-from commrt.layers.tensor3d.parameter_cut import bias_cut, weight_cut
+from commrt.layers.tensor3d.parameter_cut import FeatureCut, ParameterCut
 from commrt.layers.tensor3d.products import Product
-from commrt.layers.tensor3d.roles import Roles
+from commrt.layers.tensor3d.roles import Along, GroupRoles, Roles
 
-__all__ = ["ChannelConv", "ChannelConv1d", "ChannelConv2d", "ChannelConv3d"]
+__all__ = [
+    "TRANSPOSED",
+    "ChannelConv",
+    "ChannelConv1d",
+    "ChannelConv2d",
+    "ChannelConv3d",
+]
 
 Tensor: TypeAlias = torch.Tensor
 SERIAL = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 class ChannelConv(GridModule):
-    """torch's convolution over a grid with the axes data, x, y and z.
+    """torch's convolution over a grid with the axes data, x, y and z; transposed ones.
 
     Input channels are cut along ``y`` and output channels along ``x``; space is whole.
     It is the layer of ``Linear3d`` with k input and n output channels: the weight has
@@ -37,13 +44,20 @@ class ChannelConv(GridModule):
     input's space, or of the output's. Bytes follow from these numbers by the formulas
     of ``Linear3d``.
 
+    Groups of channels are cut along ``x`` and ``y`` together, and no sum is made. Input
+    and output are whole then. For p ranks along both and n outputs: an ``allgatherv``
+    of mn forward and one of mk backward, over p; and over z those of ``Linear3d``, of a
+    weight of kn / (groups p). With fewer groups than ranks some ranks have none.
+
     Args:
-        serial: torch's Conv1d, Conv2d or Conv3d, the same on all ranks; one group.
+        serial: torch's Conv1d, Conv2d or Conv3d, or ConvTranspose1d, ..., the same on
+            all ranks.
         grid: the ranks.
         form: how the layer meets its neighbours; None: with whole input and output.
 
     Shapes: those of torch's layer, with this rank's channels where they are not whole.
-    Local when it is made. Raises UsageError for a convolution with groups.
+    Local when it is made; collective where ``x`` and ``y`` cut groups. Raises
+    UsageError for a form that does not fit.
     """
 
     def __init__(
@@ -51,30 +65,50 @@ class ChannelConv(GridModule):
     ) -> None:
         form = form or Form()
         what = type(self).__name__
-        super().__init__(Roles(grid, form.transpose))
-        if serial.groups != 1:
-            raise UsageError(
-                f"{what}: groups={serial.groups} must be 1: channels of different "
-                f"groups are never summed; leave the layer whole"
-            )
+        is_grouped = serial.groups != 1
+        super().__init__(
+            GroupRoles(grid) if is_grouped else Roles(grid, form.transpose)
+        )
+        if is_grouped:
+            _check_groups(what, serial.groups, form)
         if form.sequence_dim is not None:
             raise UsageError(f"{what}: sequence_dim must be None")
         check_features(what, serial.in_channels, serial.out_channels, form)
         self.in_channels, self.out_channels = serial.in_channels, serial.out_channels
         self.form = form
-        self.inputs = form.inputs or Features((self.in_channels,))
-        self.outputs = form.outputs or Features((self.out_channels,))
-        cut = weight_cut(self.roles, (*serial.weight.shape,), self.outputs, self.inputs)
+        is_transposed = isinstance(serial, TRANSPOSED)
+        self.inputs = form.inputs or _even(self.in_channels, serial.groups)
+        self.outputs = form.outputs or _even(self.out_channels, serial.groups)
+        along_inputs, along_outputs = self._channel_axes()
+        ends = (
+            FeatureCut(self.outputs, along_outputs),
+            FeatureCut(self.inputs, along_inputs),
+        )
+        dims = ends[::-1] if is_transposed else ends
+        shape = (*serial.weight.shape,)
+        cut = ParameterCut(
+            grid, shape, dims[:1] if is_grouped else dims, self.roles.depth
+        )
         self.take_parameter("weight", serial.weight, cut)
-        self.take_parameter("bias", serial.bias, bias_cut(self.roles, self.outputs))
+        self.take_parameter("bias", serial.bias, _bias_cut(grid, ends[0]))
         self._dims = len(serial.kernel_size)
         self._pad_mode, self._pad = _padding_before(serial)
         inner = (0,) * self._dims if self._pad else _symmetric(serial)
-        self.product = Product(
-            Convolution((*serial.stride,), inner, (*serial.dilation,)),
-            *(self.roles, DepthShards(self.cuts["weight"]), None, self.overlap),
+        own = Features((serial.groups,)).count(along_outputs.place, along_outputs.size)
+        kernel = Convolution(
+            *((*serial.stride,), inner, (*serial.dilation,)),
+            groups=own if is_grouped else 1,
+            more=(*serial.output_padding,) if is_transposed else None,
         )
+        depth = DepthShards(self.cuts["weight"])
+        self.product = Product(kernel, self.roles, depth, None, self.overlap)
         self.train(serial.training)
+
+    def _channel_axes(self) -> tuple[Along, Along]:
+        """Return the axes that cut input channels, and output channels."""
+        if isinstance(self.roles, GroupRoles):
+            return self.roles.groups, self.roles.groups
+        return self.roles.inputs, self.roles.outputs
 
     def set_overlap(self, overlap: Overlap) -> None:
         """Take the switches of a model, which its layers share."""
@@ -92,8 +126,9 @@ class ChannelConv(GridModule):
         if is_single:
             x = x.unsqueeze(0)
         roles = self.roles
+        along_inputs, along_outputs = self._channel_axes()
         if self.form.whole_input:
-            x = cut_features(x, 1, self.inputs, roles.inputs)
+            x = cut_features(x, 1, self.inputs, along_inputs)
         if self._pad:
             x = self._padded(x)
         if roles.is_alone:
@@ -102,7 +137,7 @@ class ChannelConv(GridModule):
         else:
             y = self.product(x, self.weight, self.bias)
         if self.form.whole_output:
-            y = whole_features(y, 1, self.outputs, roles.outputs)
+            y = whole_features(y, 1, self.outputs, along_outputs)
         return y.squeeze(0) if is_single else y
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -112,7 +147,7 @@ class ChannelConv(GridModule):
         return functional.pad(x, self._pad)
 
     def _check(self, x: Tensor) -> None:
-        inputs = self.roles.inputs
+        inputs, _ = self._channel_axes()
         own = self.inputs.count(inputs.place, inputs.size)
         expected = self.in_channels if self.form.whole_input else own
         dims = self._dims
@@ -181,8 +216,34 @@ class ChannelConv3d(_ConvOfDims):
 
 def functional_conv(x: Tensor, weight: Tensor, bias: Any, kernel: Convolution) -> Any:
     """Return torch's convolution, with autograd of torch."""
-    conv = (functional.conv1d, functional.conv2d, functional.conv3d)[x.dim() - 3]
-    return conv(x, weight, bias, kernel.stride, kernel.padding, kernel.dilation)
+    dims, stride, padding = x.dim() - 2, kernel.stride, kernel.padding
+    if kernel.more is None:
+        conv = getattr(functional, f"conv{dims}d")
+        return conv(x, weight, bias, stride, padding, kernel.dilation, kernel.groups)
+    conv = getattr(functional, f"conv_transpose{dims}d")
+    return conv(
+        *(x, weight, bias, stride, padding),
+        *(kernel.more, kernel.groups, kernel.dilation),
+    )
+
+
+def _even(channels: int, groups: int) -> Features:
+    """Return channels that are cut into even pieces of whole groups."""
+    return Features((channels,), channels // groups if groups > 1 else 1)
+
+
+def _bias_cut(grid: ProcessGrid, outputs: FeatureCut) -> ParameterCut:
+    return ParameterCut(grid, (outputs.features.size,), (outputs,), None)
+
+
+def _check_groups(what: str, groups: int, form: Form) -> None:
+    """Raise UsageError for a form that a convolution with groups cannot have."""
+    is_whole = form.whole_input and form.whole_output
+    if not is_whole or form.inputs is not None or form.outputs is not None:
+        raise UsageError(
+            f"{what}: groups={groups}: input and output must be whole, and groups are "
+            f"cut into even pieces: use Form() without inputs and outputs"
+        )
 
 
 def _symmetric(serial: Any) -> tuple[int, ...]:

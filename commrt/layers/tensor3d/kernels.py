@@ -64,15 +64,20 @@ def _rows(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Convolution:
-    """torch's convolution without groups; features are dimension 1.
+    """torch's convolution, transposed or not; features are dimension 1.
 
     Args:
         stride, padding, dilation: for each dimension of space.
+        groups: this rank's groups of channels.
+        more: for a transposed convolution, the elements that the output has more in
+            each dimension of space; None: it is none.
     """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    groups: int = 1
+    more: tuple[int, ...] | None = None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
@@ -108,10 +113,10 @@ class Convolution:
         return found
 
     def _arguments(self) -> tuple[Any, ...]:
-        zeros = [0] * len(self.stride)
+        more = [0] * len(self.stride) if self.more is None else list(self.more)
         return (
             *(list(self.stride), list(self.padding), list(self.dilation)),
-            *(False, zeros, 1),
+            *(self.more is not None, more, max(self.groups, 1)),
         )
 
     def _nothing(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,8 +126,12 @@ class Convolution:
         """
         one = torch.empty((x.shape[0], 1, *x.shape[2:]), device="meta")
         kernel = torch.empty((1, 1, *weight.shape[2:]), device="meta")
-        space = torch.convolution(one, kernel, None, *self._arguments()).shape[2:]
-        y = x.new_zeros((x.shape[0], weight.shape[0], *space))
+        *arguments, _ = self._arguments()
+        space = torch.convolution(one, kernel, None, *arguments, 1).shape[2:]
+        outputs = weight.shape[0] if self.more is None else weight.shape[1]
+        if not self.groups:
+            outputs = 0
+        y = x.new_zeros((x.shape[0], outputs, *space))
         if bias is not None:
             self.add_bias(y, bias)
         return y

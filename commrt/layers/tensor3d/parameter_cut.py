@@ -22,6 +22,7 @@ from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.windows import even_ranges
 from commrt.layers.tensor3d.features import Features
 from commrt.layers.tensor3d.roles import Along, Roles
+from commrt.layers.tensors.checkpoint import Pieces
 
 __all__ = ["FeatureCut", "ParameterCut", "bias_cut", "cut_of", "weight_cut"]
 
@@ -61,7 +62,7 @@ class ParameterCut:
         used = [each.along for each in self.dims]
         if self.depth is not None:
             used.append(self.depth)
-        names = {each.name for each in used if each.size > 1}
+        names = {name for each in used for name in each.axes}
         return tuple(name for name in self.grid.axes if name in names)
 
     @cached_property
@@ -136,6 +137,22 @@ class ParameterCut:
                 whole[rows] = part.view(each.shape)
         return whole
 
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Where this rank's shard lies in the whole, for checkpoints."""
+        runs = []
+        for index in self._places(self.grid.coords).indices:
+            found: list[tuple[int, int, int]] = []
+            for at, number in enumerate(index.tolist()):
+                if found and number == found[-1][1]:
+                    found[-1] = found[-1][0], number + 1, found[-1][2]
+                else:
+                    found.append((number, number + 1, at))
+            runs.append(tuple(found))
+        whole = self.shape[len(runs) :]
+        runs += [((0, extent, 0),) if extent else () for extent in whole]
+        return Pieces(self.shape, tuple(runs))
+
     def is_as(self, other: ParameterCut) -> bool:
         """Return whether a parameter is cut here as it is there."""
         mine = [(each.features, each.along.name) for each in self.dims]
@@ -145,11 +162,11 @@ class ParameterCut:
     def _places(self, coords: Mapping[str, int]) -> _Places:
         """Return where the shard of a place on the grid lies in the whole."""
         indices = [
-            features.indices(coords.get(along.name, 0), along.size)
+            features.indices(along.place_at(coords), along.size)
             for features, along in self.dims
         ]
         if self.depth is not None:
-            place = coords.get(self.depth.name, 0)
+            place = self.depth.place_at(coords)
             low, high = even_ranges(len(indices[0]), self.depth.size)[place]
             indices[0] = indices[0][low:high]
         shape = (*map(len, indices), *self.shape[len(indices) :])

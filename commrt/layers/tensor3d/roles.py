@@ -12,6 +12,7 @@ thousands of GPUs", section 3).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,26 +20,37 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
 
-__all__ = ["AXES", "Along", "Roles", "check_axes"]
+__all__ = ["AXES", "Along", "GroupRoles", "Roles", "check_axes"]
 
 AXES = ("data", "x", "y", "z")
 """The names that axes may have."""
 
 
 class Along:
-    """One axis of a grid, as a layer sees it.
+    """One axis of a grid, or several together, as a layer sees them.
 
     Args:
         grid: the ranks.
-        name: the axis; one that the grid lacks has length 1.
+        names: the axes, the last one fastest; one that the grid lacks has length 1.
+            None: one rank.
     """
 
-    def __init__(self, grid: ProcessGrid, name: str) -> None:
-        self.name = name
-        self.size: int = grid.shape.get(name, 1)
-        self.place: int = grid.coords.get(name, 0)
-        self.comm: Communicator | None = grid[name] if self.size > 1 else None
-        """The ranks along the axis; None where there is one."""
+    def __init__(self, grid: ProcessGrid, *names: str) -> None:
+        self.name = " and ".join(names)
+        self.axes = tuple(name for name in names if grid.shape.get(name, 1) > 1)
+        """Those along which there are several ranks."""
+        self._extents = tuple(grid.size(name) for name in self.axes)
+        self.size: int = math.prod(self._extents)
+        self.place: int = self.place_at(grid.coords)
+        self.comm: Communicator | None = grid[self.axes] if self.axes else None
+        """The ranks along the axes; None where there is one."""
+
+    def place_at(self, coords: Mapping[str, int]) -> int:
+        """Return the place along the axes of a rank with some coordinates."""
+        found = 0
+        for name, extent in zip(self.axes, self._extents, strict=True):
+            found = found * extent + coords.get(name, 0)
+        return found
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Along:
         """Return itself: a copied layer works on the same ranks."""
@@ -75,6 +87,23 @@ class Roles:
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Roles:
         """Return itself: a copied layer works on the same ranks."""
         return self
+
+
+class GroupRoles(Roles):
+    """The axes of a layer whose channels are in groups that are never summed.
+
+    Ranks along ``x`` and ``y`` have groups of their own. Each computes its groups'
+    outputs from their inputs, so no sum is made along these axes.
+
+    Args:
+        grid: axes are among ``data``, ``x``, ``y`` and ``z``.
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        super().__init__(grid)
+        self.inputs = self.outputs = Along(grid)
+        self.groups = Along(grid, "x", "y")
+        self.is_alone = self.groups.size * self.depth.size == 1
 
 
 def check_axes(what: str, grid: ProcessGrid) -> None:

@@ -2,9 +2,12 @@
 """Tensors that lie on a grid of processes, and torch's functions of them."""
 
 from commrt.layers.tensors import (
+    class_losses,
     convolution,
     elementwise,
+    feature_norms,
     joining,
+    losses,
     masks,
     normalization,
     products,
@@ -21,10 +24,13 @@ __all__ = [
     "Placement",
     "ProductPlan",
     "Sharded",
+    "class_losses",
     "convolution",
     "einsum",
     "elementwise",
+    "feature_norms",
     "joining",
+    "losses",
     "masks",
     "normalization",
     "plan",

@@ -24,7 +24,7 @@ from commrt.layers.tensors.placement import Placement, Sharded
 from commrt.layers.tensors.rules import takes
 from commrt.layers.tensors.within import within
 
-__all__ = ["alike", "same_grid"]
+__all__ = ["alike", "of_elements", "same_grid"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -78,7 +78,7 @@ def same_grid(what: str, tensors: Sequence[DistTensor]) -> ProcessGrid:
     return grid
 
 
-def _of_elements(
+def of_elements(
     name: str, function: Callable[..., Tensor], *args: Any, **more: Any
 ) -> Any:
     """Return the function's result, cut as its operands are."""
@@ -236,7 +236,7 @@ for _function in _ACTIVATIONS:
     takes(_function)(partial(_of_one, _function.__name__, _function))
 for _name in _OF_TWO:
     _function = getattr(torch, _name)
-    _rule = partial(_of_elements, _name, _function)
+    _rule = partial(of_elements, _name, _function)
     takes(_function, getattr(Tensor, _name), method=_name)(_rule)
 for _name in ("neg", "clone", "detach"):
     _function = getattr(torch, _name)

@@ -20,7 +20,7 @@ from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.placement import Placement
 from commrt.layers.tensors.rules import takes
 
-__all__ = ["amax", "amin", "mean", "sum"]
+__all__ = ["amax", "amin", "item", "mean", "sum"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -60,6 +60,17 @@ def amax(x: DistTensor, dim: Any = (), keepdim: bool = False) -> DistTensor:
 def amin(x: DistTensor, dim: Any = (), keepdim: bool = False) -> DistTensor:
     """Return the smallest over dimensions; (): over all."""
     return _extreme("min", torch.amin, x, dim, keepdim)
+
+
+@takes(Tensor.item, method="item")
+def item(x: DistTensor) -> Any:
+    """Return the number of a tensor of one element that every rank has."""
+    if x.numel() != 1 or x.placement.partial or not x.local.numel():
+        raise UsageError(
+            f"item: {x} must have one element, which this rank has, and no open sum: "
+            f"reduce it and redistribute() it first"
+        )
+    return x.local.item()
 
 
 def _extreme(

@@ -112,6 +112,8 @@ void bind_group(nb::module_& m) {
       .def(nb::new_([] { return std::make_shared<Engine>(); }))
       .def("leave", &Engine::leave, nb::call_guard<ReleasedGil>(),
            "Tell the ranks of this node that this one has done its part in all that it started.")
+      .def("end_stand_ins", &Engine::end_stand_ins, nb::call_guard<ReleasedGil>(),
+           "End communicators where others wait for what stands in for a refused call of this rank.")
       .def("step",
            [](Engine& engine) {
              bool advanced;

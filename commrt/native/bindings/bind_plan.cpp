@@ -13,8 +13,10 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "engine/engine.hpp"
 #include "engine/gloo_calls.hpp"
 #include "engine/plan_template.hpp"
+#include "engine/stand_ins.hpp"
 #include "gil.hpp"
 
 namespace commrt {
@@ -312,6 +314,22 @@ TemplatePtr make_native_template(const Group& group, const CallShape& shape, uin
   return made;
 }
 
+void attach_library(const Group& group, uint64_t comm, uint64_t byte,
+                    const std::vector<uint64_t>& types, const std::vector<uint64_t>& reductions) {
+  const auto handles = [](const std::vector<uint64_t>& given) {
+    return std::vector<Handle>(given.begin(), given.end());
+  };
+  const std::lock_guard<std::mutex> lock(group.engine->mutex);
+  group.comm->refusals.stand_ins->attach({static_cast<Handle>(comm), static_cast<Handle>(byte),
+                                          handles(types), handles(reductions)});
+}
+
+void end_stand_ins(const Group& group) {
+  const ReleasedGil release;
+  const std::lock_guard<std::mutex> lock(group.engine->mutex);
+  group.comm->refusals.stand_ins->end();
+}
+
 PlanPtr make_gloo_plan(const std::shared_ptr<GlooGroup>& group, int coll, int dtype, int redop,
                        int root, int64_t in_elems, int64_t out_elems, const std::string& label,
                        bool returns_out, double factor, nb::object method, nb::object arguments,
@@ -422,6 +440,12 @@ void bind_plan(nb::module_& m) {
   m.def("make_native_template", &make_native_template, nb::arg("group"), nb::arg("shape"),
         nb::kw_only(), nb::arg("datatype"), nb::arg("op"), nb::arg("comm"), nb::arg("unit"),
         nb::arg("is_blocked"), "Plans of one collective of the MPI library.");
+  m.def("attach_library", &attach_library, nb::arg("group"), nb::kw_only(), nb::arg("comm"),
+        nb::arg("byte"), nb::arg("types"), nb::arg("reductions"),
+        "Name the MPI communicator of its ranks, and handles by the codes of types and reductions: "
+        "where others have begun a call that was refused here, it is made in its place.");
+  m.def("end_stand_ins", &end_stand_ins, nb::arg("group"),
+        "Say that this rank makes no more calls in the place of those that it has refused.");
   nb::class_<GlooGroup>(m, "GlooGroup", "Keeps the collectives of a group of gloo in order.")
       .def(nb::new_([] { return std::make_shared<GlooGroup>(); }))
       .def_prop_ro("is_busy", &GlooGroup::is_busy,

@@ -421,6 +421,17 @@ void bind_fusion(nb::module_& m) {
     Group& g = *nb::inst_ptr<Group>(group);
     if (g.fusion != nullptr && !g.fusion->cut(group)) throw nb::python_error();
   }, nb::arg("group"), "Send the open buckets.");
+  m.def("fuse_refused", [](nb::handle group, int64_t count, int dtype, int redop,
+                           const std::string& why) {
+    Group& g = *nb::inst_ptr<Group>(group);
+    const FusedCall call{static_cast<DType>(dtype), static_cast<RedOp>(redop), count,
+                         nullptr, nullptr, nullptr, nullptr, nullptr, 0};
+    if (g.fusion == nullptr || !g.fusion->takes(call.nbytes())) return false;
+    if (!g.fusion->add_refused(group, call, why)) throw nb::python_error();
+    return true;
+  }, nb::arg("group"), nb::arg("count"), nb::arg("dtype"), nb::arg("redop"), nb::arg("why"),
+     "Give a call that was refused here its place in a bucket, which `comm.fusion` is to refuse. "
+     "False: such a call goes into none.");
   m.def("note_refusal_in_fusion", [](Group& g) {
     if (g.fusion != nullptr) g.fusion->note_refusal();
   }, nb::arg("group"), "Let buckets from now on differ from those of ranks that have the refused call.");

@@ -67,8 +67,13 @@ void send(Bucket& bucket) {
       Engine::forked.load(std::memory_order_relaxed)) {
     bucket.group.attr(group_methods::kCheckUsable)();
   }
+  if (!bucket.refused.empty()) {
+    const nb::object service = bucket.group.attr(group_methods::kFusion);
+    bucket.fail(service.attr(fusion_methods::kRefuseBucket)(bucket.refused.front().why));
+    return;
+  }
   if (bucket.away.is_valid()) {
-    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays, bucket.facts);
+    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays, bucket.noted);
     bucket.left = true;
     bucket.arrays.reset();
     if (!interrupt.is_none()) {
@@ -120,6 +125,9 @@ Bucket* copy_from(const Bucket& bucket, size_t at) {
       [](Bucket* b) { b->let_go(); });
   rest->parts = bucket.parts->tail(at);
   rest->calls.assign(bucket.calls.begin() + static_cast<std::ptrdiff_t>(at), bucket.calls.end());
+  for (const Bucket::Refused& each : bucket.refused) {
+    if (each.call >= rest->calls.front()) rest->refused.push_back(each);
+  }
   // A bucket of the host takes over all arrays: it is not recorded which array belongs to which
   // call.
   const size_t first = bucket.away.is_valid() ? at : 0;
@@ -207,18 +215,26 @@ bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
   const bool merges = !agrees_ && !bucket.away.is_valid();
   bucket.parts->add(call.in, call.out, call.count, merges ? item_size(call.dtype) : 0);
   const double now = agrees_ ? now_s() : 0;
+  const uint64_t place = bucket.away.is_valid() ? uint64_t{1} << 63 : 0;
+  const uint64_t kind = place | static_cast<uint64_t>(refused_) << 40 |
+                        static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
+                        static_cast<uint64_t>(static_cast<int>(call.redop));
+  digest_ = mix(mix(digest_, kind), static_cast<uint64_t>(call.count));
   if (agrees_) {
     if (!is_open()) set_due(now);
     bucket.calls.push_back(num_calls_);
-    const uint64_t place = bucket.away.is_valid() ? uint64_t{1} << 63 : 0;
-    const uint64_t kind = place | static_cast<uint64_t>(refused_) << 40 |
-                          static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
-                          static_cast<uint64_t>(static_cast<int>(call.redop));
-    digests_.push_back(mix(mix(digests_.back(), kind), static_cast<uint64_t>(call.count)));
+    digests_.push_back(digest_);
   }
   ++num_calls_;
   open_nbytes_ += call.nbytes();
   return !(open_nbytes_ >= full_nbytes_ || (agrees_ && is_due(now))) || fill(group);
+}
+
+bool Fusion::add_refused(nb::handle group, const FusedCall& call, const std::string& why) {
+  if (!make_room(group, call.nbytes())) return false;
+  Bucket* const bucket = bucket_for(group, nb::handle(), call);
+  bucket->refused.push_back({num_calls_, why});
+  return count(group, *bucket, call);
 }
 
 void Fusion::note_refusal() {
@@ -343,7 +359,11 @@ bool Fusion::send_before(uint64_t call) {
         cuts.back().requests = slice(bucket->arrays, 0, static_cast<size_t>(at));
       }
     }
-    for (Bucket* bucket : now) bucket->facts = refused_;
+    const uint64_t until = mix(agrees_ ? digest(call) : digest_, refused_);
+    for (Bucket* bucket : now) {
+      bucket->facts = static_cast<uint16_t>(until ^ until >> 16 ^ until >> 32 ^ until >> 48);
+      bucket->noted = refused_;
+    }
     queued_.insert(queued_.end(), now.begin(), now.end());
   } catch (...) {
     for (const Cut& cut : cuts) if (cut.rest != nullptr) cut.rest->let_go();
@@ -351,6 +371,8 @@ bool Fusion::send_before(uint64_t call) {
   }
   for (const Cut& cut : cuts) {
     cut.bucket->parts->cut(cut.at);
+    auto& refused = cut.bucket->refused;
+    refused.resize(refused.size() - cut.rest->refused.size());
     cut.bucket->calls.resize(cut.at);
     if (cut.requests.is_valid()) cut.bucket->arrays = cut.requests;
     cut.bucket->end = call;
@@ -382,6 +404,7 @@ void Fusion::fail_open(const nb::object& error) {
   std::vector<Bucket*> failing;
   failing.swap(open_);
   num_sent_ = num_calls_;
+  digest_ = 0;
   digests_.assign(1, 0);
   open_nbytes_ = 0;
   for (Bucket* bucket : failing) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -37,7 +38,15 @@ struct Bucket {
   nb::object request;            // once it is sent
   Request* sent = nullptr;       // the same
   bool left = false;             // `away` has sent it
-  uint16_t facts = 0;            // once it is on its way: Fusion's number of refused calls
+  // Once it is on its way: a digest of all calls of the context until then, and Fusion's number of
+  // refused calls.
+  uint16_t facts = 0, noted = 0;
+  // Calls that were refused here and have a place in it, with the reasons: it is refused as well.
+  struct Refused {
+    uint64_t call;
+    std::string why;
+  };
+  std::vector<Refused> refused;
   nb::object error;              // why it was not sent
   uint64_t end = ~uint64_t{0};   // calls from this one on went over into `next`
   Bucket* next = nullptr;
@@ -95,8 +104,13 @@ class Fusion {
   // Sends what was called so far. False with Python's error set where it was interrupted;
   // whatever else goes wrong, the requests tell.
   bool cut(nb::handle group);
-  // A call was refused here. Where other ranks have made it, their buckets have it: messages of
-  // the buckets that are sent from now on differ.
+  // A call was refused here that other ranks put into a bucket, as far as its arguments say. It
+  // gets a place in this rank's, which is refused in turn: so all ranks cut at the same calls. Where
+  // what is wrong made it another one, later buckets' digests differ.
+  // False with Python's error set where sending was interrupted.
+  bool add_refused(nb::handle group, const FusedCall& call, const std::string& why);
+  // A call was refused here of which nobody knows how long it is. Where other ranks have made it,
+  // their buckets have it: messages of the buckets that are sent from now on differ.
   void note_refusal();
   // Sends the calls before `call`; the others stay.
   bool send_before(uint64_t call);
@@ -138,6 +152,7 @@ class Fusion {
   std::thread::id sender_;
   uint64_t open_nbytes_ = 0, num_calls_ = 0, num_sent_ = 0;
   uint16_t refused_ = 0;  // a number of the calls that were refused, and of their places
+  uint64_t digest_ = 0;  // of all calls
   // Used if the ranks agree where to cut.
   std::vector<uint64_t> digests_{0};
   uint64_t full_nbytes_ = most_nbytes_;  // when to ask again; more where others are late

@@ -51,9 +51,10 @@ inline constexpr char kPlanBucket[] = "plan_bucket";
 inline constexpr char kBucketFull[] = "bucket_full";
 inline constexpr char kCutBucket[] = "cut_bucket";
 inline constexpr char kAwaitCut[] = "await_cut";
+inline constexpr char kRefuseBucket[] = "refuse_bucket";
 
 inline std::vector<std::string> names() {
-  return {kPlanBucket, kBucketFull, kCutBucket, kAwaitCut};
+  return {kPlanBucket, kBucketFull, kCutBucket, kAwaitCut, kRefuseBucket};
 }
 
 }  // namespace commrt::fusion_methods

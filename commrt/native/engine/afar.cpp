@@ -283,6 +283,7 @@ bool Afar::let_go(Op& op, int peer) {
 }
 
 bool Afar::is_at_rest(Op& op) {
+  if (!op.has_been_let_go()) return false;
   if (op.has_told) return op.mpi_sends_.empty() || op.all_sent();
   bool receives = false;
   for (auto& [position, step] : op.mpi_steps_) {

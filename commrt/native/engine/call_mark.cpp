@@ -60,8 +60,8 @@ std::string other_facts(uint64_t theirs, uint64_t mine) {
     return "; they differ in width, axes, corners, direct or the types of their fields";
   }
   if (code == kRedistribute) return "; they differ in their layouts";
-  return "; they differ in the algorithm, its parameters or the function of the reduction, or one "
-         "rank's call within fused() was refused";
+  return "; they differ in the algorithm, its parameters or the function of the reduction, or the "
+         "ranks' calls within fused() differ, such as by one that a rank has refused";
 }
 
 }  // namespace

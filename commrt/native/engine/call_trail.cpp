@@ -37,7 +37,8 @@ Trail* CallTrail::own() {
 }
 
 void CallTrail::set_every(uint64_t calls) {
-  every_ = left_ = calls;
+  every_ = calls;
+  left_ = calls != 0 ? calls : ~uint64_t{0};
 }
 
 // False: it has been written over, or is about to be.
@@ -62,6 +63,16 @@ bool CallTrail::find(const Trail& trail, uint64_t seq, Entry& entry) {
     if (entry.seq == seq) return true;
   }
   return false;
+}
+
+CallTrail::Recall CallTrail::recall(uint64_t seq, Entry& entry) {
+  if (num_ == 0) return Recall::Never;
+  const Trail& mine = *own();
+  if (find(mine, seq, entry)) return Recall::Found;
+  const uint64_t oldest = num_ > kTrail ? num_ - kTrail + 1 : 0;
+  Entry first;
+  const bool is_old = oldest != 0 && (!read(mine, oldest, first) || seq < first.seq);
+  return is_old ? Recall::Forgotten : Recall::Never;
 }
 
 bool CallTrail::compare_now() {

@@ -42,7 +42,6 @@ class CallTrail {
   // Writes a call down before the library gets it; `hash` is of its plan. False: the ranks' calls
   // differ, as why() says.
   bool add(uint64_t seq, uint64_t mark, uint64_t length, uint64_t hash) {
-    if (every_ == 0) return true;
     if (trail_ == nullptr) trail_ = own();
     Trail::Slot& slot = trail_->slots[num_ % kTrail];
     sum_ = sum_ * kFactor + hash + seq;
@@ -54,6 +53,9 @@ class CallTrail {
     trail_->num.store(++num_, std::memory_order_release);
     return --left_ != 0 || compare_now();
   }
+  // Finds the call of a number; `Forgotten`: it may be one of those before the last ones.
+  enum class Recall { Found, Forgotten, Never };
+  Recall recall(uint64_t seq, Entry& entry);
   // Compares without a new call, while this rank waits.
   bool look_in_wait();
   const std::string& why() const { return found_; }
@@ -88,7 +90,8 @@ class CallTrail {
 
   Comm& comm_;
   const int which_;
-  uint64_t every_ = 0, left_ = 0, comparisons_ = 0;
+  uint64_t every_ = 0, comparisons_ = 0;
+  uint64_t left_ = ~uint64_t{0};  // calls until the next comparison
   uint64_t sum_ = 0, num_ = 0, latest_ = 0;
   uint64_t num_told_ = 0;  // calls when this rank has told another node last
   Trail* trail_ = nullptr;

@@ -11,6 +11,7 @@
 #include "engine/mpi_turn.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
+#include "engine/stand_ins.hpp"
 
 namespace commrt {
 
@@ -108,7 +109,7 @@ void Comm::wake_peers(const Plan& plan) {
 bool Comm::tells_nobody() const {
   if (chaos != nullptr) return true;  // an operation may wait for its time
   const bool by_mpi = mpi_comm != 0 && !off_node->is_relay;
-  if (by_mpi && !p2p->idle()) return true;
+  if (by_mpi && (!p2p->idle() || refusals.stand_ins->has_open())) return true;
   return std::any_of(active_.begin(), active_.end(), [by_mpi](const auto& op) {
     const Plan& plan = *op->plan;
     return plan.native || plan.gloo != nullptr || op->gate.opened != nullptr ||
@@ -120,6 +121,7 @@ bool Comm::tells_nobody() const {
 void Comm::look_closely() { p2p->look_closely(); }
 
 void Comm::detach() {
+  refusals.stand_ins->end();
   flight.close();
   if (idle()) leave(Farewell::Freed);
   refusals.detach();
@@ -248,15 +250,17 @@ std::shared_ptr<Op> Comm::begin(std::shared_ptr<Op> op, uint64_t limit) {
 // The first pass of an operation; true if it has ended. It is in flight meanwhile, so that a refusal
 // of it that comes now finds it.
 bool Comm::advance_first(const std::shared_ptr<Op>& op, uint64_t limit) {
-  if (refusals.disturb() && refusals.are_for(op->seq)) {
+  if (op->plan->gloo != nullptr && !op->finished()) make_agreement(*op);
+  if (refusals.disturb() && refusals.are_for(*op)) {
     refusals.end_new(*op);
     return true;
   }
   if (op->finished()) return true;
-  if (op->plan->gloo != nullptr) begin_agreement(*op);
+  if (op->agreement != nullptr) active_.push_back(op->agreement);
   active_.push_back(op);
   try {
-    if (!fail_after_own(*op)) op->advance(limit);
+    if (op->agreement != nullptr) begin_agreement(op->agreement);
+    if (!op->is_over() && !fail_after_own(*op)) op->advance(limit);
   } catch (...) {
     active_.pop_back();
     throw;
@@ -307,10 +311,16 @@ bool Comm::only_gloo() const {
          std::all_of(active_.begin(), active_.end(), [](const auto& op) { return op->gloo != nullptr; });
 }
 
-bool Comm::idle() const { return active_.empty() && p2p->idle(); }
+bool Comm::idle() const {
+  return active_.empty() && p2p->idle() && !refusals.stand_ins->has_open();
+}
 
 bool Comm::can_take_back(const Op& op) const {
-  if (op.plan->gloo != nullptr || op.native_started_) return false;
+  if (op.plan->gloo != nullptr) {
+    return op.agreement != nullptr && op.gloo == nullptr && !op.agreement->is_over();
+  }
+  if (refusals.stand_ins->take(op)) return true;
+  if (op.native_started_) return false;
   if (!op.plan->native && op.gate.opened == nullptr) return true;
   return std::none_of(links_.begin(), links_.end(),
                       [](const Link& link) { return link.kind == LinkKind::Mpi; });

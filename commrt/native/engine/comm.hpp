@@ -127,7 +127,7 @@ class Op {
   int64_t compared[2] = {0, 0};  // its buffer: the largest digest, and the least, negated
   std::unique_ptr<P2PTask> p2p;
   std::unique_ptr<BucketParts> parts;  // of a bucket: its arrays, instead of `in` and `out`
-  uint16_t bucket_facts = 0;           // and a number of the calls that were refused before it
+  uint16_t bucket_facts = 0;           // and a digest of the calls in it and before it
   bool in_heap = false;  // may meet buffers in the symmetric heap (symmetric.cpp)
   void* keep[2] = {nullptr, nullptr};  // PyObject*: buffers, until the end
   Gate gate;  // before its first instruction; its place among others it has from the start
@@ -167,11 +167,14 @@ class Op {
   // Fails because another rank's call was refused: the communicator goes on. It may have to wait
   // for those who still read or write its arrays.
   void refuse(const std::string& why);
+  // True unless the library still uses its arrays (stand_ins.hpp).
+  bool has_been_let_go();
 
  private:
   friend class Comm;
   friend class Refusals;
   friend class Afar;
+  friend class StandIns;
   uint64_t head_ = 0, total_ = 0;  // position = fragment * instructions + instruction
   uint64_t head_fragment_ = 0;
   uint64_t worked_ = 0;   // bytes in this call of advance()
@@ -307,19 +310,6 @@ class Op {
            static_cast<uint64_t>(fragment) * plan->peers[ref.peer].sends_per_fragment + ref.k;
   }
   const unsigned char* base(int space) const;
-};
-
-// Memory that all on-node ranks map: each has a part of it, in the order of the members.
-struct Segment {
-  unsigned char* base;
-  size_t part_nbytes;
-};
-
-// Addresses at which this rank has a piece of its own part a second time.
-struct Mirror {
-  const unsigned char* start;
-  size_t nbytes;
-  Place place;
 };
 
 // The time for a line of a payload, in ns: its writing plus its reading by a peer.
@@ -522,6 +512,7 @@ class Comm {
   friend class P2P;
   friend class Refusals;
   friend class Afar;
+  friend class StandIns;
   friend class CallTrail;
   friend class FarWaits;
   bool any_asleep() const {
@@ -538,7 +529,8 @@ class Comm {
   std::shared_ptr<Op> fresh_op();
   std::shared_ptr<Op> begin(std::shared_ptr<Op> op, uint64_t limit);
   bool advance_first(const std::shared_ptr<Op>& op, uint64_t limit);
-  void begin_agreement(Op& op);
+  void make_agreement(Op& op);
+  void begin_agreement(const std::shared_ptr<Op>& first);
   std::shared_ptr<Op> go_on(const std::shared_ptr<const Plan>& plan, const void* in, void* out,
                             uint64_t seq, size_t done, int lane, const unsigned char* tmp,
                             Store store, uint64_t timed_from, bool shown);

@@ -4,7 +4,9 @@
 #include <utility>
 
 #include "engine/chaos.hpp"
+#include "engine/collective_codes.hpp"
 #include "engine/comm.hpp"
+#include "engine/stand_ins.hpp"
 
 namespace commrt {
 
@@ -109,6 +111,7 @@ bool Op::left_trail() {
   left_trail_ = true;
   const NativeCall& call = plan->call;
   CallTrail& trail = comm->trails.by_host;
+  if (plan->coll == kScatterv && comm->rank == plan->root) comm->refusals.stand_ins->remember(seq, plan);
   if (trail.add(seq, call_mark(plan->mark, seq), call.length, call.hash)) return true;
   fail(trail.why());
   return false;

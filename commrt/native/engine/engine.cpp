@@ -6,6 +6,7 @@
 #include "engine/device_work.hpp"
 #include "engine/mpi_turn.hpp"
 #include "engine/relay.hpp"
+#include "engine/stand_ins.hpp"
 
 #include <pthread.h>
 #include <sched.h>
@@ -144,6 +145,11 @@ void Engine::remove(Comm* comm) {
 void Engine::leave() {
   const std::lock_guard<std::mutex> lock(mutex);
   for (Comm* comm : comms_) comm->leave(Farewell::Left);
+}
+
+void Engine::end_stand_ins() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (Comm* comm : comms_) comm->refusals.stand_ins->end();
 }
 
 bool Engine::has(const Comm* comm) {

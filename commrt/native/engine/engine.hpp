@@ -42,6 +42,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void remove(Comm* comm);
   // This process takes no part in later operations of any communicator.
   void leave();
+  // Ends communicators where others wait for this rank's stand-ins (stand_ins.hpp).
+  void end_stand_ins();
   // True if a communicator with this address exists, so that progress may be made on it.
   bool has(const Comm* comm);
 

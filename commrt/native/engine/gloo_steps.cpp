@@ -74,7 +74,7 @@ bool Op::prepare_for_gloo(uint64_t limit, const void*& from, void*& into) {
   }
 }
 
-void Comm::begin_agreement(Op& op) {
+void Comm::make_agreement(Op& op) {
   const GlooPlan& how = *op.plan->gloo;
   if (how.agreement == nullptr) return;
   auto first = std::make_shared<Op>();
@@ -84,9 +84,11 @@ void Comm::begin_agreement(Op& op) {
   first->compared[1] = -how.digest;
   first->bind(how.agreement, first->compared, first->compared);
   first->seq = op.seq;
-  op.agreement = first;
+  op.agreement = std::move(first);
+}
+
+void Comm::begin_agreement(const std::shared_ptr<Op>& first) {
   if (!fail_after_own(*first)) first->advance(kNoLimit);
-  if (!first->finished()) active_.push_back(std::move(first));
 }
 
 // True once all ranks are known to have passed the same arguments, as far as gloo needs it. If

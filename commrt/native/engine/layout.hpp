@@ -97,6 +97,19 @@ constexpr uint64_t kOffsetMask = (uint64_t{1} << kSegmentShift) - 1;
 inline Place place_of(size_t segment, uint64_t offset) {
   return (static_cast<uint64_t>(segment + 1) << kSegmentShift) | offset;
 }
+// Memory that all on-node ranks map: each has a part of it, in the order of the members.
+struct Segment {
+  unsigned char* base;
+  size_t part_nbytes;
+};
+
+// Addresses at which this rank has a piece of its own part a second time.
+struct Mirror {
+  const unsigned char* start;
+  size_t nbytes;
+  Place place;
+};
+
 // The contents of the line of an exposed payload.
 struct Shown {
   Place place;

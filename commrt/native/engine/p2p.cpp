@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "engine/engine.hpp"
+#include "engine/stand_ins.hpp"
 
 namespace commrt {
 
@@ -157,6 +158,9 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     const CallTrail::Entry told{header.send_id, header.recv_id, header.offset, header.nbytes};
     comm_.trails.of(header.tag).hear(source, told);
     return;
+  }
+  if (header.kind == PacketKind::Part) {
+    return comm_.refusals.stand_ins->hear(source, header.send_id, payload, header.nbytes);
   }
   if (header.kind == PacketKind::Waits) return comm_.far_waits.hear(source, header.send_id, header.recv_id);
   if (header.kind == PacketKind::Data) {

@@ -36,9 +36,10 @@ constexpr uint64_t kEagerOverhead = 192;
 // was refused. Heard answers that, Left says that a rank has left the call
 // of others, and Ended says that the communicator ends by it. Called has an entry of its trail, in
 // send_id, recv_id, offset and nbytes. Waits has the number and the mark of the call in which a rank
-// waits, in send_id and recv_id.
+// waits, in send_id and recv_id. Part says what a rank has done with the library's collective of that
+// number (stand_ins.hpp).
 enum class PacketKind : uint8_t {
-  Eager, Rts, Cts, Data, Credit, Gone, Dropped, Refused, Heard, Left, Ended, Called, Waits
+  Eager, Rts, Cts, Data, Credit, Gone, Dropped, Refused, Heard, Left, Ended, Called, Waits, Part
 };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
@@ -201,6 +202,8 @@ class P2P {
   void tell_left(int rank, uint64_t seq);
   // Sends a rank of another node an entry of one of this rank's trails.
   void tell_called(int rank, int trail, const CallTrail::Entry& entry);
+  // Tells a rank what this one has done with operation `seq`: a record, and what follows it.
+  void tell_part(int rank, uint64_t seq, const void* head, size_t nbytes, const std::string& rest);
   // Tells such a rank in which call this one waits.
   void tell_waits(int rank, uint64_t seq, uint64_t mark);
   // True if such an answer has not gone. Its caller may make no call for long, so it goes at once.

@@ -8,6 +8,7 @@
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
 #include "engine/p2p.hpp"
+#include "engine/stand_ins.hpp"
 
 namespace commrt {
 
@@ -35,6 +36,10 @@ std::string shortened(const std::string& text, size_t most) {
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + "...";
 }
+
+Refusals::Refusals(Comm& comm) : comm_(comm), stand_ins(std::make_unique<StandIns>(comm)) {}
+
+Refusals::~Refusals() = default;
 
 void Refusals::attach() {
   told_ = &header(0).num_refused_here;
@@ -102,7 +107,9 @@ bool Refusals::refuse(const std::string& reason) {
   }
   have_been_.store(true, std::memory_order_release);
   afar.refuse(seq);
+  stand_ins->refuse(seq);
   comm_.p2p->tell_refused(seq, shortened(reason, Refusal::kMostBytes));
+  answer_all(seq);
   remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
   comm_.take_number();
   see();
@@ -124,13 +131,22 @@ void Refusals::look() {
   skip();
   prune();
   afar.work();
-  if (afar.is_busy()) comm_.p2p->look_closely();  // peers are to answer
+  stand_ins->work();
+  // Peers are to answer, or may ask.
+  if (afar.is_busy() || stand_ins->is_busy() || !ended_.empty()) comm_.p2p->look_closely();
   see();
+}
+
+// Those that have refused operation `seq` learn what became of it here.
+void Refusals::answer_all(uint64_t seq) {
+  for (const Coming& one : coming_) {
+    if (one.seq == seq) stand_ins->hear_refused(one.rank, seq);
+  }
 }
 
 void Refusals::see() {
   disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty() ||
-             afar.is_busy();
+             afar.is_busy() || stand_ins->is_busy();
 }
 
 // Answers all that a member has refused meanwhile.
@@ -141,6 +157,7 @@ void Refusals::hear(int member) {
   for (uint64_t i = count.load(std::memory_order_relaxed); i < end; ++i) {
     const Refusal& one = record(member, i);
     const Range ids = hear(rank, one.seq, said_of(rank, std::string(one.reason, one.nbytes)));
+    if (one.seq < comm_.next_seq) stand_ins->hear_refused(rank, one.seq);
     answer(me, member, i) = {ids.begin, ids.end};
     count.store(i + 1, std::memory_order_release);
   }
@@ -173,19 +190,25 @@ Op* Refusals::find(uint64_t seq) const {
   return nullptr;
 }
 
+// The messages of a collective of gloo's are those by which the ranks compare it before.
+Op& Refusals::with_messages(Op& op) { return op.agreement != nullptr ? *op.agreement : op; }
+
 // Fails an operation, and notes which messages it would have exchanged.
 Refusals::Ended& Refusals::end(Op& op, const std::string& why) {
   Ended ended{op.seq, {}};
-  for (size_t i = 0; i < op.plan->peers.size(); ++i) {  // a vendor collective has none
-    const PeerUse& use = op.plan->peers[i];
+  Op& messages = with_messages(op);
+  for (size_t i = 0; i < messages.plan->peers.size(); ++i) {  // a vendor collective has none
+    const PeerUse& use = messages.plan->peers[i];
     if (comm_.link(use.rank).kind != LinkKind::Shared) continue;
-    const Range out{op.out_base_[i], op.out_base_[i] + use.num_sends()};
-    const Range in{op.in_base_[i], op.in_base_[i] + use.num_recvs()};
+    const Range out{messages.out_base_[i], messages.out_base_[i] + use.num_sends()};
+    const Range in{messages.in_base_[i], messages.in_base_[i] + use.num_recvs()};
     ended.uses.push_back({use.rank, out, in});
     if (in.length() != 0) skips_.push_back({use.rank, op.seq, in});
   }
-  afar.leave(op);
-  op.refuse(why);
+  afar.leave(messages);
+  messages.refuse(why);
+  if (&messages != &op) op.refuse(why);
+  stand_ins->leave(op);
   ended_.push_back(std::move(ended));
   return ended_.back();
 }
@@ -239,7 +262,7 @@ bool Refusals::hold_back(int peer, uint64_t seq) const {
 }
 
 bool Refusals::hold_back(uint64_t seq) const {
-  return afar.hold_back(seq) ||
+  return afar.hold_back(seq) || stand_ins->hold_back(seq) ||
          std::any_of(unsettled_.begin(), unsettled_.end(),
                      [seq](const Unsettled& one) { return one.seq < seq; });
 }
@@ -315,9 +338,10 @@ void Refusals::prune() {
   remove_where(ended_, [begun](const Ended& one) { return one.seq < begun; });
 }
 
-bool Refusals::are_for(uint64_t seq) const {
+bool Refusals::are_for(const Op& op) const {
   return std::any_of(coming_.begin(), coming_.end(),
-                     [seq](const Coming& one) { return one.seq == seq; });
+                     [&op](const Coming& one) { return one.seq == op.seq; }) ||
+         !stand_ins->why_left(op).empty();
 }
 
 void Refusals::look_around() {
@@ -336,7 +360,14 @@ std::string Refusals::why_next() {
 
 void Refusals::pass_over() {
   const uint64_t seq = comm_.take_number();
+  answer_all(seq);
   remove_where(coming_, [seq](const Coming& one) { return one.seq == seq; });
+  see();
+}
+
+void Refusals::end_after(uint64_t seq, const std::string& why) {
+  Op* const op = find(seq);
+  if (op != nullptr && stand_ins->take(*op)) end(*op, why);
   see();
 }
 
@@ -346,6 +377,7 @@ void Refusals::end_new(Op& op) {
   for (const Coming& one : coming_) {
     if (one.seq == op.seq) all.push_back(one);
   }
+  const std::string why = all.empty() ? stand_ins->why_left(op) : all.front().why;
   remove_where(coming_, [&op](const Coming& one) { return one.seq == op.seq; });
   if (!comm_.can_take_back(op)) {
     for (const Coming& one : all) end_all(op, one.rank, one.why);
@@ -354,15 +386,17 @@ void Refusals::end_new(Op& op) {
   // Those of other nodes were told that nothing goes there, and nothing comes from there.
   for (const Coming& one : all) {
     Link& link = comm_.link(one.rank);
-    for (size_t i = 0; link.kind == LinkKind::Mpi && i < op.plan->peers.size(); ++i) {
-      const PeerUse& use = op.plan->peers[i];
+    const std::vector<PeerUse>& peers = with_messages(op).plan->peers;
+    for (size_t i = 0; link.kind == LinkKind::Mpi && i < peers.size(); ++i) {
+      const PeerUse& use = peers[i];
       if (use.rank != one.rank) continue;
       link.next_out -= use.num_sends();
       link.next_in -= use.num_recvs();
     }
   }
-  Ended& ended = end(op, all.front().why);
+  Ended& ended = end(op, why);
   for (const Coming& one : all) {
+    stand_ins->hear_refused(one.rank, op.seq);
     if (comm_.link(one.rank).kind == LinkKind::Mpi) {
       afar.forget(one.rank, op.seq);
       continue;
@@ -401,6 +435,7 @@ void Refusals::hear_from_afar(int rank, uint64_t seq, const std::string& reason)
   const bool is_new = seq >= comm_.next_seq;
   if (find(seq) != nullptr) tell_node(rank, seq, reason);
   end_by(rank, seq, said_of(rank, reason));
+  if (!is_new) stand_ins->hear_refused(rank, seq);
   const auto told = is_new ? Afar::Told{} : afar.pass_over(rank, seq);
   if (!told.has_value()) end_communicator(seq + 1);
   comm_.p2p->tell_heard(rank, seq, told.value_or(Afar::Told{}));  // behind what says that it has ended

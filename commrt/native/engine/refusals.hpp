@@ -28,6 +28,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -39,13 +40,17 @@ namespace commrt {
 
 class Comm;
 class Op;
+class StandIns;
 
 // Returns at most so many bytes of UTF-8, without a part of a character.
 std::string shortened(const std::string& text, size_t most);
 
 class Refusals {
  public:
-  explicit Refusals(Comm& comm) : comm_(comm) {}
+  explicit Refusals(Comm& comm);
+  ~Refusals();
+  Refusals(const Refusals&) = delete;
+  Refusals& operator=(const Refusals&) = delete;
 
   // To be called once the communicator has its arena, and after it has lost it.
   void attach();
@@ -80,9 +85,14 @@ class Refusals {
   void has_left_afar(int rank, uint64_t seq);
   // A rank of another node has refused its operation `seq`.
   void hear_from_afar(int rank, uint64_t seq, const std::string& reason);
-  // The next operation was refused by others. Its ids are those of a call that has begun.
-  bool are_for(uint64_t seq) const;
+  // An operation that is about to begin was refused by others. Its ids are those of a call that has
+  // begun.
+  bool are_for(const Op& op) const;
   void end_new(Op& op);
+  // Fails an operation of the library's: another rank has left it, since some rank has refused it.
+  void end_after(uint64_t seq, const std::string& why);
+  // Looks what is left to do.
+  void see();
   // Why others have refused the next operation; empty: they have not.
   std::string why_next();
   // Counts the next operation, which runs nowhere: some rank has refused it, or the ranks met.
@@ -142,13 +152,14 @@ class Refusals {
   Range hear(int rank, uint64_t seq, const std::string& why);
   Op* find(uint64_t seq) const;
   Ended& end(Op& op, const std::string& why);
+  static Op& with_messages(Op& op);
+  void answer_all(uint64_t seq);
   Range leave(Ended& ended, int rank);
   void move(int peer, uint64_t after, uint64_t by);
   void settle();
   uint64_t count_by_marks(const Unsettled& one, bool& is_all) const;
   void skip();
   void prune();
-  void see();
   unsigned char* region(int member) const;
   RankHeader& header(int member) const;
   Refusal& record(int member, uint64_t index) const;
@@ -177,6 +188,7 @@ class Refusals {
 
  public:
   Afar afar{comm_};
+  const std::unique_ptr<StandIns> stand_ins;  // where an MPI library runs the calls
 };
 
 }  // namespace commrt

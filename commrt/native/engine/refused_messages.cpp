@@ -79,6 +79,15 @@ void P2P::tell_refused(uint64_t seq, const std::string& reason) {
   }
 }
 
+void P2P::tell_part(int rank, uint64_t seq, const void* head, size_t nbytes,
+                    const std::string& rest) {
+  if (!attached_) attach();
+  const std::string said = std::string(static_cast<const char*>(head), nbytes) + rest;
+  const PacketHeader header{PacketKind::Part, kAnyType, 0, said.size(), seq, 0, 0};
+  channels_[static_cast<size_t>(rank)].notices.emplace_back(header, said);
+  lingering_ = urgent_ = true;
+}
+
 void P2P::tell_heard(int rank, uint64_t seq, const Afar::Told& told) {
   answer(rank, {PacketKind::Heard, kAnyType, 0, told.to_here, seq, told.from_here, told.sent});
 }

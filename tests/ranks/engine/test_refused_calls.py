@@ -194,7 +194,47 @@ def test_a_refused_call_between_buckets_is_heard_of() -> None:
     ]
 
 
-def test_a_call_missing_from_a_bucket_is_no_wrong_sum() -> None:
+@pytest.mark.parametrize("limit_s", [None, 1.0])
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_bucket_with_a_refused_call_is_refused(
+    place: int, limit_s: float | None
+) -> None:
+    """Two calls fill a bucket: it fails on all ranks, and the others do not."""
+    how = {} if limit_s is None else {"time_limit_s": limit_s}
+
+    def main(comm: Communicator) -> tuple[list[str], float]:
+        said: list[str] = []
+        requests: list[Any] = []
+        with comm.fused(nbytes=64, **how):
+            for k in range(6):
+                is_wrong = comm.rank == 1 and k == place
+                x, out = np.full(4, float(k)), np.ones(5) if is_wrong else None
+                try:
+                    requests.append(comm.allreduce(x, out=out, nonblocking=True))
+                except UsageError:
+                    requests.append(None)
+        for k, request in enumerate(requests):
+            try:
+                right = request is not None and (request.wait() == 3 * k).all()
+                said.append("done" if right else "UsageError")
+            except CommError as error:
+                said.append(type(error).__name__)
+        return said, float(comm.allreduce(np.ones(1))[0])
+
+    if limit_s is not None:  # the ranks agree on cuts: a call's neighbours vary
+        for rank, (said, total) in enumerate(run(3, main)):
+            assert said[place] == ("UsageError" if rank == 1 else "RefusedError")
+            assert {*said} <= {"done", "RefusedError", "UsageError"}
+            assert total == 3
+        return
+    bucket = [k for k in range(6) if k // 2 == place // 2]
+    expected = ["RefusedError" if k in bucket else "done" for k in range(6)]
+    mistaken = [*expected]
+    mistaken[place] = "UsageError"
+    assert run(3, main) == [(expected, 3.0), (mistaken, 3.0), (expected, 3.0)]
+
+
+def test_the_calls_beside_a_refused_one_name_rank_and_reason() -> None:
     def main(comm: Communicator) -> str:
         out = np.ones(5 if comm.rank == 0 else 4)
         with comm.fused():
@@ -203,56 +243,89 @@ def test_a_call_missing_from_a_bucket_is_no_wrong_sum() -> None:
                 request = comm.allreduce(np.ones(4), out=out, nonblocking=True)
                 requests.append(request)
         for each in requests:
-            with pytest.raises(CommError) as raised:
+            with pytest.raises(RefusedError) as raised:
                 each.wait()
-        return type(raised.value).__name__
+        return str(raised.value)
 
-    assert set(run(2, main)) <= {"MismatchError", "RevokedError"}
+    mistaken, other = run(2, main)
+    assert "this rank has refused a call of the same bucket of fused()" in mistaken
+    assert "rank 0 has refused its call" in other
+    assert all("out has 5 elements" in each for each in (mistaken, other))
 
 
-@pytest.mark.parametrize("limit_s", [None, 1.0])
-def test_buckets_of_equal_length_without_the_same_calls_are_no_wrong_sum(
-    limit_s: float | None,
-) -> None:
-    """Rank 0 has no first call: its buckets begin with what is second elsewhere."""
+@pytest.mark.parametrize("kind", ["reduction", "type"])
+def test_a_bucket_that_nobody_can_name_is_no_wrong_sum(kind: str) -> None:
+    """What is wrong says which bucket the call belongs to."""
 
     def main(comm: Communicator) -> list[str]:
-        out = np.ones(5 if comm.rank == 0 else 4)
-        requests = []
-        limit = {} if limit_s is None else {"time_limit_s": limit_s}
+        said = []
         x = [np.full(4, float(k)) for k in range(3 if comm.rank == 0 else 2)]
-        # Two calls fill a bucket.
-        with suppress(CommError), comm.fused(nbytes=64, **limit):
-            with suppress(UsageError):
-                requests.append(comm.allreduce(np.ones(4), out=out, nonblocking=True))
+        requests = []
+        with suppress(CommError), comm.fused(nbytes=64):
+            if kind == "reduction":
+                op = "summ" if comm.rank == 0 else "sum"
+                given: dict[str, Any] = {"x": np.ones(4), "op": op}
+            else:
+                dtype = "f4" if comm.rank == 0 else "f8"
+                given = {"x": np.ones(4, dtype), "out": np.ones(4)}
+            with suppress(CommError):
+                requests.append(comm.allreduce(nonblocking=True, **given))
             for each in x:
                 requests.append(comm.allreduce(each, nonblocking=True))
-        said = []
-        for each in requests:
+        for request in requests:
             try:
-                each.wait()
+                request.wait()
                 said.append("done")
             except CommError as error:
                 said.append(type(error).__name__)
         return said
 
-    said = run(2, main)
-    assert said[1][0] in ("MismatchError", "RevokedError")
-    assert "done" not in said[0][:2] + said[1][:2]
+    mistaken, other = run(2, main)
+    assert other[0] in ("MismatchError", "RevokedError", "RefusedError")
+    assert mistaken[0] != "done"
 
 
-def test_a_call_that_all_refuse_is_missing_nowhere() -> None:
-    def main(comm: Communicator) -> list[float]:
-        requests = []
+@pytest.mark.parametrize("limit_s", [None, 1.0])
+def test_buckets_of_equal_length_with_other_calls_are_no_wrong_sum(
+    limit_s: float | None,
+) -> None:
+    """The calls of two ranks have their lengths in another order."""
+    how = {} if limit_s is None else {"time_limit_s": limit_s}
+
+    def main(comm: Communicator) -> list[str]:
+        lengths = (3, 5) if comm.rank == 0 else (5, 3)
+        requests, said = [], []
+        with suppress(CommError), comm.fused(**how):
+            for length in lengths:
+                x = np.full(length, float(length))
+                requests.append(comm.allreduce(x, nonblocking=True))
+        for each in requests:
+            with pytest.raises(CommError) as raised:
+                each.wait()
+            said.append(type(raised.value).__name__)
+        return said
+
+    for said in run(2, main):
+        assert {*said} <= {"MismatchError", "RevokedError"}
+
+
+def test_a_call_that_all_refuse_ends_its_bucket_alone() -> None:
+    def main(comm: Communicator) -> list[Any]:
+        requests, said = [], []
         with comm.fused(nbytes=64):
-            for k in range(5):
+            for k in range(6):
                 with suppress(UsageError):
                     out = np.ones(5) if k == 1 else None
                     x = np.full(4, float(k))
                     requests.append(comm.allreduce(x, out=out, nonblocking=True))
-        return [float(each.wait()[0]) for each in requests]
+        for each in requests:
+            try:
+                said.append(float(each.wait()[0]))
+            except RefusedError:
+                said.append("refused")
+        return said
 
-    assert run(3, main) == [[0.0, 6.0, 9.0, 12.0]] * 3
+    assert run(3, main) == [["refused", 6.0, 9.0, 12.0, 15.0]] * 3
 
 
 @pytest.mark.parametrize("kind", ["long", "algorithm", "bound", "compressed"])

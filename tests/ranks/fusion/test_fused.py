@@ -17,6 +17,7 @@ from commrt.comm import core_of
 from commrt.core import Core
 from commrt.errors import (
     BufferError_,
+    RefusedError,
     TimeoutError_,
     UsageError,
 )
@@ -420,7 +421,7 @@ def test_all_kinds_of_host_arrays(seed: int) -> None:
 # -- what is refused -------------------------------------------------------------------
 
 
-def test_what_an_ordinary_call_refuses_is_refused_and_changes_nothing() -> None:
+def test_what_an_ordinary_call_refuses_is_refused_with_its_bucket() -> None:
     def rank_main(comm: Any) -> bool:
         x = np.ones(8)
         read_only = np.ones(8)
@@ -442,6 +443,7 @@ def test_what_an_ordinary_call_refuses_is_refused_and_changes_nothing() -> None:
             (x[::2], {}, BufferError_, "not C-contiguous"),
             (["a"], {}, BufferError_, "list"),
         ]
+        begin = core_of(comm).next_seq
         with comm.fused() as context:
             first = comm.allreduce(x.copy(), nonblocking=True)
             for again in range(2):  # before the kind of call is known, and after
@@ -455,8 +457,11 @@ def test_what_an_ordinary_call_refuses_is_refused_and_changes_nothing() -> None:
                 second = comm.allreduce(x.copy(), nonblocking=True)
                 assert second.wait().tolist() == [2] * 8
             assert context.nbytes > 0
-        assert first.wait().tolist() == [2] * 8
-        return core_of(comm).next_seq == first.seq + 1 + 2 * len(alone)
+        with pytest.raises(RefusedError, match=r"same bucket of fused.*read-only"):
+            first.wait()
+        assert comm.allreduce(x.copy()).tolist() == [2] * 8
+        # Two buckets were refused: one by the reduction that floats do not have.
+        return core_of(comm).next_seq == begin + 2 + 2 * len(alone) + 1
 
     assert run(2, rank_main) == [True, True]
 

@@ -182,6 +182,9 @@ void take(const Call& call, Part& mine, int giver, int block) {
   const Part& theirs = call.parts.at(giver);
   const auto from = static_cast<std::size_t>(block);
   const auto to = mine.received.at.size() == 1 ? 0 : static_cast<std::size_t>(giver);
+  if (theirs.sent.nbytes[from] != mine.received.nbytes[to]) {
+    return violate("a rank gives a block of another length than its receiver wants");
+  }
   put(mine, mine.received.at[to], theirs.given, theirs.sent.at[from], mine.received.nbytes[to]);
 }
 
@@ -220,6 +223,26 @@ void deliver(Call& call, int rank) {
   }
   const bool exchanges = call.kind == Alltoall || call.kind == Alltoallv;
   for (int giver = 0; giver < call.size; ++giver) take(call, mine, giver, exchanges ? rank : 0);
+}
+
+// True if a rank needs no part that is not there.
+bool has_what_it_needs(const Call& call, int rank) {
+  const auto has = [&](int first, int last) {
+    for (int other = first; other <= last; ++other)
+      if (call.parts.count(other) == 0) return false;
+    return true;
+  };
+  switch (call.kind) {
+    case Bcast:
+    case Scatter:
+    case Scatterv: return has(call.root, call.root);
+    case Reduce:
+    case Gather:
+    case Gatherv: return rank != call.root || has(0, call.size - 1);
+    case Scan: return has(0, rank);
+    case Exscan: return has(0, rank - 1);
+    default: return has(0, call.size - 1);
+  }
 }
 
 // --- starting ---
@@ -437,7 +460,8 @@ EXPORT int MPI_Test(void* request, int* flag, void*) {
   Request& one = found->second;
   Call& call = *one.call;
   if (call.differs) return kTruncate;
-  const bool is_complete = static_cast<int>(call.parts.size()) == call.size;
+  const bool is_complete = static_cast<int>(call.parts.size()) == call.size ||
+                           (settings["eager"] != 0 && has_what_it_needs(call, one.rank));
   const bool is_held = settings["hold"] != 0 || settings["hold " + std::to_string(one.rank)] != 0;
   if (!is_complete || is_held || one.looks++ < settings["looks"]) return kSuccess;
   const Part& mine = call.parts.at(one.rank);

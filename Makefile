@@ -43,7 +43,7 @@ SOURCES := $(NATIVE) $(shell find docs -name '*.md') $(shell find commrt tuning 
 UNIT_TESTS := $(wildcard tests/unit tests/docs tests/gpu)
 RANKS_TESTS := $(wildcard tests/ranks)
 MATRIX_TESTS := $(wildcard tests/matrix)
-MPI_TESTS := $(wildcard tests/mpi tests/faults)
+MPI_TESTS := $(wildcard tests/mpi tests/faults tests/cluster)
 
 .PHONY: help
 help: ## List the targets.

@@ -22,7 +22,8 @@ commands:
   trace    show what ranks have called: trace summarize FOLDER; also plot, perfetto
   verify   check an algorithm for many rank counts: verify ring --ranks 1..64
 
-Other programs: python -m commrt.bench (benchmarks), commrt-tune (selection tables).
+Other programs: python -m commrt.bench (benchmarks), commrt-tune (selection tables),
+python -m commrt.run (ranks without MPI), python -m commrt.cluster (hosts to try on).
 """
 
 

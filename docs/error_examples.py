@@ -288,6 +288,16 @@ ENTRIES = (
         where="commrt.bench.launch",
     ),
     Entry(
+        "ClusterError",
+        "A cluster on this machine cannot be made, found, entered or ended.",
+        "Do what the message says: run as root, install a program, take another name.",
+        "from pathlib import Path\n\n"
+        "from commrt.cluster.state import find_cluster\n\n"
+        'find_cluster("demo", Path("clusters"))',
+        ranks=0,
+        where="commrt.cluster.failures",
+    ),
+    Entry(
         "TableError",
         "A selection table is malformed, hostile, or of another machine. It is the "
         "same on every rank.",

@@ -39,6 +39,7 @@ LAYERS = (
     ("torch",),
     ("layers", "elastic"),
     ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),
+    ("cluster",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

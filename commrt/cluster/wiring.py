@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that turn a network into bridges, cables and tables of addresses.
+
+All switches are bridges in one network namespace. They neither learn nor flood: each
+has a fixed entry for every host, so circles of switches do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from commrt.cluster.rates import bucket
+from commrt.cluster.routes import hops
+from commrt.cluster.topology import Topology
+
+__all__ = ["INTERFACE", "Wiring", "hosts_file"]
+
+INTERFACE = "eth0"
+"""The name of each host's network interface."""
+_NETWORK = "10.77"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A network, and what its hosts and switches are to be told."""
+
+    topology: Topology
+    mtu: int
+
+    def address(self, host: str) -> str:
+        """Return a host's address of IPv4."""
+        high, low = divmod(self.topology.hosts.index(host) + 1, 256)
+        return f"{_NETWORK}.{high}.{low}"
+
+    def hardware_address(self, host: str) -> str:
+        """Return the address of a host's interface."""
+        high, low = divmod(self.topology.hosts.index(host) + 1, 256)
+        return f"02:00:0a:4d:{high:02x}:{low:02x}"
+
+    def port(self, index: int, end: str) -> str:
+        """Return the name of a switch's end of a link."""
+        return f"p{index}{'ab'[self.topology.links[index].ends.index(end)]}"
+
+    def cables(self, namespaces: Mapping[str, str]) -> Iterator[str]:
+        """Yield commands of ``ip`` for the namespace of the switches.
+
+        Args:
+            namespaces: paths of the hosts' network namespaces.
+        """
+        yield "link set dev lo up"
+        for switch in self.topology.switches:
+            name = self._bridge(switch)
+            yield (
+                f"link add name {name} mtu {self.mtu} type bridge stp_state 0 "
+                f"mcast_snooping 0"
+            )
+            yield f"link set dev {name} up"
+        for index, link in enumerate(self.topology.links):
+            yield self._cable(index, namespaces)
+            for end in link.ends:
+                if end in self.topology.switches:
+                    port, bridge = self.port(index, end), self._bridge(end)
+                    yield f"link set dev {port} master {bridge} up"
+
+    def tables(self) -> Iterator[str]:
+        """Yield commands of ``bridge`` for the namespace of the switches."""
+        for port, _ in self._ports():
+            yield (
+                f"link set dev {port} learning off flood off mcast_flood off "
+                f"bcast_flood off"
+            )
+        for hop in hops(self.topology):
+            port = self.port(hop.link, hop.switch)
+            address = self.hardware_address(hop.host)
+            yield f"fdb add {address} dev {port} master static"
+
+    def switch_rates(self) -> Iterator[str]:
+        """Yield commands of ``tc`` for the namespace of the switches."""
+        for port, rate in self._ports():
+            if rate is not None:
+                yield f"qdisc add dev {port} root {bucket(rate)}"
+
+    def host_addresses(self, host: str) -> Iterator[str]:
+        """Yield commands of ``ip`` for a host's namespace."""
+        yield "link set dev lo up"
+        yield f"addr add {self.address(host)}/16 dev {INTERFACE}"
+        yield f"link set dev {INTERFACE} up"
+        for other in self.topology.hosts:
+            if other != host:
+                yield (
+                    f"neigh add {self.address(other)} lladdr "
+                    f"{self.hardware_address(other)} dev {INTERFACE} nud permanent"
+                )
+
+    def host_rates(self, host: str) -> Iterator[str]:
+        """Yield commands of ``tc`` for a host's namespace."""
+        [(_, index)] = self.topology.neighbors(host)
+        rate = self.topology.links[index].rate
+        if rate is not None:
+            yield f"qdisc add dev {INTERFACE} root {bucket(rate)}"
+
+    def _bridge(self, switch: str) -> str:
+        return f"b{self.topology.switches.index(switch)}"
+
+    def _ports(self) -> Iterator[tuple[str, int | None]]:
+        """Yield the names and rates of all ends of links at switches."""
+        for index, link in enumerate(self.topology.links):
+            for end in link.ends:
+                if end in self.topology.switches:
+                    yield self.port(index, end), link.rate
+
+    def _cable(self, index: int, namespaces: Mapping[str, str]) -> str:
+        one, other = self.topology.links[index].ends
+        if one in namespaces:
+            one, other = other, one
+        near = f"link add name {self.port(index, one)} mtu {self.mtu} type veth"
+        if other not in namespaces:
+            return f"{near} peer name {self.port(index, other)} mtu {self.mtu}"
+        return (
+            f"{near} peer name {INTERFACE} address {self.hardware_address(other)} "
+            f"mtu {self.mtu} netns {namespaces[other]}"
+        )
+
+
+def hosts_file(wiring: Wiring) -> str:
+    """Return the text of /etc/hosts."""
+    lines = [f"{wiring.address(host)} {host}" for host in wiring.topology.hosts]
+    return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"

@@ -2111,6 +2111,13 @@ class ThreadDevice(Device):
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
 
+def ask_for_flights(
+    bells: Bells, members: Sequence[int], by: int, limit_s: float
+) -> None:
+    """Ask other ranks of the node to write kept files, and wait until they have,
+    at most so long.
+    """
+
 def attach_library(
     group: Group,
     *,
@@ -2122,11 +2129,6 @@ def attach_library(
     """Name the MPI communicator of its ranks, and handles by the codes of types
     and reductions: where others have begun a call that was refused here, it is
     made in its place.
-def ask_for_flights(
-    bells: Bells, members: Sequence[int], by: int, limit_s: float
-) -> None:
-    """Ask other ranks of the node to write kept files, and wait until they have,
-    at most so long.
     """
 
 def bells_of_threads(name: str, members: int, own: int) -> Bells:

@@ -49,7 +49,8 @@ def run(
             result = function(Communicator(core))
         except BaseException as error:
             # Those who wait for this rank in an operation need not wait for ever.
-            core.recovery.end(f"rank {rank} failed: {error!r}")
+            if core.closed is None:
+                core.recovery.end(f"rank {rank} failed: {error!r}")
             raise
         if core.idle:
             core.free()

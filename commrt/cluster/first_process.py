@@ -28,7 +28,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True)
 class Built:
-    """What the first process says once all hosts are there."""
+    """The first process's words once all hosts are there."""
 
     processes: dict[str, int]
     """The process that holds each host, by its number inside the cluster."""

@@ -41,7 +41,7 @@ _LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured between two hosts."""
+    """The figures measured between two hosts."""
 
     pair: tuple[str, str]
     asked: int | None

@@ -54,7 +54,7 @@ def bring_down(name: str, folder: Path) -> None:
     """
     process = os.pidfd_open(find_cluster(name, folder).supervisor)
     try:
-        # The same one as before: it is alive, so its number is nobody else's.
+        # The pidfd is this supervisor's: it is alive, so nobody else has its number.
         find_cluster(name, folder)
         signal.pidfd_send_signal(process, signal.SIGTERM)
         ended = select.poll()

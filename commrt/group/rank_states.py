@@ -69,7 +69,7 @@ Elsewhere = Mapping[int, RankState]
 """The states of ranks of other nodes that were asked. Of one that has not answered, the
 number of collectives is not known."""
 Row = tuple[Any, ...]
-"""What the engine says of a rank (``_native.rank_states``)."""
+"""The engine's words on a rank (``_native.rank_states``)."""
 
 
 class Asked(Protocol):

@@ -19,8 +19,6 @@ import pytest
 from cluster_commands import ClusterCommands, machine
 
 from commrt.bootstrap.base import poll_until
-from commrt.errors import BackendError
-from commrt.launch.mpiexec import find_launcher
 
 LIMIT_S = 300
 ABOUT = """\
@@ -295,10 +293,6 @@ def test_rates_are_measured(cluster: ClusterCommands) -> None:
 def test_ranks_of_mpiexec_sum_over_uneven_hosts(
     cluster: ClusterCommands, program: Callable[[str], str]
 ) -> None:
-    try:
-        find_launcher()
-    except BackendError as error:
-        pytest.skip(str(error))
     done = cluster(
         "run --hosts 3 --rate 1gbit --launcher mpiexec --ranks 2,1,1",
         *(sys.executable, program(SUM)),

@@ -17,7 +17,7 @@ __all__ = ["TrainingState"]
 
 
 class TrainingState:
-    """What a training goes on from, as torch's distributed checkpoint saves and loads.
+    """The state of a training, which torch's distributed checkpoint saves and loads.
 
         from torch.distributed import checkpoint
 

@@ -38,7 +38,7 @@ void bind_sparse(nb::module_& m);
 void bind_staging(nb::module_& m);
 void bind_wire(nb::module_& m);
 
-// What a rank does, for Python: see rank_states() in bind_flight.cpp.
+// The state of a rank, for Python: see rank_states() in bind_flight.cpp.
 nb::object described(const RankState& state);
 
 }  // namespace commrt

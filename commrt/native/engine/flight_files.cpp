@@ -450,7 +450,7 @@ void write_asked(uint32_t by) {
   for (bool free = false; !is_writing.compare_exchange_strong(free, true); free = false) {
     nap(1e-4);
   }
-  // What this rank has to say of itself is worth more, and one question is like another.
+  // A dump of its own is worth more than one that others ask for, and one question is like another.
   if (written_ns.load() == 0 || steady_ns() - written_ns.load() > kPause_ns) {
     const std::string message = "rank " + std::to_string(by) + " of the job asked for it";
     for (const auto& slot : kept) {

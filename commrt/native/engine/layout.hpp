@@ -169,7 +169,7 @@ struct alignas(kLineBytes) RankHeader {
   Waits waits;
 };
 
-// What a rank says of itself to ranks of other nodes, which ask for it (relay.hpp).
+// The words of a rank on itself for ranks of other nodes, which ask for them (relay.hpp).
 struct ToldAfar {
   std::atomic<uint64_t> started{0}, latest_mark{0}, latest_ticks{0};
   Waits waits{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks say they do, and what the kernel says of those of this node.
+// Ranks say what they do, and the kernel speaks of those of this node.
 #include "engine/rank_states.hpp"
 
 #include <algorithm>

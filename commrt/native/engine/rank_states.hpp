@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks do, as far as memory that ranks of a node share, the kernel and those of other nodes
+// The states of ranks, as far as memory that ranks of a node share, the kernel and those of other nodes
 // tell it.
 //
 // A rank writes its latest operation beside its count of operations, with every call: that line is
@@ -43,7 +43,7 @@ struct RankState {
   ToldWait wait;
 };
 
-// What a rank of another node is told of this one; by any thread, without the engine's lock.
+// The words that ranks of other nodes are told of this one; by any thread, without the engine's lock.
 RankState state_from(const ToldAfar& told, int rank);
 
 // The name of an operation or a message, for messages; "an operation" for one that has none.

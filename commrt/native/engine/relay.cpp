@@ -371,7 +371,7 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
       return kNext;
     case FrameKind::Answer: {
       Answer& said = answers_[frame.id];
-      // What comes may be longer than its frame.
+      // The buffer may be longer than the frame in it.
       said.is_known = frame.nbytes == sizeof said.state && nbytes >= sizeof frame + frame.nbytes;
       if (said.is_known) std::memcpy(&said.state, bytes + sizeof frame, sizeof said.state);
       return kNext;

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from commrt.comm import core_of
+from commrt.comm import Communicator, core_of
 from commrt.errors import CommError
 from commrt.local import run
 
@@ -62,3 +62,12 @@ def test_run_leaves_no_thread_when_a_rank_misuses_the_communicator() -> None:
         run(2, rank_main, timeout_s=300)
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("rank") for name in names)
+
+
+def test_a_rank_that_fails_after_free_raises_its_own_error() -> None:
+    def main(comm: Communicator) -> None:
+        comm.free()
+        raise ValueError("of the program")
+
+    with pytest.raises(ValueError, match="of the program"):
+        run(2, main)

@@ -186,13 +186,15 @@ def _wait(work: Any, world: World) -> None:
     everybody = range(world.size)
     heed = check_alive(world.bootstrap.gone, "between/us", everybody, lambda _: False)
     while True:
+        # It may end just after a slice has: then the next look tells how.
+        was_over = work.is_completed()
         try:
             work.wait(as_timedelta(min(_SLICE_S, world.timeout_s)))
             return
         except RuntimeError as error:
             if heed is not None:
                 heed()
-            if work.is_completed() or time.monotonic() >= deadline:
+            if was_over or time.monotonic() >= deadline:
                 raise BackendError(
                     f"gloo failed a sum of all ranks: {error}"
                 ) from error

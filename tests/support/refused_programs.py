@@ -21,6 +21,19 @@ def value(rank: int, index: int, count: int) -> Array:
     return np.arange(count, dtype=np.float64) % 7 + 10 * rank + index
 
 
+def ragged_counts(index: int, count: int, size: int) -> list[list[int]]:
+    """Return how much each rank sends to each one in an alltoallv: row, column."""
+    return [
+        [count * ((sender + 2 * receiver + index) % 3) for receiver in range(size)]
+        for sender in range(size)
+    ]
+
+
+def ragged_input(rank: int, index: int, counts: Sequence[int]) -> Array:
+    """Return what a rank gives an alltoallv: for each one the same numbers."""
+    return np.concatenate([value(rank, index, count) for count in counts])
+
+
 @dataclass(frozen=True)
 class Step:
     """One call of a program, the same on all ranks but for who is refused."""
@@ -58,6 +71,13 @@ class Step:
             options["algorithm"] = self.algorithm
         if self.name == "barrier":
             return comm.barrier(**options)
+        if self.name == "alltoallv":
+            sent = ragged_counts(self.index, self.count, comm.size)
+            used.append(ragged_input(rank, self.index, sent[rank]))
+            received = [row[rank] for row in sent]
+            return comm.alltoallv(
+                used[-1], send_counts=sent[rank], recv_counts=received, **options
+            )
         blocks = comm.size if self.name in ("alltoall", "reduce_scatter") else 1
         x = value(rank, self.index, self.count * blocks)
         if self.name == "scatter" and rank == self.root:
@@ -88,6 +108,11 @@ class Step:
         match self.name:
             case "barrier":
                 return None
+            case "alltoallv":
+                sent = ragged_counts(index, n, size)
+                return np.concatenate(
+                    [value(r, index, sent[r][rank]) for r in range(size)]
+                )
             case "allreduce":
                 return np.sum(each, axis=0)
             case "reduce":
@@ -120,6 +145,7 @@ NAMES = (
     "scatter",
     "scan",
     "barrier",
+    "alltoallv",
 )
 
 

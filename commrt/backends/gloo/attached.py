@@ -132,7 +132,7 @@ class AttachedGloo(Attached):
             factor=factor,
             method=method,
             arguments=arguments,
-            agreement=self._agreement(spec),
+            agreement=self._agreement(),
             digest=digest(spec),
         )
 
@@ -150,11 +150,11 @@ class AttachedGloo(Attached):
         made: _native.Plan = plan_of(self.group, template, spec)
         return made
 
-    def _agreement(self, spec: PlanSpec) -> Any:
-        """Return the plan by which the ranks compare what they have called, or None."""
-        # A barrier has nothing to compare, and what pairs of ranks exchange may differ.
-        if spec.op.rule_bytes in ("none", "any"):
-            return None
+    def _agreement(self) -> Any:
+        """Return the plan by which the ranks compare what they have called.
+
+        A barrier needs it, too: gloo cannot take back what a rank refuses.
+        """
         return schedule_plan(
             self.group,
             PlanSpec(

@@ -57,8 +57,8 @@ NATIVE_GLOO = {
     "scatter": NativeRun("scatter", "direct"),
     "barrier": NativeRun("barrier", "dissemination"),
 }
-"""gloo's own collectives that are chosen unasked, by operation. An alltoallv cannot be
-compared, as no rank knows all lengths. So it runs only if a call asks for it."""
+"""gloo's own collectives that are chosen unasked, by operation. The lengths of an
+alltoallv cannot be compared, as no rank knows all. So it runs only if asked for."""
 
 
 COMPARED = NativeRun("allreduce", "recursive_doubling")
@@ -118,9 +118,7 @@ def predicted_us(
     if run is None:
         return math.inf
     one = gloo_constants(between, native=True)
-    start_us = one.alpha_us
-    if not operation(query.coll).is_empty:
-        start_us += _comparing_us(facts, between, only_floor)
+    start_us = one.alpha_us + _comparing_us(facts, between, only_floor)
     one = replace(one, beta_us=run.copies * one.beta_us)
     # gloo makes no difference between messages on a node and messages between nodes.
     same = OnNode(facts.layout, 1.0, 1.0) if facts.ppn > 1 else None

@@ -38,6 +38,7 @@ from commrt.layers.tensors.channels import (
     grouped_cut,
     taken,
     tile_of,
+    tiled,
     wanted_filters,
 )
 from commrt.layers.tensors.dist_tensor import DistTensor
@@ -75,6 +76,7 @@ def convolved(
             f"{what}: the input must be a DistTensor, and there must be a weight; a "
             f"plain input with a DistTensor as weight is none of both"
         )
+    weight, bias = tiled(weight, input.grid), tiled(bias, input.grid)
     groups = given.get("groups", 1)
     _check_channels(what, input, weight, groups, is_transposed)
     is_plain = not isinstance(weight, DistTensor) and not isinstance(bias, DistTensor)

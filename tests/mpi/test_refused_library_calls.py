@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from refused_programs import Array, Outcomes, Step, check, draw
+from refused_programs import Step, check_found, draw, run_program
 
 import commrt
 from commrt import algorithms
@@ -49,43 +48,10 @@ def run_drawn(draws: str, where: str, length: int, most: int) -> dict[str, str]:
     """Run the program with at most so many calls in flight; 0: blocking ones."""
     comm = commrt.init()
     steps = steps_of(draws, comm.size, where, length)
-    own = random.Random(f"{draws} {comm.rank}")
-    mine = Outcomes(comm.rank, comm.size)
-    in_flight: list[tuple[Step, Callable[[], Any], list[Array]]] = []
-
-    def end_first() -> None:
-        step, finish, used = in_flight.pop(0)
-        mine.note(step, finish)
-        for array in used:
-            array.fill(-1e9)  # nobody takes that for a value
-
-    for step in steps:
-        used: list[Array] = []
-        if most == 0:
-            mine.note(step, lambda step=step, used=used: step.call(comm, None, used))
-            for array in used:
-                array.fill(-1e9)
-            continue
-        try:
-            request = step.call(comm, None, used, nonblocking=True)
-        except (UsageError, RefusedError) as error:
-            mine.note(step, raiser(error))
-        else:
-            in_flight.append((step, lambda r=request: r.wait(timeout_s=LIMIT_S), used))
-        while len(in_flight) >= most or (in_flight and own.random() < 0.3):
-            end_first()
-    while in_flight:
-        end_first()
+    found = run_program(comm, steps, draws, most, LIMIT_S)
     total = comm.allreduce(np.ones(3), **NATIVE)
     assert (total == comm.size).all()
-    return {str(index): outcome for index, outcome in mine.of.items()}
-
-
-def raiser(error: Exception) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
+    return found
 
 
 @pytest.mark.full(sample=3)
@@ -98,11 +64,7 @@ def test_drawn_programs_stay_in_step_with_the_library(
     draws = f"{seed} {size} {where} {most} {turn}"
     program = {"draws": draws, "where": where, "length": 60}
     found = mpirun(size, run_drawn, env=nodes(where), most=most, **program)
-    ranks = [
-        Outcomes(rank, size, {int(index): outcome for index, outcome in own.items()})
-        for rank, own in enumerate(found)
-    ]
-    check(steps_of(draws, size, where, 60), ranks)
+    check_found(steps_of(draws, size, where, 60), found)
 
 
 # -- one call ------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_a_rank_keeps_its_share_of_activations(name: str, ranks: int) -> None:
     make, shape = NETWORKS[name]
     whole = torch.ones(shape)
     serial = make()
-    halo = HaloBytes(serial, 2)
+    halo = HaloBytes(serial, {2: ranks})
     everything = saved_nbytes(serial, whole)
 
     def main(comm: Any) -> int:
@@ -43,6 +43,28 @@ def test_a_rank_keeps_its_share_of_activations(name: str, ranks: int) -> None:
     share = halo.nbytes / (everything / ranks)
     bound = everything / ranks * (1 + share) * 1.05
     assert most <= bound, (most / (everything / ranks), share)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_two_cut_dimensions_leave_a_rank_its_share(name: str) -> None:
+    make, shape = NETWORKS[name]
+    shape = (*shape[:3], shape[2], *shape[4:])
+    if name == "unet":
+        shape = (*shape[:3], 32, *shape[4:])
+    whole = torch.ones(shape)
+    serial = make()
+    halo = HaloBytes(serial, {2: 2, 3: 2})
+    everything = saved_nbytes(serial, whole)
+    names = ("height", "width") if len(shape) == 4 else ("depth", "height")
+    cut = ParallelStrategy(**dict(zip(names, "ab", strict=True)))
+
+    def main(comm: Any) -> int:
+        with ProcessGrid(comm, {"a": 2, "b": 2}) as grid:
+            return saved_nbytes(parallelize_cnn(make(), grid, cut), whole)
+
+    most = max(run(4, main))
+    share = halo.nbytes / (everything / 4)
+    assert most <= everything / 4 * (1 + share) * 1.05, (most, everything, share)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -23,6 +23,7 @@ from commrt.layers.graphs import (
     row_normalized,
     symmetrically_normalized,
 )
+from commrt.layers.graphs.device_products import times_on_device
 
 kernels = _native.kernels
 
@@ -90,6 +91,28 @@ def test_products_have_the_bits_of_sums_in_order(
         expected = np.full_like(around, 7)
         expected[1 + low : 1 + high] = one_by_one(a, x)[low:high]
         assert np.array_equal(around, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("value", [np.float32, np.float64])
+def test_products_of_devices_are_those_of_the_kernel(
+    value: Any, index: Any, seed: int
+) -> None:
+    rng = random.Random(f"{seed} {value} {index}")
+    near = {np.float32: 1e-5, np.float64: 1e-13}[value]
+    for width in (0, 1, 3, 17):
+        for rows, columns in [(0, 3), (3, 0), (1, 1), (7, 5), (23, 40)]:
+            a = drawn(rng, rows, columns, value, index)
+            draws = np.random.default_rng(rng.randrange(1 << 30))
+            x = draws.standard_normal((columns, width)).astype(value)
+            low = rng.randint(0, rows)
+            for part in (None, (low, rng.randint(low, rows))):
+                expected = np.full((rows, width), 7, value)
+                a.times(x, expected, part)
+                out = torch.full((rows, width), 7, dtype=torch.from_numpy(x).dtype)
+                times_on_device(a, torch.from_numpy(x), out, part)
+                np.testing.assert_allclose(out.numpy(), expected, near, near)
 
 
 def test_products_agree_with_torch() -> None:

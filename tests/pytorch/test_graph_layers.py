@@ -32,6 +32,7 @@ from commrt.layers.graphs import (
     DoublePermutation,
     GCNConv3d,
     SAGEConv3d,
+    aggregation,
     cross_entropy3d,
     cut_adjacency,
     double_permutation,
@@ -93,6 +94,24 @@ def test_drawn_graphs_of_any_size(number: int, seed: int) -> None:
 
     for found in run(ranks, main):
         assert max(found.values()) < NEAR, (told, found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2), (1, 3, 1)])
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+def test_products_of_a_device_give_the_same_network(
+    kind: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = karate()
+    # So the CPU is a device whose memory the native kernel does not read.
+    monkeypatch.setattr(aggregation, "HOST", "none")
+
+    def main(comm: Any) -> dict[str, float]:
+        with ProcessGrid(comm, axes_of(shape)) as grid:
+            return differences(grid, case, kind, WIDTHS["karate"], None)
+
+    for found in run(math.prod(shape), main):
+        assert max(found.values()) < NEAR, found
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage"])

@@ -7,18 +7,15 @@ gloo is given a call once the ranks have compared it, so it has none that was re
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from refused_programs import NAMES, Array, Outcomes, Step, check, draw
+from refused_programs import NAMES, Step, check_found, draw, run_program
 from run_ranks import RunRanks
 
 import commrt
 from commrt import algorithms
-from commrt.errors import RefusedError, UsageError
 
 LIMIT_S = 300.0
 GLOO = "gloo/native"
@@ -54,38 +51,10 @@ def steps_of(draws: str, where: str) -> list[Step]:
 def run_drawn(draws: str, where: str, most: int) -> dict[str, str]:
     """Run the program with at most so many calls in flight."""
     comm = commrt.init()
-    own = random.Random(f"{draws} {comm.rank}")
-    mine = Outcomes(comm.rank, comm.size)
-    in_flight: list[tuple[Step, Callable[[], Any], list[Array]]] = []
-
-    def end_first() -> None:
-        step, finish, used = in_flight.pop(0)
-        mine.note(step, finish)
-        for array in used:
-            array.fill(-1e9)  # nobody takes that for a value
-
-    for step in steps_of(draws, where):
-        used: list[Array] = []
-        try:
-            request = step.call(comm, None, used, nonblocking=True)
-        except (UsageError, RefusedError) as error:
-            mine.note(step, raiser(error))
-        else:
-            in_flight.append((step, lambda r=request: r.wait(timeout_s=LIMIT_S), used))
-        while len(in_flight) >= most or (in_flight and own.random() < 0.3):
-            end_first()
-    while in_flight:
-        end_first()
+    found = run_program(comm, steps_of(draws, where), draws, most, LIMIT_S)
     total = comm.allreduce(np.ones(3), algorithm=GLOO)
     assert (total == comm.size).all()
-    return {str(index): outcome for index, outcome in mine.of.items()}
-
-
-def raiser(error: Exception) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
+    return found
 
 
 @pytest.mark.full(sample=2)
@@ -109,8 +78,4 @@ def check_drawn(ranks: RunRanks, draws: str, where: str, most: int) -> None:
     size = sum(int(count) for count in where.split(","))
     env = {"COMMRT_NODES": where}
     found = ranks(size, run_drawn, env=env, draws=draws, where=where, most=most)
-    outcomes = [
-        Outcomes(rank, size, {int(index): outcome for index, outcome in own.items()})
-        for rank, own in enumerate(found)
-    ]
-    check(steps_of(draws, where), outcomes)
+    check_found(steps_of(draws, where), found)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from torch.nn import functional
 import commrt
 from commrt.comm import Communicator
 from commrt.errors import UsageError
-from commrt.layers.spatial import Cut, convolution
+from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.spatial import Cut, convolution, grid_convolution
 from commrt.layers.spatial.convolution import conv
+from commrt.layers.spatial.exchange import Strips
 from commrt.layers.spatial.overlapped_convolution import OverlappedConvolution
 from commrt.local import run
 
@@ -337,3 +340,31 @@ def test_halos_travel_beside_the_interior_where_they_leave_the_node(
     exact = functional.conv2d(torch.ones(1, 1, 8, 5), torch.ones(1, 1, 3, 3), padding=1)
     assert torch.equal(found, exact)
     assert apart == [len(nodes) > 1] * 2
+
+
+def test_every_halo_of_two_travels_beside_a_part_of_the_interior(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = threading.local()
+    started, convolved = grid_convolution.start_messages, torch.convolution
+    waited = Strips.wait
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            events.__dict__.setdefault("of", []).append(name)
+            return function(*arguments, **more)
+
+        return call
+
+    def main(comm: Communicator) -> list[str]:
+        grid = ProcessGrid(comm, {"a": 2, "b": 2})
+        cuts = {2: Cut(grid["a"], (8, 8)), 3: Cut(grid["b"], (8, 9))}
+        x, weight = torch.ones(1, 1, 8, cuts[3].sizes[grid["b"].rank]), torch.ones(3, 3)
+        conv(x, weight[None, None], cuts=cuts, padding=1, overlap=True)
+        return list(events.of)
+
+    monkeypatch.setattr(grid_convolution, "start_messages", noted("start", started))
+    monkeypatch.setattr(Strips, "wait", noted("wait", waited))
+    monkeypatch.setattr(torch, "convolution", noted("compute", convolved))
+    beside = ["start", "compute", "wait"]
+    assert run(4, main) == [[*beside, *beside, *["compute"] * 4]] * 4

@@ -13,23 +13,32 @@ from spatial_reference import NEAR, CutGrid, difference, drawn
 from torch.nn import functional
 
 from commrt.comm import Communicator
-from commrt.layers.spatial import Cut, exchange, overlapped_convolution
+from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.spatial import (
+    Cut,
+    exchange,
+    grid_convolution,
+    overlapped_convolution,
+)
 from commrt.layers.spatial.convolution import conv
 from commrt.layers.spatial.weight_gradients import GradientSum
 from commrt.layers.spatial.windows import Sliding, Window, clipped
 from commrt.local import run
 
 
-def largest(overlap: bool, times: int = 1) -> dict[str, float]:
+def largest(overlap: bool, dims: int, times: int = 1) -> dict[str, float]:
     """Return how far a convolution is from torch's, after some calls of it."""
 
     def main(comm: Communicator) -> dict[str, float]:
-        grid, rng = CutGrid(comm, {2: comm}), random.Random(5)
+        along = ProcessGrid(comm, {"row": 2, "column": 0})
+        comms = {2: along["row"], 3: along["column"]} if dims > 1 else {2: comm}
+        grid, rng = CutGrid(comm, comms), random.Random(5)
         found: dict[str, float] = {}
         for _ in range(times):
-            x, weight = drawn(rng, (2, 3, 13, 6)), drawn(rng, (4, 3, 3, 3))
+            x, weight = drawn(rng, (2, 3, 13, 9)), drawn(rng, (4, 3, 3, 3))
             bias = drawn(rng, (4,))
-            cuts = {2: Cut(comm, (6, 7))}
+            sizes = {2: (6, 7), 3: (5, 4)}
+            cuts = {dim: Cut(each, sizes[dim]) for dim, each in comms.items()}
             found = difference(
                 *(grid, cuts, x, [weight, bias]),
                 lambda x, w, b, cuts=cuts: conv(
@@ -45,7 +54,7 @@ def largest(overlap: bool, times: int = 1) -> dict[str, float]:
             ).of
         return found
 
-    ranks = run(2, main)
+    ranks = run(2**dims, main)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
@@ -64,6 +73,7 @@ def one_halo_row_is_missing(patch: pytest.MonkeyPatch) -> None:
         return Window(window.length, tuple(parts))
 
     patch.setattr(overlapped_convolution, "clipped", short)
+    patch.setattr(grid_convolution, "clipped", short)
     patch.setattr(exchange, "clipped", short)
 
 
@@ -106,26 +116,38 @@ def halos_are_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exchange.Strips, "wait", stale)
 
 
+@pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_nothing_is_red_without_a_mistake(overlap: bool) -> None:
-    assert max(largest(overlap).values()) < NEAR
+def test_nothing_is_red_without_a_mistake(overlap: bool, dims: int) -> None:
+    assert max(largest(overlap, dims).values()) < NEAR
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    ("mistake", "red"),
-    [
-        (one_halo_row_is_missing, EVERYTHING),
-        (low_and_high_are_swapped, {"result"}),
-        (weight_gradients_are_summed_twice, WEIGHTS),
-        (halos_are_stale, EVERYTHING),
-    ],
-)
+MISTAKES: list[tuple[Patch, set[str]]] = [
+    (one_halo_row_is_missing, EVERYTHING),
+    (low_and_high_are_swapped, {"result"}),
+    (weight_gradients_are_summed_twice, WEIGHTS),
+    (halos_are_stale, EVERYTHING),
+]
+CASES = [
+    (*mistake, overlap, dims)
+    for mistake in MISTAKES
+    for overlap in (True, False)
+    for dims in (1, 2)
+    # The interior would begin outside of the piece, which torch refuses.
+    if (mistake[0], overlap, dims) != (low_and_high_are_swapped, True, 2)
+]
+
+
+@pytest.mark.parametrize(("mistake", "red", "overlap", "dims"), CASES)
 def test_mistakes_turn_the_comparison_red(
-    mistake: Patch, red: set[str], overlap: bool, monkeypatch: pytest.MonkeyPatch
+    mistake: Patch,
+    red: set[str],
+    overlap: bool,
+    dims: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mistake(monkeypatch)
-    found = {name for name, off in largest(overlap, 2).items() if off > 1e-3}
+    found = {name for name, off in largest(overlap, dims, 2).items() if off > 1e-3}
     assert red <= found
     if mistake is weight_gradients_are_summed_twice:
         assert found == WEIGHTS

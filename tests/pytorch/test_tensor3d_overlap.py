@@ -159,3 +159,33 @@ def test_no_block_is_left_over(recorded: Recorded) -> None:
 
     for events in run(4, main):
         assert events.count("gather") == events.count("block")
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_gradients_that_are_returned_or_left_out_are_not_added(
+    on: bool, seed: int
+) -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"z": 2}) as grid:
+            first, last = Linear3d(6, 8, grid=grid), Linear3d(8, 3, grid=grid)
+            model = nn.Sequential(first, nn.Tanh(), last).double()
+            overlap_communication(model, reduce_scatter=on)
+            torch.manual_seed(seed)
+            x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+            parameters = [*model.parameters()]
+            model(x).square().sum().backward()
+            expected = [each.grad for each in parameters]
+            of_x, x.grad = x.grad, None
+            model.zero_grad()
+
+            found = torch.autograd.grad(model(x).square().sum(), parameters)
+            assert all(map(torch.equal, found, expected))
+            (found_x,) = torch.autograd.grad(model(x).square().sum(), [x])
+            assert torch.equal(found_x, of_x)
+            assert [each.grad for each in parameters] == [None] * 4
+            model(x).square().sum().backward(inputs=[last.weight])
+            given = [each.grad is None for each in parameters]
+            assert given == [each is not last.weight for each in parameters]
+            assert torch.equal(last.weight.grad, expected[2])
+
+    run(2, main)

@@ -222,3 +222,58 @@ def check(steps: Sequence[Step], ranks: Sequence[Outcomes]) -> None:
                 assert outcome == "right", (step, found)
             elif (step.is_awaited_by_all and step.count) or step.name == "barrier":
                 assert outcome == "refused", (step, found)
+
+
+def run_program(
+    comm: Any, steps: Sequence[Step], draws: str, most: int, limit_s: float
+) -> dict[str, str]:
+    """Run a program on this rank; return its outcomes by the calls' numbers, as texts.
+
+    Args:
+        comm: the ranks.
+        steps: the program.
+        draws: seeds the order in which this rank waits for its calls.
+        most: calls in flight at most; 0: blocking ones.
+        limit_s: how long a call may take.
+    """
+    own = random.Random(f"{draws} {comm.rank}")
+    mine = Outcomes(comm.rank, comm.size)
+    in_flight: list[tuple[Step, Callable[[], Any], list[Array]]] = []
+
+    def end(step: Step, finish: Callable[[], Any], used: list[Array]) -> None:
+        mine.note(step, finish)
+        for array in used:
+            array.fill(-1e9)  # nobody takes that for a value
+
+    for step in steps:
+        used: list[Array] = []
+        if most == 0:
+            end(step, lambda step=step, used=used: step.call(comm, None, used), used)
+            continue
+        try:
+            request = step.call(comm, None, used, nonblocking=True)
+        except (UsageError, RefusedError) as error:
+            mine.note(step, _raiser(error))
+        else:
+            in_flight.append((step, lambda r=request: r.wait(timeout_s=limit_s), used))
+        while len(in_flight) >= most or (in_flight and own.random() < 0.3):
+            end(*in_flight.pop(0))
+    while in_flight:
+        end(*in_flight.pop(0))
+    return {str(index): outcome for index, outcome in mine.of.items()}
+
+
+def _raiser(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def check_found(steps: Sequence[Step], found: Sequence[dict[str, str]]) -> None:
+    """Check what ``run_program`` has returned on each rank."""
+    outcomes = [
+        Outcomes(rank, len(found), {int(index): each for index, each in own.items()})
+        for rank, own in enumerate(found)
+    ]
+    check(steps, outcomes)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,18 +31,18 @@ def saved_nbytes(model: nn.Module, x: Any) -> int:
 
 
 class HaloBytes:
-    """Bytes of all rows that convolutions and poolings of a model read from others.
+    """Bytes of all elements that convolutions and poolings of a model read from others.
 
     Args:
         model: run it once; hooks count.
-        dim: the dimension that is cut.
+        ranks: along each dimension that is cut.
     """
 
-    def __init__(self, model: nn.Module, dim: int) -> None:
-        self.nbytes = 0
+    def __init__(self, model: nn.Module, ranks: Mapping[int, int]) -> None:
+        self.nbytes = 0.0
         for module in self._sliding(model.modules()):
             module.register_forward_pre_hook(self._count)
-        self._dim = dim
+        self._ranks = ranks
 
     def _sliding(self, modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
         kinds = (nn.Conv2d, nn.Conv3d, nn.MaxPool2d, nn.MaxPool3d)
@@ -50,11 +50,13 @@ class HaloBytes:
 
     def _count(self, module: Any, args: Any) -> None:
         (x,) = args
-        at = self._dim - 2
-        kernel, dilation, stride = (
-            value[at] if isinstance(value, tuple) else value
-            for value in (module.kernel_size, module.dilation, module.stride)
-        )
-        rows = max(0, (kernel - 1) * dilation + 1 - stride)
-        one = x.numel() // x.shape[self._dim] * x.element_size()
-        self.nbytes += rows * one
+        own = window = x.numel() * x.element_size()
+        for dim, ranks in self._ranks.items():
+            kernel, dilation, stride = (
+                value[dim - 2] if isinstance(value, tuple) else value
+                for value in (module.kernel_size, module.dilation, module.stride)
+            )
+            rows = max(0, (kernel - 1) * dilation + 1 - stride)
+            own /= ranks
+            window *= 1 / ranks + rows / x.shape[dim]
+        self.nbytes += window - own

@@ -2,13 +2,10 @@
 """``strategy="auto"``: strategies for the parts of a network by a model of their cost.
 
 A part is one of the model's children, such as a stage of blocks. Every way in which the
-grid's axes can cut samples, space, or channels and filters is a strategy. The chain of
-parts, in the order of calls, gets the strategies that cost the fewest seconds, moves
-between parts included: by dynamic programming. Where a rank's memory is limited, bytes
-are given a price that is raised until they fit.
-
-Tensors that skip parts, as those of a U-Net do, are not in the chain. So their moves
-are not counted.
+grid's axes can cut samples, space, or channels and filters is a strategy. The parts get
+the strategies that cost the fewest seconds, and so do the moves of tensors between
+them: of inputs, and of what skips parts, as in a U-Net or a residual network. Where a
+rank's memory is limited, bytes are given a price that is raised until they fit.
 """
 
 from __future__ import annotations
@@ -18,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from commrt.errors import UsageError
 from commrt.layers.cnn.cost import (
     Cost,
@@ -26,14 +25,16 @@ from commrt.layers.cnn.cost import (
     measured_rates,
     move_cost,
 )
+from commrt.layers.cnn.labelling import cheapest_labels, price_of
 from commrt.layers.cnn.layer_facts import LayerFacts, facts_of
 from commrt.layers.cnn.strategy import ParallelStrategy
+from commrt.layers.cnn.tensor_flow import Flow, flows_of
 from commrt.layers.process_grid import ProcessGrid
 
 __all__ = ["ChosenStrategies", "choose_strategies"]
 
 _MOST = 16
-"""Strategies that the chain is searched with: the best ones for the whole model."""
+"""Strategies that are searched: the best ones for the whole model."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def choose_strategies(
     *,
     memory_nbytes: float | None = None,
     rates: Rates | None = None,
+    cut_weights: bool = False,
 ) -> ChosenStrategies:
     """Return the strategies with the least modelled time under a memory limit.
 
@@ -72,6 +74,7 @@ def choose_strategies(
         example: shape of the whole input.
         memory_nbytes: what a rank may keep for a step; None: anything.
         rates: of processors and messages; None: measured on the first rank.
+        cut_weights: as for ``parallelize_cnn``: a rank keeps its tiles of weights.
 
     Collective: the first rank chooses, and all get what it chose.
 
@@ -81,7 +84,7 @@ def choose_strategies(
     found: ChosenStrategies | UsageError | None = None
     if grid.rank == 0:
         try:
-            found = _chosen(model, grid, example, memory_nbytes, rates)
+            found = _chosen(model, grid, example, memory_nbytes, rates, cut_weights)
         except UsageError as error:
             found = error
         except Exception as error:  # noqa: BLE001  the model's own, on all ranks alike
@@ -102,30 +105,39 @@ def _chosen(
     example: Sequence[int],
     memory_nbytes: float | None,
     rates: Rates,
+    cut_weights: bool,
 ) -> ChosenStrategies:
     """Return the strategies, as one rank finds them; local."""
     parts = _parts(model, facts_of(model, example))
+    flows = flows_of(model, example, [part.path for part in parts])
     strategies = _possible(grid, len(example) - 2)
     costs = {
-        s: [_part_cost(part, s, grid, rates) for part in parts] for s in strategies
+        s: [_part_cost(part, s, grid, rates, cut_weights) for part in parts]
+        for s in strategies
     }
     whole = {s: sum(each, Cost()) for s, each in costs.items()}
     by_time = sorted(strategies, key=lambda s: whole[s].seconds(rates))
     by_memory = sorted(strategies, key=lambda s: whole[s].kept_nbytes)
     some = [*dict.fromkeys([*by_time[:_MOST], *by_memory[: _MOST // 4]])]
-    moves = _Moves(parts, grid, rates)
-    least = sum(min(costs[s][n].kept_nbytes for s in some) for n in range(len(parts)))
+    numbers = {part.path: number for number, part in enumerate(parts)}
+    moves = _moves(flows, numbers, some, grid, rates)
+    kept = np.array([[costs[s][n].kept_nbytes for s in some] for n in numbers.values()])
+    took = np.array(
+        [[costs[s][n].seconds(rates) for s in some] for n in numbers.values()]
+    )
+    least = kept.min(axis=1).sum()
     limit = float("inf") if memory_nbytes is None else memory_nbytes
     scale = whole[by_time[0]].seconds(rates) / max(whole[by_time[0]].kept_nbytes, 1)
     prices = [0.0, *(scale * 4.0**step for step in range(-5, 15))]
+    each = np.arange(len(parts))
     for price in prices if least <= limit else []:
-        chain = _cheapest(parts, some, costs, moves, rates, price)
-        total = _total(parts, chain, costs, moves)
-        if total.kept_nbytes <= limit:
-            by_path = {"": chain[0]} | dict(
-                zip((part.path for part in parts), chain, strict=True)
-            )
-            return ChosenStrategies(by_path, total.seconds(rates), total.kept_nbytes)
+        priced = took + price * kept if price else took
+        labels = cheapest_labels([*priced], moves)
+        if kept[each, labels].sum() <= limit:
+            chosen = [some[label] for label in labels]
+            by_path = {"": chosen[0]} | dict(zip(numbers, chosen, strict=True))
+            step_s = price_of(labels, [*took], moves)
+            return ChosenStrategies(by_path, step_s, float(kept[each, labels].sum()))
     raise UsageError(
         f"parallelize_cnn: strategy='auto': no strategy on {grid} keeps within "
         f"memory_nbytes={memory_nbytes:,.0f}; the least is {least:,.0f}: use more "
@@ -167,72 +179,38 @@ def _possible(grid: ProcessGrid, dims: int) -> list[ParallelStrategy]:
 
 
 def _part_cost(
-    part: _Part, strategy: ParallelStrategy, grid: ProcessGrid, rates: Rates
+    part: _Part,
+    strategy: ParallelStrategy,
+    grid: ProcessGrid,
+    rates: Rates,
+    cut_weights: bool,
 ) -> Cost:
-    every = (layer_cost(layer, strategy, grid, rates) for layer in part.layers)
+    every = (
+        layer_cost(layer, strategy, grid, rates, cut_weights=cut_weights)
+        for layer in part.layers
+    )
     return sum(every, Cost())
 
 
-class _Moves:
-    """Costs of moves between neighbouring parts; each is computed once."""
-
-    def __init__(self, parts: Sequence[_Part], grid: ProcessGrid, rates: Rates) -> None:
-        self._parts, self._grid, self._rates = parts, grid, rates
-        self._known: dict[Any, tuple[Cost, float]] = {}
-
-    def before(
-        self, number: int, one: ParallelStrategy, other: ParallelStrategy
-    ) -> tuple[Cost, float]:
-        """Return the cost of the move of a part's input, and its seconds."""
-        if one is other:
-            return Cost(), 0.0
-        shape = self._parts[number].layers[0].input
-        key = shape, id(one), id(other)
-        found = self._known.get(key)
-        if found is None:
-            cost = move_cost(shape, one, other, self._grid)
-            found = self._known[key] = cost, cost.seconds(self._rates)
-        return found
-
-
-def _cheapest(
-    parts: Sequence[_Part],
-    strategies: Sequence[ParallelStrategy],
-    costs: Mapping[ParallelStrategy, Sequence[Cost]],
-    moves: _Moves,
+def _moves(
+    flows: Sequence[Flow],
+    numbers: Mapping[str, int],
+    both: Sequence[ParallelStrategy],
+    grid: ProcessGrid,
     rates: Rates,
-    price: float,
-) -> list[ParallelStrategy]:
-    """Return the strategy of each part of the cheapest chain.
-
-    ``price`` is that of a byte which is kept, in seconds.
-    """
-    best: list[tuple[float, tuple[ParallelStrategy, ...]]] = []
-    for number in range(len(parts)):
-        reached = []
-        for strategy in strategies:
-            own = costs[strategy][number]
-            here = own.seconds(rates) + price * own.kept_nbytes
-            options = [
-                (so_far + moves.before(number, chain[-1], strategy)[1], chain)
-                for so_far, chain in best
-            ] or [(0.0, ())]
-            least, chain = min(options, key=lambda each: each[0])
-            reached.append((least + here, (*chain, strategy)))
-        best = reached
-    return [*min(best, key=lambda each: each[0])[1]]
-
-
-def _total(
-    parts: Sequence[_Part],
-    chain: Sequence[ParallelStrategy],
-    costs: Mapping[ParallelStrategy, Sequence[Cost]],
-    moves: _Moves,
-) -> Cost:
-    """Return the cost of a chain."""
-    total = Cost()
-    for number, strategy in enumerate(chain):
-        total += costs[strategy][number]
-        if number:
-            total += moves.before(number, chain[number - 1], strategy)[0]
-    return total
+) -> dict[tuple[int, int], Any]:
+    """Return the seconds of moves between parts, by the numbers of ``both``'s."""
+    known: dict[tuple[int, ...], Any] = {}
+    found: dict[tuple[int, int], Any] = {}
+    for flow in flows:
+        if flow.shape not in known:
+            every = [[move_cost(flow.shape, a, b, grid) for b in both] for a in both]
+            known[flow.shape] = np.array(
+                [[each.seconds(rates) for each in row] for row in every]
+            )
+        table = known[flow.shape]
+        pair = numbers[flow.source], numbers[flow.target]
+        if pair[::-1] in found:
+            pair, table = pair[::-1], table.T
+        found[pair] = found.get(pair, 0) + table
+    return found

@@ -12,7 +12,8 @@ of the product over channels, of sums of weights' gradients, of statistics, and 
 between layers. Nothing is assumed to overlap.
 
 Bytes that a rank keeps are those of its pieces of the layers' outputs, and four times
-the weights: themselves, gradients, and two numbers of the optimizer for each.
+the weights: themselves, gradients, and two numbers of the optimizer for each. Of cut
+weights these are the tiles.
 """
 
 from __future__ import annotations
@@ -76,17 +77,30 @@ class Cost:
 
 
 def layer_cost(
-    facts: LayerFacts, strategy: ParallelStrategy, grid: ProcessGrid, rates: Rates
+    facts: LayerFacts,
+    strategy: ParallelStrategy,
+    grid: ProcessGrid,
+    rates: Rates,
+    *,
+    cut_weights: bool = False,
 ) -> Cost:
-    """Return what a layer costs under a strategy; local."""
+    """Return what a layer costs under a strategy; local.
+
+    ``cut_weights``: a rank keeps only its tile of a weight, as ``parallelize_cnn`` has
+    it with the argument of this name.
+    """
     try:
-        return _layer_cost(facts, strategy, grid, rates)
+        return _layer_cost(facts, strategy, grid, rates, cut_weights)
     except UsageError:  # a form that these axes do not allow
         return Cost(math.inf, 0.0, 0.0, math.inf)
 
 
 def _layer_cost(
-    facts: LayerFacts, strategy: ParallelStrategy, grid: ProcessGrid, rates: Rates
+    facts: LayerFacts,
+    strategy: ParallelStrategy,
+    grid: ProcessGrid,
+    rates: Rates,
+    cut_weights: bool,
 ) -> Cost:
     source = placed(facts.input, strategy, grid)
     sent, messages = 0.0, 0.0
@@ -110,9 +124,11 @@ def _layer_cost(
         sent += form.nbytes / x.dtype.itemsize * ITEM
         ways = [cut.axes for cut in (form.channels, form.filters) if cut]
         tiles = math.prod(grid.size(axes) for axes in ways)
-        messages += 2 * (form.nbytes > 0) + (tiles > 1)
+        messages += 2 * (form.nbytes > 0)
         tile /= tiles
-        sent += facts.weights * (1 - 1 / tiles) * ITEM
+        if not cut_weights:  # gradients of tiles are gathered
+            messages += tiles > 1
+            sent += facts.weights * (1 - 1 / tiles) * ITEM
     if facts.weights and shared > 1:
         sent += 2 * tile * (shared - 1) / shared * ITEM
         messages += 2 * math.log2(shared)
@@ -123,7 +139,7 @@ def _layer_cost(
     kept = facts.is_kept * math.prod(facts.output) / share
     return Cost(
         *(facts.flops / share / rates.flops_per_s, sent, messages),
-        (kept + OF_WEIGHTS * facts.weights) * ITEM,
+        (kept + OF_WEIGHTS * (tile if cut_weights else facts.weights)) * ITEM,
     )
 
 

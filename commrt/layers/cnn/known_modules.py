@@ -11,10 +11,8 @@ from commrt.errors import UsageError
 
 __all__ = ["check_modules", "takes_channels"]
 
-PRODUCTS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+PRODUCTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, *TRANSPOSED)
 """Products over channels."""
 WITH_BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 KNOWN = (

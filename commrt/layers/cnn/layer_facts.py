@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.func import functional_call
 from commrt.errors import UsageError
 from commrt.layers.cnn.known_modules import WITH_BATCH_STATISTICS, takes_channels
 
-__all__ = ["LayerFacts", "facts_of"]
+__all__ = ["LayerFacts", "facts_of", "run_without_memory"]
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,36 @@ def facts_of(model: nn.Module, shape: Sequence[int]) -> list[LayerFacts]:
                 found.append(_facts(path, m, args[0], y))
 
             hooks.append(module.register_forward_hook(keep))
+    try:
+        run_without_memory(model, shape)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def run_without_memory(
+    model: nn.Module, shape: Sequence[int], begin: Callable[[Any], Any] | None = None
+) -> None:
+    """Run a model on tensors of no memory, for an input of a whole shape.
+
+    ``begin`` is called with the input. Raises UsageError where the model cannot run.
+    """
     state = {
         name: torch.empty_like(each, device="meta")
         for name, each in (*model.named_parameters(), *model.named_buffers())
     }
     try:
         with torch.no_grad():
-            functional_call(model, state, (torch.empty(tuple(shape), device="meta"),))
+            x = torch.empty(tuple(shape), device="meta")
+            if begin is not None:
+                begin(x)
+            functional_call(model, state, (x,))
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
             f"parallelize_cnn: strategy='auto': the model does not run on an input of "
             f"shape {tuple(shape)}: {error}; pass the whole input's shape as example"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _facts(path: str, module: nn.Module, x: Any, y: Any) -> LayerFacts:

@@ -24,6 +24,7 @@ layer's input, the batch's among them: one allreduce of each layer's weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,11 +32,12 @@ import torch
 
 from commrt.errors import UsageError, shown
 from commrt.layers.cnn.choice import choose_strategies
+from commrt.layers.cnn.cut_weights import TileForm, cut_module, tile_form
 from commrt.layers.cnn.known_modules import check_modules, takes_channels
-from commrt.layers.cnn.strategy import ParallelStrategy, strategies_of
+from commrt.layers.cnn.strategy import ParallelStrategy, Strategies, strategies_of
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement, Sharded
-from commrt.layers.tensors.within import Within, enter, leave
+from commrt.layers.tensors.within import Tile, Within, enter, leave
 
 __all__ = ["parallelize_cnn"]
 
@@ -54,6 +56,7 @@ def parallelize_cnn(
     inputs: str = "whole",
     outputs: str = "dist",
     allow_gather: bool = False,
+    cut_weights: bool = False,
 ) -> M:
     """Return the model, which computes on tensors that are cut over ranks from now on.
 
@@ -75,10 +78,14 @@ def parallelize_cnn(
             "piece": this rank's parts.
         allow_gather: whether a function may give each rank whole samples where its
             operand cannot be cut in another way.
+        cut_weights: True: a rank keeps only its tiles of the weights that axes for
+            channels and filters cut, and so does an optimizer. Parameters stay the same
+            objects. False: parameters are whole on every rank.
 
-    Gradients of parameters are whole and equal on all ranks, summed once over the whole
-    batch: wrap the model in nothing else for that. Where a piece of data is on each of
-    several grids, sum over those, for example with DDP over their communicator.
+    Gradients lie as their parameters do, equal on all ranks that have them, summed once
+    over the whole batch: wrap the model in nothing else for that. Where a piece of data
+    is on each of several grids, sum over those, for example with DDP over their
+    communicator.
 
     A layer with fewer channels, filters, rows or samples than places leaves these
     whole. On a grid of one rank the model computes with plain tensors, bit for bit as
@@ -109,9 +116,14 @@ def parallelize_cnn(
                 "parallelize_cnn: strategy='auto' needs example, the whole input's "
                 "shape, such as (8, 3, 224, 224)"
             )
-        chosen = choose_strategies(model, grid, example, memory_nbytes=memory_nbytes)
+        chosen = choose_strategies(
+            *(model, grid, example),
+            memory_nbytes=memory_nbytes,
+            cut_weights=cut_weights,
+        )
         strategy = chosen.by_path
     strategies = strategies_of(model, grid, strategy)
+    forms = _tile_forms(model, grid, strategies) if cut_weights else {}
     object.__setattr__(model, _PARALLEL, strategies)
     if grid.num_ranks == 1:
         _hook(model, *_on_one_rank(grid, strategies.of(""), outputs))
@@ -121,10 +133,31 @@ def parallelize_cnn(
     model.register_forward_pre_hook(_entrance(grid, first, inputs), with_kwargs=True)
     for path, module in model.named_modules():
         own = strategies.of(path)
-        state = Within(path, own.filter, own.stationary, allow_gather)
-        _hook(module, _moving(grid, own, state, takes_channels(module)), _leaving)
+        form = forms.get(path)
+        tiles = {} if form is None else cut_module(module, grid, form)
+        stationary = own.stationary if form is None else form.stationary
+        state = Within(path, own.filter, stationary, allow_gather)
+        # A linear layer takes features as they come, unless its tile needs others.
+        least = 2 if tiles else 3
+        is_product = takes_channels(module)
+        _hook(module, _moving(grid, own, state, tiles, is_product, least), _leaving)
     model.register_forward_hook(_results(outputs))
     return model
+
+
+def _tile_forms(
+    model: torch.nn.Module, grid: ProcessGrid, strategies: Strategies
+) -> dict[str, TileForm]:
+    """Return how the weights of modules are cut, by path; whole ones are missing."""
+    found: dict[str, TileForm] = {}
+    for path, module in model.named_modules():
+        try:
+            form = tile_form(module, grid, strategies.of(path))
+        except UsageError as error:
+            raise UsageError(f"parallelize_cnn: {path}: {error}") from error
+        if form is not None:
+            found[path] = form
+    return found
 
 
 def _hook(module: torch.nn.Module, before: Any, behind: Any) -> None:
@@ -147,9 +180,17 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _moving(
-    grid: ProcessGrid, own: ParallelStrategy, state: Within, is_product: bool
+    grid: ProcessGrid,
+    own: ParallelStrategy,
+    state: Within,
+    tiles: Mapping[str, Tile],
+    is_product: bool,
+    least_dims: int,
 ) -> Callable[..., Any]:
-    """Return the hook that enters a module and moves its input to its strategy."""
+    """Return the hook that enters a module and moves its input to its strategy.
+
+    A product takes channels as its strategy says where its input has ``least_dims``.
+    """
     known: dict[Any, Placement] = {}
 
     def move(x: Any) -> Any:
@@ -159,14 +200,21 @@ def _moving(
         target = known.get(key)
         if target is None:
             target = own.placement(
-                grid, x.shape, x.placement, takes_channels=is_product and x.dim() > 2
+                grid,
+                x.shape,
+                x.placement,
+                takes_channels=is_product and x.dim() >= least_dims,
             )
             target.check(f"parallelize_cnn: {state.path}", grid, x.shape)
             known[key] = target
         return x if target == x.placement else x.redistribute(placement=target)
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
-        enter(state)
+        if tiles:  # looked up by name: others may have put tensors in their place
+            mine = {id(getattr(module, name)): tile for name, tile in tiles.items()}
+            enter(replace(state, tiles=mine))
+        else:
+            enter(state)
         if getattr(module, "inplace", False):  # others see what it writes
             return args, kwargs
         return _mapped(args, move), _mapped(kwargs, move)

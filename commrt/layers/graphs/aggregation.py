@@ -29,6 +29,7 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.graphs.adjacency import Adjacency, Block
 from commrt.layers.graphs.csr import CsrMatrix, Range
+from commrt.layers.graphs.device_products import times_on_device
 from commrt.layers.graphs.roles import Roles, roles_of
 from commrt.layers.graphs.row_blocks import gathered_rows, nested_sizes, scattered_rows
 from commrt.layers.process_grid import ProcessGrid
@@ -38,6 +39,8 @@ from commrt.layers.tensors import DistTensor
 __all__ = ["multiply", "own_features", "spmm"]
 
 Tensor: TypeAlias = torch.Tensor
+HOST = "cpu"
+"""The type of devices whose memory the native kernel reads."""
 _CHUNK_NBYTES = 1 << 20
 _MOST_CHUNKS = 8
 
@@ -101,7 +104,10 @@ def _spmm(
 
 def multiply(a: CsrMatrix, x: Tensor, out: Tensor, rows: Range | None = None) -> None:
     """Write this rank's product of a sparse block and a dense one."""
-    a.times(x.detach().numpy(), out.numpy(), rows)
+    if x.device.type == HOST:
+        a.times(x.detach().numpy(), out.numpy(), rows)
+    else:
+        times_on_device(a, x, out, rows)
 
 
 @dataclass(frozen=True)
@@ -185,10 +191,6 @@ def _check(adjacency: Adjacency, block: Block, x: DistTensor, roles: Roles) -> b
         raise UsageError(
             f"spmm: x of shape {tuple(shape)} and {x.dtype} on {x.grid}; expected "
             f"{adjacency.num_nodes} rows and {dtype} on the graph's grid, {grid}"
-        )
-    if x.device.type != "cpu":
-        raise UsageError(
-            f"spmm: x is on {x.device}; expected the CPU, where the graph's blocks are"
         )
     if x.placement.is_same_as(roles.given, grid, shape):
         return False

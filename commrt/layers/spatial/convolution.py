@@ -6,11 +6,10 @@ elements that its neighbours have: its halo.
 
 Pattern: one exchange of strips along each cut dimension, one dimension after another;
 a later strip holds what came in an earlier one, so corners need no messages of their
-own. With ``overlap`` the strips of the dimension whose strips are the largest travel
-while the outputs are computed that need none of them. The backward pass sends the
-gradients of the strips to their owners, where they are added. It may sum the gradients
-of weight and bias over ranks: one ``allreduce`` of both, which runs while the gradient
-of the input is computed.
+own. With ``overlap`` strips travel while the outputs are computed that need none of
+them. The backward pass sends the gradients of the strips to their owners, where they
+are added. It may sum the gradients of weight and bias over ranks: one ``allreduce`` of
+both, which runs while the gradient of the input is computed.
 
 Bytes that a rank sends along a cut dimension: the elements of its piece that windows of
 other ranks' outputs reach, times the other extents (in dimensions that went before with
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.nn import functional
@@ -42,7 +41,11 @@ from commrt.layers.spatial.arguments import (
 )
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.empty_results import empty_result
-from commrt.layers.spatial.exchange import window_of_outputs
+from commrt.layers.spatial.grid_convolution import (
+    CutDimension,
+    GridConvolution,
+    GridGeometry,
+)
 from commrt.layers.spatial.overlapped_convolution import (
     Geometry,
     OverlappedConvolution,
@@ -115,7 +118,7 @@ def conv(
     dilations = tuple(each.dilation for each in slidings)
 
     along = [dim for dim, cut in cuts.items() if dim >= 2 and cut.comm.size > 1]
-    last = None
+    dims_cut: list[CutDimension] = []
     if padding_mode != "zeros":
         x, pads = _with_own_elements(x, slidings, cuts, made, along, padding_mode)
     elif along:
@@ -124,34 +127,55 @@ def conv(
             weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
             sum_weight_gradients_over = None
             x, weight, bias = (_as_autocast(each) for each in (x, weight, bias))
-        # The dimension whose strips are the largest is the one that is worth hiding.
+        # The dimension with the largest strips comes last: they need the longest.
         along.sort(key=lambda dim: (slidings[dim - 2].span / extents[dim - 2], dim))
-        last = along.pop()
         for dim in along:
-            x = window_of_outputs(x, dim, cuts[dim], slidings[dim - 2], made[dim])
             pads[dim - 2] = (0, 0)
-        pads[last - 2] = (0, 0)
+            dims_cut.append(
+                CutDimension(dim, cuts[dim], slidings[dim - 2], made[dim].pieces)
+            )
     x, both = _padded(x, pads)
-    if last is not None:
-        geometry = Geometry(
-            dim=last,
-            cut=cuts[last],
-            sliding=slidings[last - 2],
-            outputs=made[last].pieces,
+    if dims_cut:
+        how = _How(
             shape=piece_shape(x, weight.shape[0], outputs, made),
             stride=strides,
             padding=both,
             dilation=dilations,
             groups=groups,
             sum_over=sum_weight_gradients_over,
-            is_apart=_is_apart(overlap, cuts[last]),
+            is_apart=any(_is_apart(overlap, each.cut) for each in dims_cut),
         )
-        return OverlappedConvolution.apply(x, weight, bias, geometry), made
+        return _of_piece(x, weight, bias, dims_cut, how), made
     weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
     shape = piece_shape(x, weight.shape[0], outputs, made)
     if 0 in shape[2:]:
         return empty_result(shape, x, weight, bias), made
     return PLAIN[dims](x, weight, bias, strides, both, dilations, groups), made
+
+
+class _How(TypedDict):
+    """The fields that both geometries of a cut convolution have."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    sum_over: Communicator | None
+    is_apart: bool
+
+
+def _of_piece(
+    x: Any, weight: Any, bias: Any, dims: Sequence[CutDimension], how: _How
+) -> Any:
+    """Return this rank's piece of the output, where some dimensions are cut."""
+    if len(dims) > 1:
+        return GridConvolution.apply(x, weight, bias, GridGeometry(tuple(dims), **how))
+    (one,) = dims
+    geometry = Geometry(
+        dim=one.dim, cut=one.cut, sliding=one.sliding, outputs=one.outputs, **how
+    )
+    return OverlappedConvolution.apply(x, weight, bias, geometry)
 
 
 # -- arguments -------------------------------------------------------------------------

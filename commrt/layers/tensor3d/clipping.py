@@ -45,8 +45,12 @@ def clip_grad_norm_(
     if not max_norm > 0:
         raise UsageError(f"clip_grad_norm_: max_norm={shown(max_norm)} must be above 0")
     if isinstance(parameters, nn.Module):
-        grid = grid_of("clip_grad_norm_", parameters, grid)
         pairs = [(each.parameter, each.cut) for each in cut_parameters(parameters)]
+        grids = {id(cut.grid): cut.grid for _, cut in pairs if cut is not None}
+        if grid is None and len(grids) == 1:
+            (grid,) = grids.values()
+        else:
+            grid = grid_of("clip_grad_norm_", parameters, grid)
     else:
         given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         pairs = [(each, cut_of(each)) for each in given]

@@ -17,7 +17,7 @@ from torch import nn
 
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
-from commrt.layers.tensor3d.grid_module import GridModule
+from commrt.layers.tensor3d.grid_module import GridModule, cuts_of
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
 from commrt.layers.tensor3d.roles import AXES, check_axes
 
@@ -52,11 +52,10 @@ def cut_parameters(model: nn.Module) -> list[CutParameter]:
         axes = getattr(module, "sequence_axes", None)
         if axes is not None:
             sequences |= {id(parameter): axes for parameter in module.parameters()}
-        if isinstance(module, GridModule):
-            for name, cut in module.cuts.items():
-                parameter = getattr(module, name, None)
-                if parameter is not None:
-                    cuts[id(parameter)] = cut
+        for name, cut in cuts_of(module).items():
+            parameter = getattr(module, name, None)
+            if parameter is not None:
+                cuts[id(parameter)] = cut
     return [
         CutParameter(
             *(name, parameter, cuts.get(id(parameter))),

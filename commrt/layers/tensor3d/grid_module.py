@@ -15,7 +15,7 @@ from commrt.layers.tensor3d.overlap import Overlap
 from commrt.layers.tensor3d.parameter_cut import ParameterCut, cut_of
 from commrt.layers.tensor3d.roles import Roles
 
-__all__ = ["GridModule", "equal_on_all_ranks"]
+__all__ = ["GridModule", "cuts_of", "equal_on_all_ranks", "wrong_shape"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -136,6 +136,18 @@ class GridModule(nn.Module):  # type: ignore[misc]
         )
         missing_keys += [name for name in absent if name not in given]
         self.mark()
+
+
+def cuts_of(module: nn.Module) -> Mapping[str, ParameterCut]:
+    """Return how a module's own parameters are cut, by name; whole ones are missing.
+
+    Layers of a grid have cuts of their own. A module of torch that ``parallelize_cnn``
+    has cut keeps them in ``grid_cuts``.
+    """
+    if isinstance(module, GridModule):
+        return module.cuts
+    found: Mapping[str, ParameterCut] = getattr(module, "grid_cuts", {})
+    return found
 
 
 def wrong_shape(name: str, shape: tuple[int, ...], cut: ParameterCut) -> str:

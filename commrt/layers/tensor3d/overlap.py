@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from commrt.layers.tensor3d.depth import DepthShards, Gathered
 
-__all__ = ["Overlap", "in_backward"]
+__all__ = ["Overlap", "in_backward", "is_accumulated"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -30,6 +30,19 @@ Tensor: TypeAlias = torch.Tensor
 def in_backward() -> bool:
     """Return whether this thread is in a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_accumulated(leaf: Tensor) -> bool:
+    """Return whether the backward pass that is running adds to a leaf's ``.grad``.
+
+    ``torch.autograd.grad`` returns gradients, or needs them on the way to others, and
+    ``backward(inputs=...)`` adds to those of its inputs alone.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is returned: torch has no answer for such a leaf
+        return False
 
 
 class Overlap:

@@ -28,9 +28,10 @@ def overlap_communication(
             order of layers is known from the second step on.
         all_reduce: of an input's gradient, while the weight's is computed.
         reduce_scatter: of weights' gradients, until the end of ``backward()``. They
-            are put into ``.grad`` then: hooks of these parameters do not see them, and
-            ``torch.autograd.grad`` does not return them. Blocks of gradients of all
-            layers are kept so long.
+            are put into ``.grad`` then: hooks of these parameters do not see them.
+            Blocks of gradients of all layers are kept so long. What
+            ``torch.autograd.grad`` returns is summed at once, and ``.grad`` stays as it
+            is.
         all_gather: of the next layer's weight. One more block is kept.
 
     Results have the same bits with and without. Raises UsageError for a model without

@@ -35,7 +35,7 @@ from commrt.comm import Communicator
 from commrt.layers.tensor3d.activations import Gathering, Scattering
 from commrt.layers.tensor3d.depth import DepthShards, Reduced
 from commrt.layers.tensor3d.kernels import Kernel
-from commrt.layers.tensor3d.overlap import Overlap
+from commrt.layers.tensor3d.overlap import Overlap, is_accumulated
 from commrt.layers.tensor3d.roles import Roles
 
 __all__ = ["Product", "low_precision", "weight_gradient"]
@@ -183,7 +183,8 @@ def weight_gradient(
     parameter: Tensor, summed: Reduced, depth: DepthShards, overlap: Overlap
 ) -> Tensor | None:
     """Return a parameter's gradient to autograd, or None where it comes later."""
-    if overlap.reduce_scatter and depth.comm is not None and parameter.is_leaf:
+    can_wait = overlap.reduce_scatter and depth.comm is not None and parameter.is_leaf
+    if can_wait and is_accumulated(parameter):
         overlap.gradients.add(parameter, summed.wait)
         return None
     return summed.wait()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from commrt.errors import UsageError
-from commrt.layers.tensor3d.grid_module import GridModule, wrong_shape
+from commrt.layers.tensor3d.grid_module import cuts_of, wrong_shape
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
 
 __all__ = ["load_state_dict", "state_dict"]
@@ -81,8 +81,7 @@ def _cuts(model: nn.Module) -> dict[str, ParameterCut]:
     return {
         f"{path}.{name}" if path else name: cut
         for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, GridModule)
-        for name, cut in module.cuts.items()
+        for name, cut in cuts_of(module).items()
     }
 
 

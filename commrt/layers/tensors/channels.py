@@ -32,6 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
+
 from commrt.errors import UsageError
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.windows import even_sizes
@@ -47,6 +49,7 @@ __all__ = [
     "grouped_cut",
     "taken",
     "tile_of",
+    "tiled",
     "wanted_filters",
 ]
 
@@ -198,6 +201,19 @@ def tile_of(
     return summed_backward(part, grid, shared)
 
 
+def tiled(parameter: Any, grid: ProcessGrid) -> Any:
+    """Return a parameter of which a rank keeps a tile as a distributed tensor.
+
+    Any other value is returned as it is.
+    """
+    module = within()
+    found = module.tiles.get(id(parameter)) if module is not None else None
+    if found is None:
+        return parameter
+    shape = torch.Size(found.shape)
+    return DistTensor.unchecked(parameter, shape, grid, found.placement)
+
+
 def biased(
     y: DistTensor, bias: Any, form: ChannelForm, shared: Sequence[str], dim: int = 1
 ) -> DistTensor:
@@ -208,6 +224,8 @@ def biased(
     if bias is None:
         return y
     part = tile_of(bias, y.grid, [form.result], shared)
+    if torch.is_autocast_enabled(y.device.type):  # as a product of torch adds it
+        part = part.to(y.dtype)
     local = y.local + part.view(-1, *[1] * (y.dim() - dim - 1))
     return DistTensor(local, y.shape, y.grid, y.placement)
 

@@ -33,7 +33,12 @@ from torch.nn import functional
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.tensors.dist_tensor import DistTensor
-from commrt.layers.tensors.losses import check_call, lying_as, made
+from commrt.layers.tensors.loss_reductions import (
+    check_call,
+    lying_as,
+    made,
+    of_one_rank,
+)
 from commrt.layers.tensors.placement import Placement
 from commrt.layers.tensors.rules import takes
 from commrt.layers.tensors.spatial import several
@@ -325,9 +330,7 @@ def _judged(
     )
     if x.grid.num_ranks == 1 and not num_wrong:
         local = function(x.local, y, reduction=reduction)
-        if reduction == "none":
-            return DistTensor(local, rows.shape, x.grid, rows.placement)
-        return DistTensor(local, (), x.grid, Placement())
+        return of_one_rank(local, x.grid, rows.placement)
     if classes.axes:
         local = cut_classes(x.local, y, counts)
     elif y.numel():
@@ -435,7 +438,7 @@ def _of_probabilities(
         local = functional.cross_entropy(
             x.local, target.local, reduction=reduction, **more
         )
-        return DistTensor(local, (), x.grid, Placement())
+        return of_one_rank(local, x.grid, rows)
     if not axes:
         local = (x.local * target.local).sum(dim)  # torch takes no empty space
         if local.numel():

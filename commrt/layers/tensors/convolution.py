@@ -19,7 +19,7 @@ every rank, and that of a DistTensor lies as the weight. Bytes: those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from commrt.layers.tensors.channels import (
     grouped_cut,
     taken,
     tile_of,
+    tiled,
     wanted_filters,
 )
 from commrt.layers.tensors.dist_tensor import DistTensor
@@ -55,6 +56,12 @@ ARGUMENTS = {
         "dilation",
     ),
 }
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"{name}{dims}d": getattr(functional, f"{name}{dims}d")
+    for name in ("conv", "conv_transpose")
+    for dims in (1, 2, 3)
+}
+"""torch's own, by name."""
 OF_PIECE: dict[bool, Callable[..., tuple[Any, dict[int, Cut]]]] = {
     False: conv,
     True: conv_transpose,
@@ -66,6 +73,10 @@ def convolved(
 ) -> DistTensor:
     """Return a convolution, cut in space as its input is."""
     names = ARGUMENTS[is_transposed]
+    if isinstance(input, DistTensor) and input.grid.num_ranks == 1:
+        plain = _on_one_rank(what, is_transposed, input, args, more)
+        if plain is not None:
+            return plain
     if len(args) > len(names):
         raise UsageError(f"{what}: expected {', '.join(names)} at most")
     given = dict(zip(names, args, strict=False)) | more
@@ -75,12 +86,10 @@ def convolved(
             f"{what}: the input must be a DistTensor, and there must be a weight; a "
             f"plain input with a DistTensor as weight is none of both"
         )
+    weight, bias = tiled(weight, input.grid), tiled(bias, input.grid)
     groups = given.get("groups", 1)
     _check_channels(what, input, weight, groups, is_transposed)
     is_plain = not isinstance(weight, DistTensor) and not isinstance(bias, DistTensor)
-    if is_plain and input.grid.num_ranks == 1:
-        function = getattr(functional, what)
-        return on_one_rank(what, function, input, weight, bias, **given)
     cuts = cuts_of(what, input)
     filters = weight.shape[1] * groups if is_transposed else weight.shape[0]
     wanted = wanted_filters(input, filters)
@@ -120,6 +129,24 @@ def convolved(
     if not form.open_sums:
         return y
     return biased(y, bias, form, shared)
+
+
+def _on_one_rank(
+    what: str,
+    is_transposed: bool,
+    x: DistTensor,
+    args: Sequence[Any],
+    more: Mapping[str, Any],
+) -> DistTensor | None:
+    """Return torch's own result with plain weights; None with others."""
+    weight = args[0] if args else more.get("weight")
+    if not isinstance(weight, torch.Tensor) or any(
+        isinstance(each, DistTensor) for each in (*args[1:], *more.values())
+    ):
+        return None
+    groups = args[5] if len(args) > 5 else more.get("groups", 1)
+    _check_channels(what, x, weight, groups, is_transposed)
+    return on_one_rank(what, FUNCTIONS[what], x, *args, **more)
 
 
 def _check_channels(

@@ -32,6 +32,7 @@ from commrt.layers.tensors.channels import (
     form_of,
     taken,
     tile_of,
+    tiled,
     wanted_filters,
 )
 from commrt.layers.tensors.dist_tensor import DistTensor
@@ -350,8 +351,13 @@ def linear(
 
 
 def _of_whole_weight(x: DistTensor, weight: Any, bias: Any) -> DistTensor:
-    """Return a linear layer whose weight all ranks have, its gradient whole, too."""
-    if isinstance(bias, DistTensor) or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+    """Return a linear layer whose weight all ranks have, its gradient whole, too.
+
+    Of a module that keeps tiles of them, weight and gradient are this rank's tiles.
+    """
+    is_plain = not isinstance(bias, DistTensor)
+    weight, bias = tiled(weight, x.grid), tiled(bias, x.grid)
+    if not is_plain or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise UsageError(
             f"linear: {x} and a weight of shape {tuple(weight.shape)} that every rank "
             f"has: expected {weight.shape[1]} features, and a bias that is such a "

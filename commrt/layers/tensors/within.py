@@ -9,10 +9,22 @@ they were not asked to move.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["Within", "enter", "leave", "within"]
+from commrt.layers.tensors.placement import Placement
+
+__all__ = ["Tile", "Within", "enter", "leave", "within"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a rank's tile of a parameter lies in the whole one."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    placement: Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +39,8 @@ class Within:
     """The form of products over channels: "auto", "x", "y" or "w"."""
     allow_gather: bool
     """Whether a function may give a rank more than its share of an operand."""
+    tiles: Mapping[int, Tile] = field(default_factory=dict)
+    """Parameters of which this rank keeps a tile, by the ``id`` of the tile."""
 
 
 _ENTERED: ContextVar[tuple[Within, ...]] = ContextVar("commrt_within", default=())

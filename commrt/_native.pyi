@@ -2281,6 +2281,12 @@ def end_stand_ins(group: Group) -> None:
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
+def far_packets_sent(size: int) -> list[int]:
+    """Packets that this process has sent to each rank of its MPI communicator."""
+
+def far_packets_taken() -> int:
+    """Packets that this process has taken from MPI."""
+
 def finish_flights() -> None:
     """Wait until no file is half written, at most for a moment."""
 

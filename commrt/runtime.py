@@ -21,6 +21,7 @@ from commrt.gloo.relay import close_relays
 from commrt.growing import join
 from commrt.job.abort import install_excepthook
 from commrt.job.chaos import wanted_chaos
+from commrt.job.last_messages import take_last_messages
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
@@ -34,6 +35,8 @@ __all__ = ["init", "join_world", "synchronize"]
 
 _GRACE_S = 5.0
 """Seconds that a process at its end waits for operations in flight."""
+_LAST_S = 2.0
+"""Seconds that it waits for the last messages of ranks of other nodes."""
 
 
 class _Runtime:
@@ -290,3 +293,5 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
         )
     close_relays()
     end_of_process(engine)
+    if _RUNTIME.world is not None:
+        take_last_messages(_RUNTIME.world, _LAST_S)

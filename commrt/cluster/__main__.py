@@ -23,7 +23,6 @@ from commrt.cluster.launchers import (
 )
 from commrt.cluster.measure import measure
 from commrt.cluster.programs import check_root
-from commrt.cluster.rates import parse_rate
 from commrt.cluster.runner import Program, run_programs
 from commrt.cluster.state import FOLDER, cluster_names, find_cluster
 from commrt.cluster.supervisor import bring_down, bring_up
@@ -38,6 +37,7 @@ from commrt.cluster.topology_file import read_topology
 from commrt.cluster.wiring import Wiring
 from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, UsageError, suggest
+from commrt.vocabulary.link_rates import parse_rate
 
 __all__ = ["main"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 
-from commrt.cluster.rates import rate_text
 from commrt.errors import UsageError, shown
+from commrt.vocabulary.link_rates import rate_text
 
 __all__ = ["FASTEST", "check_latency", "latency_text", "parse_latency"]
 

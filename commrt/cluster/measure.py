@@ -21,9 +21,9 @@ from typing import Any
 from commrt.cluster.building import Cluster
 from commrt.cluster.entering import enter_host
 from commrt.cluster.failures import ClusterError
-from commrt.cluster.rates import rate_text
 from commrt.cluster.routes import path
 from commrt.errors import CommError
+from commrt.vocabulary.link_rates import rate_text
 
 __all__ = ["Found", "measure", "verdict"]
 

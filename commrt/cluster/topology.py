@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from commrt.cluster.latency import check_latency
-from commrt.cluster.rates import check_rate, rate_text
 from commrt.errors import UsageError, shown
+from commrt.vocabulary.link_rates import check_rate, rate_text
 
 __all__ = [
     "MOST_HOSTS",

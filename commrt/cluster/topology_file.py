@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from commrt.cluster.latency import parse_latency
-from commrt.cluster.rates import parse_rate
 from commrt.cluster.topology import Link, Topology
 from commrt.errors import UsageError, shown, suggest
 from commrt.files.read import Kind, read_text
+from commrt.vocabulary.link_rates import parse_rate
 
 __all__ = ["read_topology"]
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from commrt.cluster.rates import bucket, parse_rate, rate_text
+from commrt.cluster.rates import bucket
 from commrt.cluster.routes import hops, path
 from commrt.cluster.topology import Link, Topology, fat_tree, loop_network, star
 from commrt.cluster.topology_file import read_topology
 from commrt.cluster.wiring import Wiring, hosts_file
 from commrt.errors import UsageError
+from commrt.vocabulary.link_rates import parse_rate, rate_text
 
 MBIT = 1_000_000
 

@@ -2406,6 +2406,9 @@ def leave_arrays(leaves: bool) -> None:
 def leaves_arrays() -> bool:
     """Return whether this thread leaves arrays of devices to others."""
 
+def limit_end(seconds: float, status: int, message: str) -> None:
+    """Let this process end after a time, with a message, whatever its threads do."""
+
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int
 ) -> None: ...

@@ -19,7 +19,7 @@ from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import close_relays
 from commrt.growing import join
-from commrt.job.abort import install_excepthook
+from commrt.job.abort import install_excepthook, limit_finalize
 from commrt.job.chaos import wanted_chaos
 from commrt.job.last_messages import take_last_messages
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
@@ -286,12 +286,16 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
     """
     if os.getpid() != owner:
         return
-    if not _drain(engine, _GRACE_S):
+    world = _RUNTIME.world
+    drained = _drain(engine, _GRACE_S)
+    if not drained and world is not None and world.missed_deadline:
+        limit_finalize(world)
+    if not drained:
         sys.stderr.write(
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
     close_relays()
     end_of_process(engine)
-    if _RUNTIME.world is not None:
-        take_last_messages(_RUNTIME.world, _LAST_S)
+    if drained and world is not None:
+        take_last_messages(world, _LAST_S)

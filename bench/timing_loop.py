@@ -503,6 +503,13 @@ class _LinkWatch:
         row["link_class"] = classes.pop() if len(classes) == 1 else "mixed"
 
 
+def _core_ticks() -> tuple[int, int]:
+    """Return the time that all cores have had, and the idle part of it."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
+
+
 def run_job(
     peer: Peer, job: Mapping[str, Any], measure: Measure | None = None
 ) -> list[dict[str, Any]]:
@@ -519,9 +526,13 @@ def run_job(
     rows: list[dict[str, Any]] = []
     before_ns = watch.probe()
     for nbytes in job["sizes"]:
+        before = _core_ticks()
         row = (measure or _one_size)(peer, job, nbytes, watch.barrier)
+        after = _core_ticks()
         after_ns = watch.probe()
         if row is not None:
+            spent, idle = after[0] - before[0], after[1] - before[1]
+            row["cores_idle"] = round(idle / spent, 3) if spent else None
             watch.label(row, before_ns, after_ns)
             rows.append(row)
         before_ns = after_ns

@@ -2281,6 +2281,12 @@ def end_stand_ins(group: Group) -> None:
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
+def far_packets_sent(size: int) -> list[int]:
+    """Packets that this process has sent to each rank of its MPI communicator."""
+
+def far_packets_taken() -> int:
+    """Packets that this process has taken from MPI."""
+
 def finish_flights() -> None:
     """Wait until no file is half written, at most for a moment."""
 
@@ -2399,6 +2405,9 @@ def leave_arrays(leaves: bool) -> None:
 
 def leaves_arrays() -> bool:
     """Return whether this thread leaves arrays of devices to others."""
+
+def limit_end(seconds: float, status: int, message: str) -> None:
+    """Let this process end after a time, with a message, whatever its threads do."""
 
 def load_mpi(
     addresses: Mapping[str, int], byte_type: int, in_place: int, err_truncate: int

@@ -19,8 +19,9 @@ from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo.relay import close_relays
 from commrt.growing import join
-from commrt.job.abort import install_excepthook
+from commrt.job.abort import install_excepthook, limit_finalize
 from commrt.job.chaos import wanted_chaos
+from commrt.job.last_messages import take_last_messages
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
@@ -34,6 +35,8 @@ __all__ = ["init", "join_world", "synchronize"]
 
 _GRACE_S = 5.0
 """Seconds that a process at its end waits for operations in flight."""
+_LAST_S = 2.0
+"""Seconds that it waits for the last messages of ranks of other nodes."""
 
 
 class _Runtime:
@@ -283,10 +286,16 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
     """
     if os.getpid() != owner:
         return
-    if not _drain(engine, _GRACE_S):
+    world = _RUNTIME.world
+    drained = _drain(engine, _GRACE_S)
+    if not drained and world is not None and world.missed_deadline:
+        limit_finalize(world)
+    if not drained:
         sys.stderr.write(
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
     close_relays()
     end_of_process(engine)
+    if drained and world is not None:
+        take_last_messages(world, _LAST_S)

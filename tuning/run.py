@@ -36,6 +36,7 @@ __all__ = [
     "check_outputs",
     "finish",
     "launched",
+    "not_measured",
     "other_memory",
     "table_at",
     "terminated_like_interrupted",
@@ -180,6 +181,13 @@ def finish(
         recording.notes.append(
             f"{len(kept)} rules for arrays elsewhere are kept as they were"
         )
+    others = [] if before is None else not_measured(before, recording, options.device)
+    if others:
+        recording.notes.append(
+            f"{len(others)} rules for other operations or placements of ranks are kept "
+            f"as they were"
+        )
+        kept = (*kept, *others)
     earlier = [] if before is None else _still_true(before, recording)
     if earlier:
         recording.notes.append(
@@ -223,6 +231,26 @@ def other_memory(table: Table, device: str) -> Sequence[Rule]:
     if device == "cpu":
         return [rule for rule in table.rules if rule.match.device == "cuda"]
     return [rule for rule in table.rules if rule.match.device in (None, "host")]
+
+
+def not_measured(table: Table, recording: Recording, device: str) -> list[Rule]:
+    """Return the rules for operations and placements that a run has not planned.
+
+    Those of other memory are left out; ``other_memory`` has them.
+    """
+    measured = {
+        (op, group.ranks, group.nodes, group.ppn)
+        for group in recording.groups()
+        for op in recording.orders
+        if recording.planned(group.ranks, op)
+    }
+    others = other_memory(table, device)
+    return [
+        rule
+        for rule in table.rules
+        if (rule.op, rule.match.ranks, rule.match.nodes, rule.match.ppn) not in measured
+        and rule not in others
+    ]
 
 
 def _still_true(table: Table, recording: Recording) -> list[Rule]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from commrt.cluster.building import Cluster, built_cluster
 from commrt.cluster.entering import run_inside
+from commrt.cluster.latency import parse_latency
 from commrt.cluster.launchers import (
     LAUNCHERS,
     of_mpiexec,
@@ -21,15 +23,21 @@ from commrt.cluster.launchers import (
 )
 from commrt.cluster.measure import measure
 from commrt.cluster.programs import check_root
-from commrt.cluster.rates import parse_rate
 from commrt.cluster.runner import Program, run_programs
 from commrt.cluster.state import FOLDER, cluster_names, find_cluster
 from commrt.cluster.supervisor import bring_down, bring_up
-from commrt.cluster.topology import Topology, fat_tree, loop_network, star
+from commrt.cluster.topology import (
+    Topology,
+    fat_tree,
+    loop_network,
+    star,
+    with_latency,
+)
 from commrt.cluster.topology_file import read_topology
 from commrt.cluster.wiring import Wiring
 from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, UsageError, suggest
+from commrt.vocabulary.link_rates import parse_rate
 
 __all__ = ["main"]
 
@@ -81,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--ranks", metavar="N", help="ranks of a launcher per host, as 2 or 2,1,1 (1)"
     )
+    run.add_argument(
+        "--mpiexec-args",
+        metavar="WORDS",
+        help="options for mpiexec itself, as '-x NAME --tag-output'",
+    )
     test = commands.add_parser(
         "measure", help="send data between hosts, and compare with the rates asked for"
     )
@@ -123,6 +136,9 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--rate", default="unlimited", help="of each link, as 500mbit (unlimited)"
     )
     network.add_argument(
+        "--latency", default="none", help="of each link, as 200us; it needs a rate"
+    )
+    network.add_argument(
         "--per-switch", type=int, metavar="N", help="hosts of a switch (4; loop: 2)"
     )
     network.add_argument(
@@ -148,16 +164,21 @@ def _wiring(said: argparse.Namespace) -> Wiring:
         raise UsageError(
             f"--mtu {said.mtu}: expected {_SMALLEST_MTU} to {_LARGEST_MTU} bytes"
         )
-    return Wiring(_topology(said), said.mtu)
+    latency_us = parse_latency(said.latency)
+    topology = _topology(said)
+    if latency_us:
+        topology = with_latency(topology, latency_us)
+    return Wiring(topology, said.mtu)
 
 
 def _topology(said: argparse.Namespace) -> Topology:
     shape, rate = said.topology, parse_rate(said.rate)
     if shape not in _SHAPES:
         if shape.endswith((".yaml", ".yml")) or "/" in shape:
-            if said.hosts is not None or rate is not None:
+            if said.hosts is not None or rate is not None or said.latency != "none":
                 raise UsageError(
-                    f"{shape} has the hosts and rates; leave --hosts and --rate out"
+                    f"{shape} has the hosts, rates and latencies; leave --hosts, "
+                    f"--rate and --latency out"
                 )
             _check_unused(said, "a file", ())
             return read_topology(Path(shape))
@@ -204,6 +225,13 @@ def _numbers(option: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def _words(option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: {error}") from error
+
+
 def _up(said: argparse.Namespace) -> int:
     _check_no_program(said)
     wiring = _wiring(said)
@@ -219,19 +247,24 @@ def _run(said: argparse.Namespace) -> int:
         raise UsageError("no program: write it after --, as in run NAME -- hostname")
     if said.ranks is not None and said.launcher is None:
         raise UsageError("--ranks needs a --launcher; --on and --all start one program")
+    if said.mpiexec_args is not None and said.launcher != "mpiexec":
+        raise UsageError("--mpiexec-args needs --launcher mpiexec")
+    own_options = _words("--mpiexec-args", said.mpiexec_args or "")
     with _cluster(said) as cluster:
-        programs = _programs(said, cluster)
+        programs = _programs(said, cluster, own_options)
         return run_inside(
             cluster.first, lambda: run_programs(programs, cluster.processes)
         )
 
 
-def _programs(said: argparse.Namespace, cluster: Cluster) -> list[Program]:
+def _programs(
+    said: argparse.Namespace, cluster: Cluster, own_options: Sequence[str]
+) -> list[Program]:
     environ, hosts = dict(os.environ), cluster.wiring.topology.hosts
     if said.launcher is not None:
         ranks = parse_ranks(said.ranks or "1", hosts)
         if said.launcher == "mpiexec":
-            return of_mpiexec(ranks, said.program, environ)
+            return of_mpiexec(ranks, said.program, environ, own_options=own_options)
         return of_torchrun(cluster.wiring, ranks, said.program, environ)
     chosen = hosts if said.all else tuple((said.on or hosts[0]).split(","))
     for index, host in enumerate(chosen):

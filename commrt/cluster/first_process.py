@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,8 +19,10 @@ from commrt.cluster import kernel
 from commrt.cluster.failures import ClusterError
 from commrt.cluster.host import furnish, separate, write_agent
 from commrt.cluster.programs import run_batch
+from commrt.cluster.relay import Cut, open_relay
 from commrt.cluster.wiring import Wiring
 from commrt.errors import CommError
+from commrt.files.write import write_file
 
 __all__ = ["Built", "run_first_process"]
 
@@ -58,10 +62,11 @@ def run_first_process(wiring: Wiring, alive: int, report: int) -> NoReturn:
             signal.signal(number, signal.SIG_IGN)
         kernel.end_with_parent(alive)
         processes = _build(wiring)
+        needed = {*processes.values(), *_start_relay(wiring.cuts())}
         _say(report, processes=processes)
         os.close(report)
-        # A host that is gone ends the cluster. Orphans of programs end here, too.
-        while os.waitpid(-1, 0)[0] not in processes.values():
+        # A host or relay that is gone ends the cluster. Orphans of programs end here.
+        while os.waitpid(-1, 0)[0] not in needed:
             pass
     except (OSError, CommError) as error:
         _say(report, processes={}, error=str(error))
@@ -73,6 +78,8 @@ def _build(wiring: Wiring) -> dict[str, int]:
     kernel.unshare(kernel.NEW_MOUNT | kernel.NEW_NETWORK)
     kernel.make_mounts_private()
     kernel.mount("proc", "/proc")
+    with suppress(OSError):  # of a kernel without IPv6
+        write_file("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1")
     waiting = {host: _Holder(wiring, host) for host in wiring.topology.hosts}
     processes = {host: one.pid for host, one in waiting.items()}
     for one in waiting.values():
@@ -87,6 +94,24 @@ def _build(wiring: Wiring) -> dict[str, int]:
         one.check("it could not be furnished")
         one.close()
     return processes
+
+
+def _start_relay(cuts: Sequence[Cut]) -> list[int]:
+    """Return the process that delays packets, if there are links with a latency."""
+    if not cuts:
+        return []
+    heard, says = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(heard)
+        open_relay(cuts, says)
+    os.close(says)
+    said = os.read(heard, _LONGEST_NBYTES)
+    os.close(heard)
+    if said != b"ok":
+        reason = said.decode(errors="replace") or "its process was ended"
+        raise ClusterError(f"no packets can be delayed: {reason}")
+    return [pid]
 
 
 class _Holder:

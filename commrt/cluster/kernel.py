@@ -8,6 +8,8 @@ import errno
 import os
 import select
 import signal
+import struct
+import time
 from functools import lru_cache
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "NEW_NETWORK",
     "NEW_PID",
     "NEW_UTS",
+    "Timer",
     "adopt_orphans",
     "bind",
     "end_with_parent",
@@ -38,6 +41,9 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 0x1000, 0x2000, 0x4000, 0x40000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_TIMERSLACK = 29
+_TFD_ABSTIME = 1
+_NS_PER_S = 1_000_000_000
 
 
 @lru_cache(maxsize=1)
@@ -123,3 +129,28 @@ def end_with_parent(alive: int, number: signal.Signals = signal.SIGKILL) -> None
     poll.register(alive, select.POLLIN)
     if poll.poll(0):
         os._exit(1)
+
+
+class Timer:
+    """A descriptor that can be read from a time on, by ``time.monotonic_ns``."""
+
+    def __init__(self) -> None:
+        _check(_libc().prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0), "prctl(TIMERSLACK)")
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self.descriptor: int = _libc().timerfd_create(time.CLOCK_MONOTONIC, flags)
+        _check(min(self.descriptor, 0), "timerfd_create")
+
+    def set(self, at_ns: int) -> None:
+        """Let the descriptor be read from a time on."""
+        spec = struct.pack("qqqq", 0, 0, *divmod(at_ns, _NS_PER_S))
+        _check(
+            _libc().timerfd_settime(self.descriptor, _TFD_ABSTIME, spec, None),
+            "timerfd_settime",
+        )
+
+    def clear(self) -> None:
+        """Let it be read no more, until it is set again."""
+        try:
+            os.read(self.descriptor, 8)
+        except BlockingIOError:
+            return

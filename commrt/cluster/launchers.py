@@ -71,6 +71,7 @@ def of_mpiexec(
     argv: Sequence[str],
     environ: Mapping[str, str],
     launcher: Launcher | None = None,
+    own_options: Sequence[str] = (),
 ) -> list[Program]:
     """Return the program that starts ranks by MPI's own launcher, on the first host.
 
@@ -79,6 +80,7 @@ def of_mpiexec(
         argv: the program of a rank.
         environ: its variables; those that steer the network may be set here already.
         launcher: the launcher; by default the first ``mpiexec`` on PATH.
+        own_options: options of the launcher, in front of those given here.
     """
     if launcher is None:
         found = shutil.which("mpiexec", path=environ.get("PATH"))
@@ -102,7 +104,7 @@ def of_mpiexec(
             f"{launcher.mpiexec} is the launcher of {launcher.version!r}; the cluster "
             f"starts ranks by Open MPI's and by MPICH's. Put one of them first on PATH"
         )
-    command = [launcher.mpiexec, *options, "-n", total, *argv]
+    command = [launcher.mpiexec, *own_options, *options, "-n", total, *argv]
     return on_hosts([first], command, {**settings, **environ})
 
 

@@ -21,9 +21,9 @@ from typing import Any
 from commrt.cluster.building import Cluster
 from commrt.cluster.entering import enter_host
 from commrt.cluster.failures import ClusterError
-from commrt.cluster.rates import rate_text
 from commrt.cluster.routes import path
 from commrt.errors import CommError
+from commrt.vocabulary.link_rates import rate_text
 
 __all__ = ["Found", "measure", "verdict"]
 
@@ -33,7 +33,9 @@ _IDLE = 0.2
 """Less idle time than this, and the cores are what was measured."""
 _SKIPPED = 0.2
 """The part of a flow, at its begin, that is not counted."""
-_ROUND_TRIPS = 200
+_ROUND_TRIPS, _FEWEST = 200, 5
+_ROUND_TRIPS_US = 1_000_000
+"""They take about so long together where links have a latency."""
 _PIECE_NBYTES = 1 << 18
 _LONGEST_NBYTES = 1 << 16
 _LIMIT_S = 60.0
@@ -48,6 +50,8 @@ class Found:
     """Bits a second of the slowest link between them; None: unlimited."""
     rate: float
     """Bits a second of data that came."""
+    asked_us: int
+    """Microseconds of a round trip by the latencies of links; 0: none are asked for."""
     round_trip_us: float
     idle: float
     """The part of the cores' time that nobody used."""
@@ -75,8 +79,8 @@ class Found:
             note = "cores were busy: not judged"
         return (
             f"{'-'.join(self.pair):14} {rate_text(self.asked):>10} "
-            f"{self.rate / 1e6:14.1f} {off:>7} {self.round_trip_us:14.0f} "
-            f"{self.idle:11.0%}  {note}"
+            f"{self.rate / 1e6:14.1f} {off:>7} {self.asked_us or '-':>9} "
+            f"{self.round_trip_us:14.0f} {self.idle:11.0%}  {note}"
         ).rstrip()
 
 
@@ -90,7 +94,7 @@ def measure(cluster: Cluster, seconds: float) -> int:
         raise ClusterError("one host has nobody to send to; measure two or more")
     print(
         f"{'pair':14} {'asked':>10} {'Mbit/s of data':>14} {'off':>7} "
-        f"{'round trip, us':>14} {'cores idle':>11}"
+        f"{'asked, us':>9} {'round trip, us':>14} {'cores idle':>11}"
     )
     found = []
     for index, host in enumerate(hosts[: len(hosts) if len(hosts) > 2 else 1]):
@@ -116,15 +120,20 @@ def _measured(cluster: Cluster, pair: tuple[str, str], seconds: float) -> Found:
     """Send from the first host to the second one."""
     source, destination = pair
     address = cluster.wiring.address(destination)
-    rates = [
-        link.rate
-        for link in path(cluster.wiring.topology, *pair)
-        if link.rate is not None
-    ]
-    server = _Helper(cluster.processes[destination], lambda say: _serve(address, say))
+    links = path(cluster.wiring.topology, *pair)
+    back = path(cluster.wiring.topology, *pair[::-1])
+    rates = [link.rate for link in links if link.rate is not None]
+    asked_us = sum(link.latency_us for link in (*links, *back))
+    trips = _ROUND_TRIPS
+    if asked_us:
+        trips = max(_FEWEST, min(trips, _ROUND_TRIPS_US // asked_us))
+    server = _Helper(
+        cluster.processes[destination], lambda say: _serve(address, trips, say)
+    )
     port = int(server.said()["port"])
     client = _Helper(
-        cluster.processes[source], lambda say: _send(address, port, seconds, say)
+        cluster.processes[source],
+        lambda say: _send((address, port), trips, seconds, say),
     )
     round_trip = float(client.said()["round_trip_us"])
     before = _cores()
@@ -137,12 +146,13 @@ def _measured(cluster: Cluster, pair: tuple[str, str], seconds: float) -> Found:
         pair,
         min(rates) if rates else None,
         rate,
+        asked_us,
         round_trip,
         (after[1] - before[1]) / total,
     )
 
 
-def _serve(address: str, say: Callable[..., None]) -> None:
+def _serve(address: str, trips: int, say: Callable[..., None]) -> None:
     with socket.create_server((address, 0)) as server:
         server.settimeout(_LIMIT_S)
         say(port=server.getsockname()[1])
@@ -150,7 +160,7 @@ def _serve(address: str, say: Callable[..., None]) -> None:
         with peer:
             peer.settimeout(_LIMIT_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(_ROUND_TRIPS):
+            for _ in range(trips):
                 peer.sendall(peer.recv(1))
             seconds = float(peer.recv(64).decode())
             peer.sendall(b".")
@@ -172,11 +182,13 @@ def _received(peer: socket.socket, skipped_s: float) -> float:
     return num * 8 / (last - since) if last > since > 0 else 0.0
 
 
-def _send(address: str, port: int, seconds: float, say: Callable[..., None]) -> None:
-    with socket.create_connection((address, port), timeout=_LIMIT_S) as peer:
+def _send(
+    address: tuple[str, int], trips: int, seconds: float, say: Callable[..., None]
+) -> None:
+    with socket.create_connection(address, timeout=_LIMIT_S) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         took = []
-        for _ in range(_ROUND_TRIPS):
+        for _ in range(trips):
             begin = time.perf_counter()
             peer.sendall(b".")
             peer.recv(1)

@@ -190,7 +190,10 @@ def _read_entry(place: Path) -> Entry:
         topology = Topology(
             tuple(drawn["hosts"]),
             tuple(drawn["switches"]),
-            tuple(Link(tuple(one["ends"]), one["rate"]) for one in drawn["links"]),
+            tuple(
+                Link(tuple(one["ends"]), one["rate"], int(one["latency_us"]))
+                for one in drawn["links"]
+            ),
         )
         cluster = Cluster(
             Wiring(topology, int(said["mtu"])),

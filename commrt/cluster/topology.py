@@ -9,12 +9,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from commrt.cluster.rates import check_rate, rate_text
+from commrt.cluster.latency import check_latency
 from commrt.errors import UsageError, shown
+from commrt.vocabulary.link_rates import check_rate, rate_text
 
-__all__ = ["MOST_HOSTS", "Link", "Topology", "fat_tree", "loop_network", "star"]
+__all__ = [
+    "MOST_HOSTS",
+    "Link",
+    "Topology",
+    "fat_tree",
+    "loop_network",
+    "star",
+    "with_latency",
+]
 
 MOST_HOSTS = 128
 """Hosts of one cluster. Each one is a process, and knows all others."""
@@ -31,6 +40,8 @@ class Link:
     """Names of a host and a switch, or of two switches."""
     rate: int | None = None
     """Bits a second in each direction; None: as fast as the machine is."""
+    latency_us: int = 0
+    """The time that a packet is on its way, beside that of its bytes; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,7 @@ class Topology:
             )
         if link.rate is not None:
             check_rate(link.rate, f"{rate_text(link.rate)} of {'-'.join(link.ends)}")
+        check_latency(link.latency_us, link.rate, "-".join(link.ends))
 
     def _check_host_links(self) -> None:
         counts = Counter(end for link in self.links for end in link.ends)
@@ -185,6 +197,12 @@ def loop_network(
                 pairs.append((one, other))
     links += [Link(pair, rate) for pair in pairs]
     return Topology(hosts, ring, tuple(links))
+
+
+def with_latency(topology: Topology, latency_us: int) -> Topology:
+    """Return a network whose links all have a latency."""
+    links = (replace(link, latency_us=latency_us) for link in topology.links)
+    return replace(topology, links=tuple(links))
 
 
 def _hosts(num_hosts: int) -> tuple[str, ...]:

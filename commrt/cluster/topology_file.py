@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from commrt.cluster.rates import parse_rate
+from commrt.cluster.latency import parse_latency
 from commrt.cluster.topology import Link, Topology
 from commrt.errors import UsageError, shown, suggest
 from commrt.files.read import Kind, read_text
+from commrt.vocabulary.link_rates import parse_rate
 
 __all__ = ["read_topology"]
 
@@ -54,15 +55,17 @@ def _topology(tree: Any) -> Topology:
 
 
 def _link(entry: Any, place: str) -> Link:
-    parts = _mapping(entry, place, ("ends", "rate"), ("ends",))
+    parts = _mapping(entry, place, ("ends", "rate", "latency"), ("ends",))
     ends = _names(parts["ends"], f"{place}.ends")
     if len(ends) != 2:
         raise UsageError(f"{place}.ends has {len(ends)} names; a link has two ends")
-    rate = parts.get("rate", "unlimited")
+    rate, latency = parts.get("rate", "unlimited"), parts.get("latency", "none")
     if not isinstance(rate, str):
         raise UsageError(f"{place}.rate: expected a rate such as 500mbit")
+    if not isinstance(latency, str):
+        raise UsageError(f"{place}.latency: expected a latency such as 200us")
     try:
-        return Link((ends[0], ends[1]), parse_rate(rate))
+        return Link((ends[0], ends[1]), parse_rate(rate), parse_latency(latency))
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from error
 

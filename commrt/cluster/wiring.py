@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from commrt.cluster.rates import bucket
+from commrt.cluster.relay import Cut
 from commrt.cluster.routes import hops
 from commrt.cluster.topology import Topology
 
@@ -57,11 +58,19 @@ class Wiring:
             )
             yield f"link set dev {name} up"
         for index, link in enumerate(self.topology.links):
-            yield self._cable(index, namespaces)
+            yield from self._cables(index, namespaces)
             for end in link.ends:
                 if end in self.topology.switches:
                     port, bridge = self.port(index, end), self._bridge(end)
                     yield f"link set dev {port} master {bridge} up"
+
+    def cuts(self) -> list[Cut]:
+        """Return the links that the relay delays."""
+        return [
+            Cut((self._cut_end(index, 0), self._cut_end(index, 1)), link.latency_us)
+            for index, link in enumerate(self.topology.links)
+            if link.latency_us
+        ]
 
     def tables(self) -> Iterator[str]:
         """Yield commands of ``bridge`` for the namespace of the switches."""
@@ -110,16 +119,37 @@ class Wiring:
                 if end in self.topology.switches:
                     yield self.port(index, end), link.rate
 
-    def _cable(self, index: int, namespaces: Mapping[str, str]) -> str:
-        one, other = self.topology.links[index].ends
-        if one in namespaces:
-            one, other = other, one
-        near = f"link add name {self.port(index, one)} mtu {self.mtu} type veth"
-        if other not in namespaces:
-            return f"{near} peer name {self.port(index, other)} mtu {self.mtu}"
+    @staticmethod
+    def _cut_end(index: int, end: int) -> str:
+        """Return the name of the relay's interface beside one end of a link."""
+        return f"c{index}{'ab'[end]}"
+
+    def _cables(self, index: int, namespaces: Mapping[str, str]) -> Iterator[str]:
+        """Yield the commands for a link: one cable, or one from each end to a relay."""
+        link = self.topology.links[index]
+        one, other = link.ends
+        if not link.latency_us:
+            if one in namespaces:
+                one, other = other, one
+            yield self._cable(
+                self.port(index, one), self._end(index, other, namespaces)
+            )
+            return
+        for number, end in enumerate(link.ends):
+            mine = self._cut_end(index, number)
+            yield self._cable(mine, self._end(index, end, namespaces))
+            yield f"link set dev {mine} up"
+
+    def _cable(self, near: str, far: str) -> str:
+        return f"link add name {near} mtu {self.mtu} type veth peer name {far}"
+
+    def _end(self, index: int, end: str, namespaces: Mapping[str, str]) -> str:
+        """Return what ``ip`` is told of a cable's end at a host or a switch."""
+        if end not in namespaces:
+            return f"{self.port(index, end)} mtu {self.mtu}"
         return (
-            f"{near} peer name {INTERFACE} address {self.hardware_address(other)} "
-            f"mtu {self.mtu} netns {namespaces[other]}"
+            f"{INTERFACE} address {self.hardware_address(end)} mtu {self.mtu} "
+            f"netns {namespaces[end]}"
         )
 
 

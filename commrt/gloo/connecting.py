@@ -22,10 +22,16 @@ __all__ = ["connect_group"]
 
 _GRACE_S = 5.0
 """Seconds that gloo may need to notice that time is up."""
+_OPTIONS, _LIMIT, _DEVICES = "_Options", "_timeout", "_devices"
+"""torch's names of gloo's options; it has no others for them."""
 
 
 def connect_group(
-    store: Any, ranks: Sequence[int], bootstrap: Bootstrap, timeout_s: float
+    store: Any,
+    ranks: Sequence[int],
+    bootstrap: Bootstrap,
+    timeout_s: float,
+    address: str = "",
 ) -> dist.ProcessGroup:
     """Return torch's ProcessGroupGloo of ``ranks``; collective over them.
 
@@ -34,11 +40,12 @@ def connect_group(
         ranks: ranks of the job, this one among them.
         bootstrap: knows who is gone.
         timeout_s: within which the ranks must find each other.
+        address: of this rank; empty: as gloo chooses it.
 
     Raises BackendError where there is no gloo or no network, and PeerFailedError where
     a rank has ended.
     """
-    connecting = _Connecting(store, ranks, bootstrap.rank, timeout_s)
+    connecting = _Connecting(store, ranks, bootstrap.rank, timeout_s, address)
     heed = check_alive(bootstrap.gone, "gloo", ranks, lambda _: False)
     is_over = connecting.is_over.is_set
     if not poll_until(is_over, timeout_s + _GRACE_S, with_heed(bootstrap.idle, heed)):
@@ -62,7 +69,12 @@ class _Connecting:
     """A thread in which gloo connects this rank with others."""
 
     def __init__(
-        self, store: Any, ranks: Sequence[int], rank: int, timeout_s: float
+        self,
+        store: Any,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        address: str,
     ) -> None:
         try:
             from torch.distributed import ProcessGroupGloo
@@ -79,9 +91,13 @@ class _Connecting:
 
         def connect() -> None:
             try:
-                self.group = ProcessGroupGloo(
-                    store, ranks.index(rank), len(ranks), limit
-                )
+                how: Any = limit
+                if address:
+                    how = getattr(ProcessGroupGloo, _OPTIONS)()
+                    device = ProcessGroupGloo.create_device(hostname=address)
+                    for name, value in ((_LIMIT, limit), (_DEVICES, [device])):
+                        setattr(how, name, value)
+                self.group = ProcessGroupGloo(store, ranks.index(rank), len(ranks), how)
             except RuntimeError as error:
                 self.error = error
             finally:

@@ -45,12 +45,14 @@ class GlooGroups(Lender):
 
     Args:
         bootstrap: lets the ranks agree; it has a store of torch's.
+        address: of this rank; empty: as gloo chooses it.
     """
 
-    def __init__(self, bootstrap: Bootstrap) -> None:
+    def __init__(self, bootstrap: Bootstrap, address: str = "") -> None:
         super().__init__(bootstrap, _LIMIT)
         self._groups: list[GlooCollectives] = []
         self._owner = os.getpid()
+        self._address = address
 
     def close(self) -> None:
         """Let go of what is not in use any more. At the end of the job, idempotent.
@@ -67,7 +69,7 @@ class GlooGroups(Lender):
         self, ranks: tuple[int, ...], number: int, tag: int, timeout_s: float
     ) -> GlooCollectives:
         store = self._bootstrap.private_store(_key(ranks, number))  # type: ignore[attr-defined]
-        group = connect_group(store, ranks, self._bootstrap, timeout_s)
+        group = connect_group(store, ranks, self._bootstrap, timeout_s, self._address)
         made = GlooCollectives(group, _native.GlooGroup())
         self._groups.append(made)
         return made

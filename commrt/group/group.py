@@ -578,11 +578,13 @@ class Group(_native.Group):
         )
         error.request = request
         error.ranks = states
+        self.world.missed_deadline = True
         faults.failed(self.world, "timeout", str(error))
         raise error
 
     def with_ranks(self, error: TimeoutError_) -> TimeoutError_:
         """Return the error of another wait than a request's, with what ranks do."""
         error.ranks = self.rank_states()
+        self.world.missed_deadline = True
         faults.failed(self.world, "timeout", str(error))
         return error

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from commrt.job.world import World
 
-__all__ = ["end_job", "install_excepthook"]
+__all__ = ["end_job", "install_excepthook", "limit_finalize"]
+
+_LONGEST_S = 10.0
+"""Seconds that MPI may need to end this process. It may wait, or spin, for hosts that
+cannot be reached any more."""
 
 
 def end_job(world: World, code: int) -> NoReturn:
@@ -38,8 +42,28 @@ def _end(mpi: MPI.Intracomm | None, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if mpi is not None:
+        _limit("MPI_Abort", "", code)
         _native.mpi_abort(library.handle(mpi), code)
     os._exit(code)
+
+
+def limit_finalize(world: World) -> None:
+    """See that this process ends, though its operations missed their deadline.
+
+    Ranks may be out of reach then, and MPI_Finalize waits for all of them.
+    """
+    if world.mpi is not None:
+        why = ", and operations that missed their deadline are in flight"
+        _limit("MPI_Finalize", why, 1)
+
+
+def _limit(function: str, why: str, code: int) -> None:
+    _native.limit_end(
+        _LONGEST_S,
+        code,
+        f"commrt: {function} did not end this process within {_LONGEST_S:g} s{why}: "
+        f"other hosts may be out of reach; it ends with status {code}\n",
+    )
 
 
 def _show_what_is_kept() -> None:

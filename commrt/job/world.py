@@ -18,6 +18,7 @@ from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap, Identities, first_word, with_heed
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
+from commrt.gloo.addresses import chosen_address, own_addresses
 from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
@@ -112,6 +113,8 @@ class World:
     """Identities of communicators: they name their shared memory and MPI tags."""
     chaos: _native.Chaos | None = None
     """Injects faults into operations; None unless COMMRT_CHAOS asks for it."""
+    missed_deadline: bool = False
+    """True once a call has missed its deadline: ranks may be out of reach."""
     lingering: list[Any] = field(default_factory=list)
     """Communicators that were dropped with operations in flight, until these end."""
     deferred: list[Any] = field(default_factory=list)
@@ -385,8 +388,8 @@ def connect_world(
     bootstrap.idle = with_heed(world.engine.step, world.heeds)
     _agree_cores_and_bells(world)
     if len(nodes) > 1 and mpi is None:
-        world.relay = _relay(world)
-        world.gloo_groups = GlooGroups(bootstrap)
+        world.relay, address = _relay(world)
+        world.gloo_groups = GlooGroups(bootstrap, address)
         world.relay.at_end.append(world.gloo_groups.close)
         # A world that another one has replaced leaves no threads or connections behind.
         world.holders.at_end.append(world.relay.part)
@@ -409,8 +412,8 @@ def connect_world(
     return world
 
 
-def _relay(world: World) -> GlooRelay:
-    """Connect the nodes by gloo; collective."""
+def _relay(world: World) -> tuple[GlooRelay, str]:
+    """Connect the nodes by gloo, and return this rank's address; collective."""
     private_store = getattr(world.bootstrap, "private_store", None)
     if private_store is None:
         raise BackendError(
@@ -421,17 +424,19 @@ def _relay(world: World) -> GlooRelay:
     here = world.nodes[world.node_of(world.rank)]
     away = [rank for rank in range(world.size) if rank not in here]
     # A rank that comes late is named here; gloo would only say that time is up.
-    world.meet(range(world.size), "gloo")
-    store, limit_s = private_store("gloo"), world.timeout_s
+    own, limit_s = own_addresses(), world.timeout_s
+    said = world.bootstrap.exchange(range(world.size), "gloo", own, limit_s)
+    address = chosen_address(own, said)
+    store = private_store("gloo")
     assert world.liveness is not None
     liveness = world.liveness.native
     everybody = range(world.size)
     made = ConnectionsMade()
-    group = connect_group(store, everybody, world.bootstrap, limit_s)
+    group = connect_group(store, everybody, world.bootstrap, limit_s, address)
     mine = json.dumps(made.own_ports()).encode()
     said = world.bootstrap.exchange(everybody, "gloo/ports", mine, limit_s)
     made.keep_from_children(port for ports in said for port in json.loads(ports))
-    return GlooRelay(group, world.rank, world.size, away, liveness)
+    return GlooRelay(group, world.rank, world.size, away, liveness), address
 
 
 def _agree_cores_and_bells(world: World) -> None:
@@ -504,7 +509,8 @@ def _difference(rank: int, theirs: str, first: str) -> str:
     differing = [f"{a} on rank {rank}, {b} on rank 0" for a, b in pairs if a != b]
     return (
         f"environment variables that select must be equal on all ranks: "
-        f"{'; '.join(differing)}"
+        f"{'; '.join(differing)}. Set them on every host: Open MPI's mpiexec passes a "
+        f"variable on to other hosts by -x NAME only"
     )
 
 

@@ -10,7 +10,7 @@ a probe for users' messages would take them away. All ranks would wait in it for
 
 from __future__ import annotations
 
-__all__ = ["FIRST", "for_caller", "for_library", "last", "of_steps"]
+__all__ = ["FIRST", "for_caller", "for_library", "is_packet", "last", "of_steps"]
 
 FIRST = 16
 _EACH = 4
@@ -19,6 +19,11 @@ _EACH = 4
 def of_steps(identity: int) -> int:
     """Return the tag of steps; the next one is that of messages of users."""
     return FIRST + _EACH * identity
+
+
+def is_packet(tag: int) -> bool:
+    """Return whether a tag is that of messages of users, of any communicator."""
+    return tag >= FIRST and (tag - FIRST) % _EACH == 1
 
 
 def for_library(identity: int) -> int:

@@ -45,4 +45,5 @@ NB_MODULE(_native, m) {
   commrt::bind_mpi_work(m);
   commrt::bind_recording(m);
   commrt::bind_callbacks(m);
+  commrt::bind_end(m);
 }

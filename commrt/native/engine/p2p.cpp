@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "engine/engine.hpp"
+#include "engine/far_packets.hpp"
 #include "engine/stand_ins.hpp"
 
 namespace commrt {
@@ -271,6 +272,7 @@ bool P2P::push(int peer, const PacketHeader& header, const unsigned char* payloa
   const int rc =
       comm_.off_node->isend(packet.bytes.get(), static_cast<int>(packet.nbytes), comm_.off_node->byte_type,
                   link.mpi_rank, comm_.mpi_tag + 1, comm_.mpi_comm, &packet.request);
+  if (rc == 0 && !comm_.off_node->is_relay) FarPackets::of_process().count_sent(link.mpi_rank);
   return rc == 0 || !lose(peer, "MPI_Isend", rc);
 }
 
@@ -317,6 +319,7 @@ bool P2P::pull_mpi(int peer) {
     rc = comm_.off_node->irecv(packet.bytes.get(), count, comm_.off_node->byte_type, link.mpi_rank, tag,
                      comm_.mpi_comm, &packet.request);
     if (rc != 0) return lose(peer, "MPI_Irecv", rc);
+    if (!comm_.off_node->is_relay) FarPackets::of_process().count_taken();
     any = true;
   }
   for (size_t copied = 0; copied < kMpiPacketBytes && !c.mpi_arriving.empty();) {

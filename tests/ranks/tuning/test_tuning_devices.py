@@ -154,6 +154,29 @@ def test_rules_for_other_memory_stay_in_the_users_table(
     assert table_at(tmp_path / "nowhere") is None
 
 
+def test_rules_that_a_run_did_not_measure_stay_in_the_users_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    host = replace(JOB, device="cpu", max_nbytes=64)
+    for ranks, op in ((2, "allreduce"), (3, "allreduce"), (2, "alltoall")):
+        run = steady(measured(ranks, replace(host, ops=(op,))))
+        said = finish(run, Options((ranks,), (op,)), out=None)
+    (path,) = tmp_path.rglob("*.yaml")
+    table = load_file(path, catalog())
+    assert {(rule.op, rule.match.ranks) for rule in table.rules} == {
+        ("allreduce", 2),
+        ("allreduce", 3),
+        ("alltoall", 2),
+    }
+    assert "rules for other operations or placements of ranks are kept" in said
+    # The same run again replaces its own rules, and no others.
+    again = steady(measured(3, replace(host, ops=("allreduce",))))
+    finish(again, Options((3,), ("allreduce",)), out=None)
+    once_more = load_file(path, catalog()).rules
+    assert sorted(r.op for r in once_more) == sorted(r.op for r in table.rules)
+
+
 def test_a_device_of_threads_writes_no_table_that_programs_find(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

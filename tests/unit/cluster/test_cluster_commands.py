@@ -59,6 +59,14 @@ def test_mpiexec_starts_on_the_first_host_that_has_ranks(
     assert (one.environ["MINE"], one.environ["UCX_TLS"]) == ("1", "all")
 
 
+def test_options_of_mpiexec_come_first() -> None:
+    launcher = Launcher("openmpi", "/opt/mpiexec", "")
+    own = ["-x", "MINE", "--tag-output"]
+    [one] = of_mpiexec({"h1": 1}, ["train"], {}, launcher, own)
+    assert one.argv[:4] == ("/opt/mpiexec", *own)
+    assert one.argv[-3:] == ("-n", "1", "train")
+
+
 def test_another_mpis_launcher_is_refused() -> None:
     launcher = Launcher("intel", "/opt/mpiexec", "Intel(R) MPI")
     with pytest.raises(UsageError, match="Open MPI's and by MPICH's"):
@@ -88,9 +96,17 @@ def test_each_rank_gets_torchruns_variables() -> None:
         ("up a", "say how many hosts, by --hosts N"),
         ("up a --hosts 2 -- true", "-- and a program are for run"),
         ("up a --hosts 2 --rate 5zbit", "rate '5zbit': expected a number"),
+        ("run --hosts 2 --mpiexec-args=-v -- true", "needs --launcher mpiexec"),
+        ("run --hosts 2 --launcher torchrun --mpiexec-args=-v -- x", "mpiexec-args"),
+        (
+            "run --hosts 2 --launcher mpiexec --mpiexec-args=' -- x",
+            '--mpiexec-args "\'": No closing quotation',
+        ),
+        ("up a --hosts 2 --rate 1gbit --latency fast", "latency 'fast': expected"),
+        ("up a --hosts 2 --latency 1ms", "link h1-s1 has a latency and the rate"),
         ("up a --hosts 2 --mtu 100", "--mtu 100: expected 1280 to 9000"),
         ("up a --hosts 2 --topology tree", "--topology 'tree'"),
-        ("up a --hosts 2 --topology x.yaml", "leave --hosts and --rate out"),
+        ("up a --hosts 2 --topology x.yaml", "leave --hosts, --rate and"),
         ("up a --hosts 2 --spines 3", "--spines says nothing about star"),
         ("up a --hosts 4 --topology loop --chords x", "--chords 'x': expected"),
         ("up a --hosts 4 --topology fat-tree --spines 0", "--spines 0: expected"),
@@ -193,7 +209,7 @@ def test_the_agent_refuses_a_host_that_is_none(
 def test_a_rate_is_judged_where_cores_had_time_to_spare(
     rate: float, idle: float, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Found(("h1", "h2"), 500_000_000, rate, 20.0, idle)
+    found = Found(("h1", "h2"), 500_000_000, rate, 0, 20.0, idle)
     assert verdict([found]) == status
     said = capsys.readouterr().err
     assert ("h1-h2: the rate is more than 3% off" in said) == bool(status)
@@ -201,6 +217,6 @@ def test_a_rate_is_judged_where_cores_had_time_to_spare(
 
 
 def test_unlimited_links_are_not_judged() -> None:
-    found = Found(("h1", "h2"), None, 9e9, 20.0, 0.9)
+    found = Found(("h1", "h2"), None, 9e9, 0, 20.0, 0.9)
     assert found.good
     assert "unlimited" in found.line()

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from commrt.cluster.rates import bucket, parse_rate, rate_text
+from commrt.cluster.rates import bucket
 from commrt.cluster.routes import hops, path
 from commrt.cluster.topology import Link, Topology, fat_tree, loop_network, star
 from commrt.cluster.topology_file import read_topology
 from commrt.cluster.wiring import Wiring, hosts_file
 from commrt.errors import UsageError
+from commrt.vocabulary.link_rates import parse_rate, rate_text
 
 MBIT = 1_000_000
 
@@ -192,6 +193,9 @@ def test_a_file_describes_a_network(tmp_path: Path) -> None:
         ("switches: [s]", "", "the file: switches is missing"),
         ("500mbit", "500", r"links\[0\].rate: expected a rate such as 500mbit"),
         ("500mbit", "5zbit", r"links\[0\]: rate '5zbit': expected a number"),
+        ("500mbit}", "500mbit, latency: 5}", r"links\[0\].latency: expected a latency"),
+        ("500mbit}", "500mbit, latency: 5s}", r"links\[0\]: latency '5s': expected"),
+        ("[s, b]}", "[s, b], latency: 1ms}", "link s-b has a latency and the rate"),
         ("[s, b]", "[s]", r"links\[1\].ends has 1 names"),
         ("[s, b]", "[s, 7]", r"links\[1\].ends: 7 is no name"),
         ("[a, b]", "a", "hosts: expected a list"),

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The address that gloo takes where the host's own name is one of loopback."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from commrt.gloo.addresses import chosen_address, own_addresses
+
+
+def said(own: str, rendezvous: str) -> bytes:
+    return json.dumps({"own": own, "rendezvous": rendezvous}).encode()
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let this host's own name be found at 127.0.1.1, and set no variable."""
+    known = socket.getaddrinfo
+
+    def found(host: str, port: int | None, **how: int) -> object:
+        if host == "this-host":
+            return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+        return known(host, port, **how)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-host")
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_rank_takes_the_address_by_which_it_reached_the_rendezvous(
+    named: pytest.MonkeyPatch,
+) -> None:
+    mine = said("192.0.2.7", "192.0.2.1")
+    assert chosen_address(mine, [mine]) == "192.0.2.7"
+
+
+def test_the_rendezvous_host_takes_the_address_by_which_others_reached_it(
+    named: pytest.MonkeyPatch,
+) -> None:
+    named.setattr("commrt.gloo.addresses._is_of_this_host", "192.0.2.1".__eq__)
+    mine = said("127.0.0.1", "127.0.1.1")
+    others = [said("192.0.2.7", "192.0.2.9"), said("192.0.2.7", "192.0.2.1")]
+    assert chosen_address(mine, [mine, *others]) == "192.0.2.1"
+    assert chosen_address(mine, [mine, others[0]]) == ""
+
+
+def test_an_interface_that_the_user_names_is_left_to_gloo(
+    named: pytest.MonkeyPatch,
+) -> None:
+    named.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    mine = said("192.0.2.7", "192.0.2.1")
+    assert chosen_address(mine, [mine]) == ""
+
+
+def test_a_host_whose_name_others_reach_is_left_to_gloo(
+    named: pytest.MonkeyPatch,
+) -> None:
+    named.setattr("commrt.gloo.addresses._of_own_name", lambda: "192.0.2.7")
+    mine = said("198.51.100.7", "192.0.2.1")
+    assert chosen_address(mine, [mine]) == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "expected"),
+    [
+        ("127.0.0.1", "29500", said("127.0.0.1", "127.0.0.1")),
+        ("", "29500", said("", "")),
+        ("127.0.0.1", "", said("", "")),
+        ("127.0.0.1", "none", said("", "")),
+        ("no such host", "29500", said("", "")),
+    ],
+)
+def test_what_ranks_tell_each_other(
+    named: pytest.MonkeyPatch, host: str, port: str, expected: bytes
+) -> None:
+    named.setenv("MASTER_ADDR", host)
+    named.setenv("MASTER_PORT", port)
+    assert own_addresses() == expected
+
+
+def test_an_address_of_another_host_is_not_taken(named: pytest.MonkeyPatch) -> None:
+    mine = said("", "")
+    assert chosen_address(mine, [mine, said("192.0.2.7", "192.0.2.1")]) == ""

@@ -21,6 +21,7 @@ from commrt.gloo.relay import close_relays
 from commrt.growing import join
 from commrt.job.abort import install_excepthook
 from commrt.job.chaos import wanted_chaos
+from commrt.job.inquiries import close_inquiries
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
@@ -289,4 +290,5 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"for its part in them\n"
         )
     close_relays()
+    close_inquiries()
     end_of_process(engine)

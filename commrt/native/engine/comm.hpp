@@ -364,6 +364,8 @@ class Comm {
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
   // The same, where a relay stands in for MPI.
   void attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks);
+  // From now on the communicator's state is told there, for ranks of other nodes that ask.
+  void tell_afar(std::shared_ptr<ToldAfar> told) { told_ = std::move(told); }
 
   // `keep` are the owners of the buffers of a nonblocking call (references handed over to
   // the operation), or null. Does at most `limit` bytes of the work at once.
@@ -569,7 +571,7 @@ class Comm {
   std::vector<int> life_of_;  // rank -> member of liveness_, or -1
   mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
-  std::shared_ptr<ToldAfar> told_;  // for ranks that ask over the relay; null without one
+  std::shared_ptr<ToldAfar> told_;  // for ranks of other nodes that ask; null where nobody can
   std::vector<Segment> heap_;
   std::vector<Mirror> mirrors_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight

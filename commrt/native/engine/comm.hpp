@@ -383,6 +383,7 @@ class Comm {
   // without its part in it. While the ranks still agree on the operation, a rank that gave it up
   // later does not count. One that has left by itself is gone, if such are heeded.
   GaveUp who_gave_up(uint64_t seq, bool still_agrees = false, bool heeds_leavers = true) const;
+  std::string told_difference(uint64_t seq) const;
   // Names a rank that has died, or `peer` if that has left. Asks the kernel, `anew` in any case.
   std::string who_died(int peer = -1, bool anew = false) const;
   // The same, where rank `by` of another node has just said that a rank has died.

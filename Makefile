@@ -95,7 +95,7 @@ test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as thre
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.07)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.07 --each-file tests/faults)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.

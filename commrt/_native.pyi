@@ -940,6 +940,9 @@ class Group:
 
     @property
     def size(self) -> int: ...
+    def tell_afar(self, told: ToldByTag, tag: int) -> None:
+        """Let ranks of other nodes ask what this one does."""
+
     def time_plan(
         self,
         plan: Plan,
@@ -2111,6 +2114,23 @@ class ThreadDevice(Device):
     def fail_after(self, commands: int) -> None:
         """Let the device fail for good at the n-th command from now."""
 
+class ToldByTag:
+    """A rank's words on itself for ranks of other nodes."""
+
+    def __init__(self, rank: int, size: int) -> None: ...
+    def answer(self, tag: int, about: int) -> Any:
+        """Return what a rank of this node does on a communicator, as rank_states does;
+        empty: no such communicator.
+        """
+
+    def watch(self, liveness: Liveness) -> None:
+        """Ask the kernel about other ranks of the node."""
+
+def ask_flight_here(by: int) -> None:
+    """Have a thread of this process write kept files, as another rank of the job
+    asks.
+    """
+
 def ask_for_flights(
     bells: Bells, members: Sequence[int], by: int, limit_s: float
 ) -> None:
@@ -2687,6 +2707,9 @@ def number_of_text(text: bytes) -> int:
 
 def open_fusion(group: Group, nbytes: int, limit_s: float) -> None:
     """Put short nonblocking allreduces into buckets from now on."""
+
+def own_addresses() -> list[str]:
+    """Return the addresses at which other machines may reach this one."""
 
 def peer_exchange_flags_nbytes(size: int) -> int:
     """Bytes of flags that exchange memory begins with."""

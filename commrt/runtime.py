@@ -21,6 +21,7 @@ from commrt.gloo.relay import close_relays
 from commrt.growing import join
 from commrt.job.abort import install_excepthook, limit_finalize
 from commrt.job.chaos import wanted_chaos
+from commrt.job.inquiries import close_inquiries
 from commrt.job.last_messages import take_last_messages
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
@@ -296,6 +297,7 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"for its part in them\n"
         )
     close_relays()
+    close_inquiries()
     end_of_process(engine)
     if drained and world is not None:
         take_last_messages(world, _LAST_S)

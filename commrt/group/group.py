@@ -30,6 +30,7 @@ from commrt.group import faults
 from commrt.group.finite_values import not_finite
 from commrt.group.missing_ranks import have, missing_elsewhere, starved
 from commrt.group.rank_states import (
+    Asked,
     Elsewhere,
     RankState,
     ask_elsewhere,
@@ -303,6 +304,13 @@ class Group(_native.Group):
         """True if gloo carries messages to ranks on other nodes."""
         return self.world.relay is not None and len(self.node_members) < self.size
 
+    @property
+    def _asked(self) -> Asked | None:
+        """Carries questions to this group's ranks of other nodes, if there are any."""
+        if len(self.node_members) == self.size:
+            return None
+        return self.world.relay or self.world.inquiries
+
     def who_is_missing(self, seq: int, elsewhere: Elsewhere | None = None) -> str:
         """Return who keeps operation ``seq`` waiting, as far as this node can tell.
 
@@ -310,7 +318,7 @@ class Group(_native.Group):
         """
         missing = self.not_started(seq) if self.arena is not None else []
         said = [have(missing, "on this node", "not started it")] if missing else []
-        if self.is_relayed:
+        if self._asked is not None:
             found = self.asked_elsewhere() if elsewhere is None else elsewhere
             said += missing_elsewhere(found, seq)
             started = "all ranks have started it and one does not make progress"
@@ -323,13 +331,13 @@ class Group(_native.Group):
 
     def asked_elsewhere(self) -> Elsewhere:
         """Ask ranks of other nodes what they do."""
-        relay = self.world.relay
-        if relay is None or not self.is_relayed:
+        asked = self._asked
+        if asked is None:
             return {}
         away = [rank for rank in range(self.size) if rank not in self.node_members]
         members = {self.world_ranks[rank]: rank for rank in away}
         tag = tags.of_steps(self.identity)
-        return ask_elsewhere(relay, members, tag, self.world.beside)
+        return ask_elsewhere(asked, members, tag, self.world.beside)
 
     def rank_states(self, elsewhere: Elsewhere | None = None) -> tuple[RankState, ...]:
         """Return what each rank does now, as far as this one can tell."""

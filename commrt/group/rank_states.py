@@ -2,8 +2,8 @@
 """A table of ranks for the error of a wait: what each one does, and did last.
 
 Ranks of this node are read from memory that they share with this one, and the kernel
-says which of their processes are stopped or have ended. Ranks of other nodes are asked,
-where gloo carries the messages; of others nothing is known.
+says which of their processes are stopped or have ended. Ranks of other nodes are asked:
+over gloo's connections, or by datagrams where MPI carries the messages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from commrt import _native
 from commrt.vocabulary.operations import RECEIVED, SENT
 
 __all__ = [
+    "Asked",
     "Elsewhere",
     "RankState",
     "ask_elsewhere",

@@ -34,6 +34,7 @@ from commrt.job.arrivals import Arrivals
 from commrt.job.bells import NodeBells, hang_bells, own_bells
 from commrt.job.heeds import Heeds
 from commrt.job.holders import Holders
+from commrt.job.inquiries import Inquiries, Place
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.launch.detect import LaunchInfo
@@ -89,6 +90,8 @@ class World:
     """True if the ranks are threads of this process."""
     relay: GlooRelay | None = None
     """Carries messages between nodes where there is no MPI."""
+    inquiries: Inquiries | None = None
+    """Asks ranks of other nodes what they do, where MPI carries messages there."""
     gloo_groups: GlooGroups | None = None
     """Lends groups for gloo's own collectives; None where gloo connects no nodes."""
     native_comms: NativeComms | None = None
@@ -228,6 +231,8 @@ class World:
         elif self.mpi is not None:
             there = [self.mpi_ranks[rank] for rank in ranks]
             group.attach_mpi(library.handle(self.mpi), tag, there)
+            if self.inquiries is not None:
+                group.tell_afar(self.inquiries.told, tag)
 
     def meet(
         self, members: Sequence[int], key: str, timeout_s: float | None = None
@@ -404,6 +409,8 @@ def connect_world(
             by_thread=_threads_may_call_mpi(world),
         )
         _load_mpi(world)
+        if len(nodes) > 1:
+            world.inquiries = _inquiries(world)
     if world.liveness is not None:
         bootstrap.gone = world.liveness.gone
         world.holders.at_end.append(world.liveness.native.let_go)
@@ -437,6 +444,23 @@ def _relay(world: World) -> tuple[GlooRelay, str]:
     said = world.bootstrap.exchange(everybody, "gloo/ports", mine, limit_s)
     made.keep_from_children(port for ports in said for port in json.loads(ports))
     return GlooRelay(group, world.rank, world.size, away, liveness), address
+
+
+def _inquiries(world: World) -> Inquiries:
+    """Let ranks of several nodes ask each other what they do; collective."""
+    liveness = None if world.liveness is None else world.liveness.native
+    made = Inquiries(world.rank, world.size, liveness)
+    world.holders.at_end.append(made.close)
+    weakref.finalize(world, made.close).atexit = False
+    try:
+        everybody, mine = range(world.size), made.place.text.encode()
+        limit_s = world.timeout_s
+        said = world.bootstrap.exchange(everybody, "inquiries", mine, limit_s)
+        made.connect([Place.parse(text.decode()) for text in said])
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _agree_cores_and_bells(world: World) -> None:

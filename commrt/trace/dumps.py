@@ -167,6 +167,10 @@ class _Asked:
             return
         if world.relay is not None:
             world.relay.ask_for_dumps()
+        if world.inquiries is not None:
+            here = world.beside(world.rank)
+            away = [rank for rank in range(world.size) if rank not in here]
+            world.inquiries.ask_for_dumps(away)
         if world.bells is not None:
             living = [
                 member

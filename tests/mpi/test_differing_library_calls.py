@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,34 @@ def test_ranks_of_other_nodes_raise_it_too(mpirun: Any) -> None:
     assert 1 <= len({text for _, text in found}) <= 3, found
     assert all(turn <= AT + 4 * 8 * EVERY for turn, _ in found), found
     assert all(f"up to operation #{8 * EVERY - 1}" in text for _, text in found)
+
+
+def root_runs_ahead(folder: str) -> list[Any]:
+    """Have the root call once more after a rank has found that its calls differ."""
+    comm = commrt.init()
+    comm.timeout_s = 250
+    root = 1 if comm.rank == comm.size - 1 else 0
+    comm.bcast(np.ones(2), root=0, **NATIVE)
+    told = Path(folder, "told")
+    try:
+        comm.bcast(np.ones(2), root=root, **NATIVE)
+        while not told.exists():
+            pass
+        comm.bcast(np.ones(2), root=0, **NATIVE)
+    except MismatchError as error:
+        told.touch()
+        return [str(error)]
+    return []
+
+
+def test_a_root_that_runs_ahead_raises_in_its_next_call(
+    mpirun: Any, tmp_path: Path
+) -> None:
+    env = {"COMMRT_COMPARE_EVERY": "100000"}
+    found = mpirun(3, root_runs_ahead, env=env, folder=str(tmp_path))
+    assert [len(one) for one in found] == [1] * 3, found
+    assert len({text for (text,) in found}) == 1, found
+    assert "bcast #1 on world" in found[0][0]
 
 
 def waits_for_other_roots() -> list[Any]:

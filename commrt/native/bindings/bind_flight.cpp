@@ -10,10 +10,12 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "engine/addresses.hpp"
 #include "engine/bell.hpp"
 #include "engine/engine.hpp"
 #include "engine/flight_files.hpp"
 #include "engine/rank_states.hpp"
+#include "engine/told_afar.hpp"
 #include "gil.hpp"
 
 namespace commrt {
@@ -34,6 +36,17 @@ nb::object described(const RankState& state) {
 }
 
 void bind_flight(nb::module_& m) {
+  nb::class_<ToldByTag>(m, "ToldByTag", "A rank's words on itself for ranks of other nodes.")
+      .def(nb::init<int, int>(), nb::arg("rank"), nb::arg("size"))
+      .def("watch", &ToldByTag::watch, nb::arg("liveness"),
+           "Ask the kernel about other ranks of the node.")
+      .def("answer",
+           [](const ToldByTag& told, int tag, int about) -> nb::object {
+             const auto state = told.answer(tag, about);
+             return state ? described(*state) : nb::object(nb::tuple());
+           }, nb::arg("tag"), nb::arg("about"),
+           "Return what a rank of this node does on a communicator, as rank_states does; empty: "
+           "no such communicator.");
   m.def("rank_states",
         [](const Group& group) {
           nb::list found;
@@ -82,6 +95,10 @@ void bind_flight(nb::module_& m) {
         }, nb::arg("bells"), nb::arg("members"), nb::arg("by"), nb::arg("limit_s"),
         nb::call_guard<ReleasedGil>(),
         "Ask other ranks of the node to write kept files, and wait until they have, at most so long.");
+  m.def("own_addresses", &own_addresses,
+        "Return the addresses at which other machines may reach this one.");
+  m.def("ask_flight_here", &flight::ask_here, nb::arg("by"), nb::call_guard<ReleasedGil>(),
+        "Have a thread of this process write kept files, as another rank of the job asks.");
   m.def("finish_flights", &flight::finish, nb::call_guard<ReleasedGil>(),
         "Wait until no file is half written, at most for a moment.");
   m.def("write_flight_at_signals", &flight::write_at_signals,

@@ -22,6 +22,7 @@
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
+#include "engine/told_afar.hpp"
 #include "gil.hpp"
 
 namespace commrt {
@@ -401,6 +402,11 @@ void bind_group(nb::module_& m) {
              const std::lock_guard<std::mutex> lock(g.engine->mutex);
              g.comm->attach_relay(std::move(relay), tag, ranks);
            }, nb::arg("relay"), nb::arg("tag"), nb::arg("ranks"))
+      .def("tell_afar",
+           [](Group& g, ToldByTag& told, int tag) {
+             const std::lock_guard<std::mutex> lock(g.engine->mutex);
+             g.comm->tell_afar(told.of(tag));
+           }, nb::arg("told"), nb::arg("tag"), "Let ranks of other nodes ask what this one does.")
       .def("probe_latency_ns",
            [](Group& g, int peer, int rounds, double timeout_s) {
              return g.comm->probe_latency(peer, rounds, timeout_s);

@@ -91,6 +91,7 @@ std::string WatchedWork::left_trail(const WatchedCall& made, const WatchedPlan& 
       mark_of_plan(plan.code, static_cast<DType>(plan.element_type),
                    static_cast<uint64_t>(plan.reduction),
                    call_has_root(plan.code) ? plan.root : plan.facts);
+  if (std::string why = comm_->told_difference(made.seq); !why.empty()) return why;
   CallTrail& trail = comm_->trails.by_device;
   const bool is_known_equal = trail.add(made.seq, call_mark(mark, made.seq), plan.length,
                                         CallTrail::hash_of(mark, plan.length));

@@ -147,7 +147,7 @@ void Comm::attach_mpi(Handle comm_handle, int tag, const std::vector<int>& mpi_r
 void Comm::attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks) {
   off_node = &relay_api();
   attach_mpi(reinterpret_cast<Handle>(relay.get()), tag, ranks);
-  told_ = relay->told_of(tag);
+  tell_afar(relay->told_of(tag));
   relay_ = std::move(relay);
   auto is_shared = [](const Link& link) { return link.kind == LinkKind::Shared; };
   if (std::any_of(links_.begin(), links_.end(), is_shared)) Relay::expect_neighbors();

@@ -364,6 +364,8 @@ class Comm {
   void attach_mpi(Handle mpi_comm, int tag, const std::vector<int>& mpi_ranks);
   // The same, where a relay stands in for MPI.
   void attach_relay(std::shared_ptr<Relay> relay, int tag, const std::vector<int>& ranks);
+  // From now on the communicator's state is told there, for ranks of other nodes that ask.
+  void tell_afar(std::shared_ptr<ToldAfar> told) { told_ = std::move(told); }
 
   // `keep` are the owners of the buffers of a nonblocking call (references handed over to
   // the operation), or null. Does at most `limit` bytes of the work at once.
@@ -381,6 +383,7 @@ class Comm {
   // without its part in it. While the ranks still agree on the operation, a rank that gave it up
   // later does not count. One that has left by itself is gone, if such are heeded.
   GaveUp who_gave_up(uint64_t seq, bool still_agrees = false, bool heeds_leavers = true) const;
+  std::string told_difference(uint64_t seq) const;
   // Names a rank that has died, or `peer` if that has left. Asks the kernel, `anew` in any case.
   std::string who_died(int peer = -1, bool anew = false) const;
   // The same, where rank `by` of another node has just said that a rank has died.
@@ -569,7 +572,7 @@ class Comm {
   std::vector<int> life_of_;  // rank -> member of liveness_, or -1
   mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
-  std::shared_ptr<ToldAfar> told_;  // for ranks that ask over the relay; null without one
+  std::shared_ptr<ToldAfar> told_;  // for ranks of other nodes that ask; null where nobody can
   std::vector<Segment> heap_;
   std::vector<Mirror> mirrors_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight

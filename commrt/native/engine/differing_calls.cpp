@@ -96,6 +96,15 @@ bool Comm::look_for_difference(Op& op) {
   return false;
 }
 
+// The word of another rank of this node that the calls differ, up to that operation; empty: none has
+// said so. A rank that waits for nobody hears it only here. It reads a line that each call reads.
+std::string Comm::told_difference(uint64_t seq) const {
+  if (arena == nullptr) return {};
+  if (header(0)->first_to_differ.load(std::memory_order_relaxed) == 0) return {};
+  const GaveUp found = who_gave_up(seq);
+  return found.calls_differ ? found.why : "";
+}
+
 // The mark of an operation that has not ended, of that number.
 std::optional<uint64_t> Comm::mark_in_flight(uint64_t seq) const {
   for (const auto& one : active_) {
@@ -111,6 +120,10 @@ bool Op::left_trail() {
   left_trail_ = true;
   const NativeCall& call = plan->call;
   CallTrail& trail = comm->trails.by_host;
+  if (const std::string why = comm->told_difference(seq); !why.empty()) {
+    fail(why);  // in the words of whoever has found it
+    return false;
+  }
   if (plan->coll == kScatterv && comm->rank == plan->root) comm->refusals.stand_ins->remember(seq, plan);
   if (trail.add(seq, call_mark(plan->mark, seq), call.length, call.hash)) return true;
   fail(trail.why());

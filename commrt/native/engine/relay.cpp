@@ -101,7 +101,8 @@ Relays& relays() {
 
 }  // namespace
 
-Relay::Relay(int rank, int size) : rank_(rank), peers_(static_cast<size_t>(size)) {
+Relay::Relay(int rank, int size)
+    : rank_(rank), told_(rank, size), peers_(static_cast<size_t>(size)) {
   const std::lock_guard<std::mutex> lock(relays().mutex);
   relays().all.push_back(this);
 }
@@ -408,28 +409,14 @@ void Relay::landed(int number, uint64_t where) {
   landing.request->end(landing.nowhere == nullptr ? 0 : Relay::kTruncated);
 }
 
-std::shared_ptr<ToldAfar> Relay::told_of(int tag) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  auto made = std::make_shared<ToldAfar>();
-  told_[tag] = made;
-  return made;
-}
+std::shared_ptr<ToldAfar> Relay::told_of(int tag) { return told_.of(tag); }
 
 void Relay::answer_ask(Peer& peer, const Frame& ask) {
-  const auto it = told_.find(ask.tag);
-  const auto told = it == told_.end() ? nullptr : it->second.lock();
-  const int about = static_cast<int>(ask.where);
   Outgoing answer;
   answer.frame = {FrameKind::Answer, ask.tag, 0, ask.id, 0};
-  if (told != nullptr && about >= 0 && about < size()) {
-    auto state = std::make_shared<RankState>();
-    if (about == rank_) {
-      *state = state_from(*told, about);
-    } else if (liveness_ != nullptr && liveness_->is_stopped(about)) {
-      state->does = RankDoes::Stopped;
-    }
+  if (const auto state = told_.answer(ask.tag, static_cast<int>(ask.where))) {
     answer.frame.nbytes = sizeof *state;
-    answer.state = std::move(state);
+    answer.state = std::make_shared<RankState>(*state);
   }
   push(peer, std::move(answer));
 }

@@ -37,6 +37,7 @@
 #include "engine/liveness.hpp"
 #include "engine/mpi_api.hpp"
 #include "engine/rank_states.hpp"
+#include "engine/told_afar.hpp"
 
 namespace commrt {
 
@@ -234,8 +235,8 @@ class Relay : public std::enable_shared_from_this<Relay> {
   const int rank_;
   std::shared_ptr<Liveness> liveness_;
   mutable std::mutex mutex_;
-  std::unordered_map<int, std::weak_ptr<ToldAfar>> told_;  // by tag
-  std::unordered_map<uint64_t, Answer> answers_;           // by question
+  ToldByTag told_;
+  std::unordered_map<uint64_t, Answer> answers_;  // by question
   uint64_t questions_ = 0;
   int most_leaving_ = 0;  // of frames; 0: a thread takes them by `next`
   std::vector<Peer> peers_;

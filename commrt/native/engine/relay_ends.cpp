@@ -8,6 +8,7 @@ namespace commrt {
 
 void Relay::watch(std::shared_ptr<Liveness> liveness, const std::vector<int>& away) {
   for (const int peer : away) peer_of(peer).is_away = true;
+  told_.watch(liveness);
   liveness_ = std::move(liveness);
   liveness_->tell_by([this](int rank) { tell_gone(rank); });
 }
@@ -64,13 +65,11 @@ void Relay::leave() {
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     Peer& one = peers_[peer];
     if (static_cast<int>(peer) == rank_ || one.said_bye || one.failure != 0) continue;
-    for (const auto& [tag, kept] : told_) {
-      const auto told = kept.lock();
-      if (told == nullptr) continue;
+    told_.each([&](int tag, const ToldAfar& told) {
       Outgoing last;
-      last.frame = {FrameKind::Count, tag, told->started.load(), 0, 0};
+      last.frame = {FrameKind::Count, tag, told.started.load(), 0, 0};
       push(one, std::move(last));
-    }
+    });
     one.said_bye = true;
     push(one, Outgoing{});
   }

@@ -137,3 +137,20 @@ def test_every_test_of_this_folder_is_whole(request: pytest.FixtureRequest) -> N
         if here in item.path.parents and item.get_closest_marker("whole") is None
     ]
     assert sampled == []
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_each_file_of_a_folder_keeps_a_test(
+    run: object, tmp_path: Path, seed: str
+) -> None:
+    for folder, name in [("faults", "one"), ("faults", "two"), ("other", "three")]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        program = f"def test_{name}(): pass\ndef test_{name}_more(): pass\n"
+        (tmp_path / folder / f"test_{name}.py").write_text(program)
+    options = ["--seed", seed, "--functions", "0.0001", "faults", "other"]
+    few = run(*options)  # type: ignore[operator]
+    more = run(*options, "--each-file", "faults")  # type: ignore[operator]
+    assert {*few} <= {*more}
+    for file in ("faults/test_one.py", "faults/test_two.py"):
+        assert len([name for name in more if name.startswith(file)]) == 1
+    assert [name for name in more if name not in few and "faults/" not in name] == []

@@ -17,7 +17,8 @@ from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
-from commrt.gloo.relay import close_relays
+from commrt.gloo import relay as gloo_relay
+from commrt.tcp import relay as tcp_relay
 from commrt.growing import join
 from commrt.job.abort import install_excepthook
 from commrt.job.chaos import wanted_chaos
@@ -288,5 +289,6 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
-    close_relays()
+    gloo_relay.close_relays()
+    tcp_relay.close_relays()
     end_of_process(engine)

@@ -22,6 +22,8 @@ from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
+from commrt.tcp.connecting import connect_ranks
+from commrt.tcp.relay import TcpRelay
 from commrt.job.arena import (
     Arena,
     discover_nodes,
@@ -86,7 +88,7 @@ class World:
     """Largest MPI tag."""
     in_process: bool = False
     """True if the ranks are threads of this process."""
-    relay: GlooRelay | None = None
+    relay: GlooRelay | TcpRelay | None = None
     """Carries messages between nodes where there is no MPI."""
     gloo_groups: GlooGroups | None = None
     """Lends groups for gloo's own collectives; None where gloo connects no nodes."""
@@ -219,7 +221,7 @@ class World:
     def attach_other_nodes(
         self, group: _native.Group, ranks: list[int], tag: int
     ) -> None:
-        """Let messages of a group to other nodes go by MPI, or by gloo."""
+        """Let messages of a group to other nodes go by MPI, or by the relay."""
         if self.relay is not None:
             group.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
@@ -409,8 +411,8 @@ def connect_world(
     return world
 
 
-def _relay(world: World) -> GlooRelay:
-    """Connect the nodes by gloo; collective."""
+def _relay(world: World) -> GlooRelay | TcpRelay:
+    """Connect the nodes; collective."""
     private_store = getattr(world.bootstrap, "private_store", None)
     if private_store is None:
         raise BackendError(
@@ -420,11 +422,14 @@ def _relay(world: World) -> GlooRelay:
         )
     here = world.nodes[world.node_of(world.rank)]
     away = [rank for rank in range(world.size) if rank not in here]
+    assert world.liveness is not None
+    liveness, limit_s = world.liveness.native, world.timeout_s
+    if env.read_str("COMMRT_CARRIER") == "tcp":
+        sockets = connect_ranks(world.bootstrap, away, limit_s)
+        return TcpRelay(world.rank, world.size, sockets, liveness)
     # A rank that comes late is named here; gloo would only say that time is up.
     world.meet(range(world.size), "gloo")
-    store, limit_s = private_store("gloo"), world.timeout_s
-    assert world.liveness is not None
-    liveness = world.liveness.native
+    store = private_store("gloo")
     everybody = range(world.size)
     made = ConnectionsMade()
     group = connect_group(store, everybody, world.bootstrap, limit_s)

@@ -18,13 +18,13 @@ from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
 from commrt.gloo import relay as gloo_relay
-from commrt.tcp import relay as tcp_relay
 from commrt.growing import join
 from commrt.job.abort import install_excepthook
 from commrt.job.chaos import wanted_chaos
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
+from commrt.tcp import relay as tcp_relay
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.limits import deadline_after
 

@@ -22,8 +22,6 @@ from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
-from commrt.tcp.connecting import connect_ranks
-from commrt.tcp.relay import TcpRelay
 from commrt.job.arena import (
     Arena,
     discover_nodes,
@@ -47,6 +45,8 @@ from commrt.select.model import BetweenNodes, MpiBetweenNodes
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
+from commrt.tcp.connecting import connect_ranks
+from commrt.tcp.relay import TcpRelay
 
 if TYPE_CHECKING:
     from mpi4py import MPI

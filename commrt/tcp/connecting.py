@@ -79,9 +79,7 @@ def connect_ranks(
         said = bootstrap.exchange(everybody, "tcp/place", mine, timeout_s)
         places = [_Place(*json.loads(each)) for each in said]
         connecting = _Connecting(bootstrap.rank, places, away, listener)
-        heed = check_alive(
-            bootstrap.gone, "tcp", everybody, connecting.has_made
-        )
+        heed = check_alive(bootstrap.gone, "tcp", everybody, connecting.has_made)
         try:
             idle = with_heed(bootstrap.idle, heed)
             if not poll_until(connecting.advance, timeout_s, idle):

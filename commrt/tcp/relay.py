@@ -43,6 +43,9 @@ class TcpRelay:
         liveness: is told which peers are lost, and which leave.
     """
 
+    is_staged = False
+    """Messages are sent from where they lie, and received where they belong."""
+
     def __init__(
         self,
         rank: int,

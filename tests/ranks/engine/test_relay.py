@@ -31,7 +31,9 @@ EAGER_NBYTES, WINDOW_NBYTES = (256 << 10) + 4096, 16 << 20
 
 @pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
-def test_collectives_cross_nodes(relayed: type[RelayRanks], nodes: list[list[int]], seed: int) -> None:
+def test_collectives_cross_nodes(
+    relayed: type[RelayRanks], nodes: list[list[int]], seed: int
+) -> None:
     with relayed(nodes) as ranks:
         size = len(ranks.comms)
 
@@ -47,7 +49,9 @@ def test_collectives_cross_nodes(relayed: type[RelayRanks], nodes: list[list[int
 
 @pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("number", [1, 2000, 400_000])
-def test_a_message_of_another_call_is_a_mismatch(relayed: type[RelayRanks], number: int) -> None:
+def test_a_message_of_another_call_is_a_mismatch(
+    relayed: type[RelayRanks], number: int
+) -> None:
     with relayed([[0], [1]]) as ranks:
 
         def run(comm: Any) -> str:
@@ -132,7 +136,9 @@ def test_what_nobody_receives_waits_at_its_sender(relayed: type[RelayRanks]) -> 
 
 
 @pytest.mark.parametrize("relayed", CARRIERS)
-def test_a_longer_message_than_its_receive_is_an_error(relayed: type[RelayRanks]) -> None:
+def test_a_longer_message_than_its_receive_is_an_error(
+    relayed: type[RelayRanks],
+) -> None:
     for count in (1000, 1_000_000):
         with relayed([[0], [1]]) as ranks:
 
@@ -210,7 +216,9 @@ def test_the_table_has_what_ranks_of_other_nodes_do(relayed: type[RelayRanks]) -
 
 
 @pytest.mark.parametrize("relayed", CARRIERS)
-def test_a_lost_peer_ends_what_needs_it_and_nothing_else(relayed: type[RelayRanks]) -> None:
+def test_a_lost_peer_ends_what_needs_it_and_nothing_else(
+    relayed: type[RelayRanks],
+) -> None:
     with relayed([[0], [1], [2]]) as ranks:
         pairs = ranks.each(lambda comm: comm.split(comm.rank % 2))
         first, _, third = ranks.comms

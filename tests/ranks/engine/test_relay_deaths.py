@@ -62,7 +62,9 @@ def test_the_first_word_on_a_rank_stays() -> None:
 
 @pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_all_ranks_name_who_was_lost(relayed: type[RelayRanks], nodes: list[list[int]]) -> None:
+def test_all_ranks_name_who_was_lost(
+    relayed: type[RelayRanks], nodes: list[list[int]]
+) -> None:
     """Those of its own node, too, which have no connection to it."""
     with relayed(nodes) as ranks:
         size, dies = len(ranks.comms), nodes[-1][-1]
@@ -97,7 +99,9 @@ def test_all_ranks_name_who_was_lost(relayed: type[RelayRanks], nodes: list[list
     ids=["allreduce", "split", "dup", "bcast_object", "recv", "probe"],
 )
 @pytest.mark.full(sample=3)
-def test_a_death_that_only_a_rank_of_the_node_knows_of(relayed: type[RelayRanks], call: Any) -> None:
+def test_a_death_that_only_a_rank_of_the_node_knows_of(
+    relayed: type[RelayRanks], call: Any
+) -> None:
     with relayed([[0, 1], [2]]) as ranks:
         first, second, third = ranks.comms
         ranks.relays[0].native.lost(2, CLOSED)
@@ -131,7 +135,9 @@ def test_who_lost_a_rank_tells_those_that_reach_it(relayed: type[RelayRanks]) ->
 
 
 @pytest.mark.parametrize("relayed", CARRIERS)
-def test_a_rank_that_leaves_fails_what_needs_it_and_nothing_else(relayed: type[RelayRanks]) -> None:
+def test_a_rank_that_leaves_fails_what_needs_it_and_nothing_else(
+    relayed: type[RelayRanks],
+) -> None:
     with relayed([[0], [1], [2]]) as ranks:
         xs = [np.full(5, float(rank)) for rank in range(3)]
         done = [

@@ -66,6 +66,7 @@ class TcpRelay:
         # The garbage collector may call part() wherever a thread has it.
         self._lock = threading.RLock()
         self._has_left = False
+        self._parting: threading.Thread | None = None
         _MADE.append(self)
 
     def ask(
@@ -102,12 +103,18 @@ class TcpRelay:
     def close(self) -> None:
         """Send what there is, and tell the peers that it was all. Idempotent.
 
-        A peer answers that soon, whatever its program does.
+        A peer answers that soon, whatever its program does. A thread that outlived the
+        interpreter would end the process with an error.
         """
-        if os.getpid() != self._owner or not self._leave():
+        if os.getpid() != self._owner:
             return
-        poll_until(self._is_over, _GRACE_S)
-        self._end()
+        if self._leave():
+            poll_until(self._is_over, _GRACE_S)
+            self._end()
+        elif self._parting is not None:
+            poll_until(self._is_over, _GRACE_S)
+            self._links.stop()
+            self._parting.join()
 
     def part(self) -> None:
         """Tell the peers that it was all, and wait for nobody. Idempotent.
@@ -119,7 +126,10 @@ class TcpRelay:
         if self._is_over():
             self._end()
             return
-        threading.Thread(target=self._part, name="commrt-parting", daemon=True).start()
+        self._parting = threading.Thread(
+            target=self._part, name="commrt-parting", daemon=True
+        )
+        self._parting.start()
 
     def _leave(self) -> bool:
         with self._lock:

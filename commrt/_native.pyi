@@ -2095,6 +2095,21 @@ class StreamProgram:
     @property
     def size(self) -> int: ...
 
+class TcpLinks:
+    """Carries a relay's frames by TCP."""
+
+    def __init__(self, relay: Relay, sockets: Sequence[tuple[int, int, int]]) -> None:
+        """Take over connected sockets: for each rank its number, the descriptor for
+        frames, and that for payloads.
+        """
+
+    @property
+    def num_open(self) -> int:
+        """Connections that have not ended."""
+
+    def stop(self) -> None:
+        """End all connections at once."""
+
 class ThreadDevice(Device):
     """A device of real threads, one for each stream."""
 

@@ -269,6 +269,15 @@ VARIABLES: tuple[Variable, ...] = (
         _text,
     ),
     Variable(
+        "COMMRT_CARRIER",
+        "tcp|gloo",
+        "tcp",
+        "Carries messages between nodes where there is no MPI: connections of "
+        "commrt's own, or torch's gloo.",
+        True,
+        _choice("tcp", "gloo"),
+    ),
+    Variable(
         "COMMRT_KERNEL_CACHE",
         "path",
         None,

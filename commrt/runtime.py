@@ -17,7 +17,7 @@ from commrt.bootstrap import Bootstrap, connect
 from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
-from commrt.gloo.relay import close_relays
+from commrt.gloo import relay as gloo_relay
 from commrt.growing import join
 from commrt.job.abort import install_excepthook, limit_finalize
 from commrt.job.chaos import wanted_chaos
@@ -26,6 +26,7 @@ from commrt.job.last_messages import take_last_messages
 from commrt.job.world import World, connect_world, end_of_process, progress_mode
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
+from commrt.tcp import relay as tcp_relay
 from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.limits import deadline_after
 
@@ -296,7 +297,8 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
-    close_relays()
+    gloo_relay.close_relays()
+    tcp_relay.close_relays()
     close_inquiries()
     end_of_process(engine)
     if drained and world is not None:

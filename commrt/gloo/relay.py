@@ -59,6 +59,9 @@ class GlooRelay:
         liveness: is told which peers are lost, and which leave.
     """
 
+    is_staged = True
+    """Messages are copied into frames, and out of them."""
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -95,15 +95,15 @@ SendRecv = Callable[..., Any]
 
 
 def measure_between_nodes(
-    world: World, sendrecv: SendRecv, native: Any
+    world: World, sendrecv: SendRecv, native: Any, *, is_staged: bool = True
 ) -> BetweenNodes:
-    """Return the cost of messages that gloo carries, the slowest there are.
+    """Return the cost of messages to other nodes without MPI, the slowest there are.
 
     Collective over all ranks of the job. The first ranks of the nodes send in a ring,
     all at once: a few short messages and some of a mebibyte each; then all ranks run a
     short collective of gloo's. That takes some milliseconds in all. A rank counts the
     median of its short messages and the best of its long ones; the worst rank counts
-    for all.
+    for all. ``is_staged``: whether the relay copies messages on both sides.
     """
     everybody = range(world.size)
     # A rank that is still on its way here would be measured, too.
@@ -111,7 +111,8 @@ def measure_between_nodes(
     mine = {"native": _native_us(native, world)}
     mine |= message_costs(world, sendrecv, _LONG_NBYTES)
     worst = worst_of(world, "between/us", mine)
-    return BetweenNodes(worst["alpha"], worst["beta"], worst["native"])
+    costs = worst["alpha"], worst["beta"], worst["native"]
+    return BetweenNodes(*costs, is_staged=is_staged)
 
 
 def message_costs(

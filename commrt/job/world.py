@@ -47,6 +47,8 @@ from commrt.select.model import BetweenNodes, MpiBetweenNodes
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
+from commrt.tcp.connecting import connect_ranks
+from commrt.tcp.relay import TcpRelay
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,7 +90,7 @@ class World:
     """Largest MPI tag."""
     in_process: bool = False
     """True if the ranks are threads of this process."""
-    relay: GlooRelay | None = None
+    relay: GlooRelay | TcpRelay | None = None
     """Carries messages between nodes where there is no MPI."""
     inquiries: Inquiries | None = None
     """Asks ranks of other nodes what they do, where MPI carries messages there."""
@@ -225,7 +227,7 @@ class World:
     def attach_other_nodes(
         self, group: _native.Group, ranks: list[int], tag: int
     ) -> None:
-        """Let messages of a group to other nodes go by MPI, or by gloo."""
+        """Let messages of a group to other nodes go by MPI, or by the relay."""
         if self.relay is not None:
             group.attach_relay(self.relay.native, tag, ranks)
         elif self.mpi is not None:
@@ -419,8 +421,8 @@ def connect_world(
     return world
 
 
-def _relay(world: World) -> tuple[GlooRelay, str]:
-    """Connect the nodes by gloo, and return this rank's address; collective."""
+def _relay(world: World) -> tuple[GlooRelay | TcpRelay, str]:
+    """Connect the nodes, and return this rank's address for gloo; collective."""
     private_store = getattr(world.bootstrap, "private_store", None)
     if private_store is None:
         raise BackendError(
@@ -434,9 +436,12 @@ def _relay(world: World) -> tuple[GlooRelay, str]:
     own, limit_s = own_addresses(), world.timeout_s
     said = world.bootstrap.exchange(range(world.size), "gloo", own, limit_s)
     address = chosen_address(own, said)
-    store = private_store("gloo")
     assert world.liveness is not None
     liveness = world.liveness.native
+    if env.read_str("COMMRT_CARRIER") == "tcp":
+        sockets = connect_ranks(world.bootstrap, away, limit_s)
+        return TcpRelay(world.rank, world.size, sockets, liveness), address
+    store = private_store("gloo")
     everybody = range(world.size)
     made = ConnectionsMade()
     group = connect_group(store, everybody, world.bootstrap, limit_s, address)

@@ -65,7 +65,7 @@ _CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
 
 @dataclass(frozen=True)
 class BetweenNodes:
-    """Cost of messages by gloo, as ranks measure it when they meet."""
+    """Cost of messages without MPI, as ranks measure it when they meet."""
 
     alpha_us: float
     """Time of a short message, from the call that sends it to the one that receives
@@ -75,6 +75,9 @@ class BetweenNodes:
     native_us: float
     """Time of a message within gloo's own collectives; their start counts as one
     more."""
+    is_staged: bool = True
+    """Whether messages of schedules are copied on both sides, as where gloo carries
+    them."""
 
 
 Points = tuple[tuple[int, float], ...]

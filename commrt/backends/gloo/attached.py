@@ -55,12 +55,15 @@ class AttachedGloo(Attached):
             self._lease = lender.lend(group.world_ranks, group.identity, 0, timeout_s)
 
     def measure(self) -> None:
-        """Measure messages of gloo between the nodes; once in a job."""
+        """Measure messages between the nodes; once in a job."""
         world = self.group.world
         if world.gloo_groups is None or world.between_nodes is not None:
             return
         native = None if self._lease is None else self._lease.lent.group
-        world.between_nodes = measure_between_nodes(world, self.beside.sendrecv, native)
+        assert world.relay is not None
+        world.between_nodes = measure_between_nodes(
+            *(world, self.beside.sendrecv, native), is_staged=world.relay.is_staged
+        )
 
     def close(self, *, may_call: bool = True) -> None:
         """Let other communicators of the same ranks have it, unless this one failed."""

@@ -3,11 +3,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
 #include "engine/relay.hpp"
 #include "engine/relay_carrier.hpp"
+#include "engine/tcp_links.hpp"
 #include "gil.hpp"
 
 namespace nb = nanobind;
@@ -78,6 +80,22 @@ void bind_relay(nb::module_& m) {
            "Reason why a peer is lost, or empty.")
       .def("leave", &Relay::leave, nb::call_guard<ReleasedGil>(),
            "Tell all peers that this was all.");
+
+  nb::class_<TcpLinks>(m, "TcpLinks", "Carries a relay's frames by TCP.")
+      .def(nb::new_([](std::shared_ptr<Relay> relay,
+                       const std::vector<std::tuple<int, int, int>>& sockets) {
+             std::vector<TcpLinks::Sockets> all;
+             for (const auto& [peer, frames, payloads] : sockets) {
+               all.push_back({peer, {frames, payloads}});
+             }
+             auto made = std::make_shared<TcpLinks>(*relay, all);
+             relay->be_sent_by(made);
+             return made;
+           }), nb::arg("relay"), nb::arg("sockets"),
+           "Take over connected sockets: for each rank its number, the descriptor for frames, and that "
+           "for payloads.")
+      .def_prop_ro("num_open", &TcpLinks::num_open, "Connections that have not ended.")
+      .def("stop", &TcpLinks::stop, nb::call_guard<ReleasedGil>(), "End all connections at once.");
 
   nb::class_<RelayCarrier>(m, "RelayCarrier", "Gives a relay's frames to gloo.")
       .def(nb::init<std::shared_ptr<Relay>, nb::object, nb::object, nb::object, nb::object,

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "engine/relay.hpp"
+#include "engine/tcp_poller.hpp"
 
 namespace commrt {
 
@@ -38,19 +39,23 @@ void Backoff::reset() {
 
 bool Backoff::pause(double until_s, bool looked) {
   ++count_;
-  if (count_ <= spins_) {
+  // Each look then asks the kernel, which wakes who sleeps.
+  constexpr int kLooksAtKernel = 64;
+  const bool asks_kernel = sleeps_soon_ && TcpPoller::is_used();
+  if (count_ <= (asks_kernel ? std::min(spins_, kLooksAtKernel) : spins_)) {
     relax();
     return false;
   }
   constexpr int kYields = 20000, kYieldsForNeighbors = 20, kYieldsBetweenClocks = 32;
   int yields = kYields;
   // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
+  const int spins = asks_kernel ? std::min(spins_, kLooksAtKernel) : spins_;
   if (sleeps_soon_) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
-  const bool looks_at_clock = count_ % kYieldsBetweenClocks == 0 || count_ > spins_ + yields;
+  const bool looks_at_clock = count_ % kYieldsBetweenClocks == 0 || count_ > spins + yields;
   const double now = looks_at_clock || since_s_ == 0 ? now_s() : 0;
   if (since_s_ == 0) since_s_ = idle_since(now);
   const bool is_patient = !looks_at_clock || now - since_s_ < patience_s_;
-  if (is_patient && count_ <= spins_ + yields) {
+  if (is_patient && count_ <= spins + yields) {
     sched_yield();
     return false;
   }

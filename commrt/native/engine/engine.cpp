@@ -6,6 +6,7 @@
 #include "engine/device_work.hpp"
 #include "engine/mpi_turn.hpp"
 #include "engine/relay.hpp"
+#include "engine/tcp_poller.hpp"
 #include "engine/stand_ins.hpp"
 
 #include <pthread.h>
@@ -175,6 +176,7 @@ void Engine::leave_mpi() {
 
 bool Engine::step_locked(uint64_t limit) {
   const MpiTurn turn(mpi_device_);
+  if (TcpPoller::is_used() && Relay::is_awaited()) TcpPoller::instance().poll();
   if (closely_.load(std::memory_order_relaxed)) {
     closely_.store(false, std::memory_order_relaxed);
     for (Comm* comm : comms_) comm->look_closely();

@@ -41,46 +41,12 @@ Texts& texts() {
   return *all;
 }
 
-// Threads that wait for messages sleep here.
-struct Changes {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::atomic<uint64_t> count{1};
-  std::atomic<int> sleepers{0};
-
-  void tell() {
-    // The order is one with that of a sleeper's two steps: the sleeper is counted, or sees the new
-    // count.
-    count.fetch_add(1, std::memory_order_seq_cst);
-    Engine::ring_all();  // those who have waited for longer
-    if (sleepers.load(std::memory_order_seq_cst) == 0) return;
-    // The mutex is not held while others are woken, as they would only wait for it.
-    { const std::lock_guard<std::mutex> lock(mutex); }
-    changed.notify_all();
-  }
-  void wait(uint64_t& seen, std::chrono::microseconds most) {
-    sleepers.fetch_add(1, std::memory_order_seq_cst);
-    {
-      std::unique_lock<std::mutex> lock(mutex);
-      changed.wait_for(lock, most,
-                       [&] { return count.load(std::memory_order_seq_cst) != seen; });
-    }
-    sleepers.fetch_sub(1, std::memory_order_relaxed);
-    seen = count.load(std::memory_order_acquire);
-  }
-};
-
-Changes& changes() {
-  static Changes* const all = new Changes;  // threads may wait until the process has ended
-  return *all;
-}
-
 }  // namespace
 
 void Relay::Request::end(int with) {
   code = with;
-  done.store(true, std::memory_order_release);
-  changes().tell();
+  if (!done.exchange(true, std::memory_order_release)) num_open.fetch_sub(1);
+  tell();
 }
 
 namespace {
@@ -108,6 +74,7 @@ Relay::Relay(int rank, int size)
 }
 
 Relay::~Relay() {
+  if (sender_ != nullptr) sender_->stop();  // before what it uses is gone
   if (liveness_ != nullptr) liveness_->tell_by(nullptr);
   const std::lock_guard<std::mutex> lock(relays().mutex);
   auto& all = relays().all;
@@ -120,16 +87,8 @@ void Relay::add_due(int more) {
   relays().num_due_calls.fetch_add(more, std::memory_order_relaxed);
   relays().num_due.fetch_add(more, std::memory_order_relaxed);
 }
-void Relay::tell() { changes().tell(); }
 void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_order_relaxed); }
 bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
-
-void Relay::wait_for_change(uint64_t& seen) {
-  // A thread that wakes for nothing is the last to get the core when there is something to do.
-  constexpr int kForNeighbors_us = 50, kOtherwise_us = 1000;
-  changes().wait(seen, std::chrono::microseconds(expects_neighbors() ? kForNeighbors_us
-                                                                     : kOtherwise_us));
-}
 
 void Relay::order() {
   const std::lock_guard<std::mutex> lock(relays().mutex);
@@ -156,6 +115,7 @@ void Relay::look(Peer& peer) {
 }
 
 void Relay::push(Peer& peer, Outgoing&& what) {
+  if (has_sender_.load(std::memory_order_relaxed)) return push_to_stream(peer, std::move(what));
   peer.queue.push_back(std::move(what));
   if (most_leaving_ == 0) {
     peer.changed.notify_one();
@@ -317,7 +277,7 @@ void Relay::take_message(Peer& peer, int tag, Incoming&& message) {
     }
     peer.unexpected[tag].push_back(std::move(message));
     peer.num_unexpected.fetch_add(1, std::memory_order_release);
-    changes().tell();
+    tell();
     return;
   }
   Request* request = it->second.front();
@@ -353,6 +313,7 @@ Relay::Then Relay::arrived(int number, const unsigned char* bytes, uint64_t nbyt
     message.in_frame = bytes + sizeof frame;
   }
   Peer& peer = peer_of(number);
+  const SendAtEnd sending(*this, number);
   const std::lock_guard<std::mutex> lock(mutex_);
   switch (frame.kind) {
     case FrameKind::Message:
@@ -423,6 +384,7 @@ void Relay::answer_ask(Peer& peer, const Frame& ask) {
 
 uint64_t Relay::ask(int number, int tag, int about) {
   Peer& peer = peer_of(number);
+  const SendAtEnd sending(*this, number);
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t question = ++questions_;
   if (peer.failure != 0 || peer.said_bye) {
@@ -454,6 +416,7 @@ std::string Relay::failure_of(int number) const {
 
 std::unique_ptr<Relay::Request> Relay::make_request(int peer, int tag, uint64_t nbytes) {
   auto made = std::make_unique<Request>();
+  Request::num_open.fetch_add(1);
   made->owner = this;
   made->peer = peer;
   made->tag = tag;
@@ -471,6 +434,7 @@ int Relay::why_no_send(const Peer& peer, int number) const {
 
 int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request) {
   Peer& peer = peer_of(number);
+  const SendAtEnd sending(*this, number);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const int code = why_no_send(peer, number); code != 0) return code;
   *request = make_request(number, tag, static_cast<uint64_t>(nbytes)).release();
@@ -492,6 +456,7 @@ int Relay::isend(const void* data, int nbytes, int number, int tag, Request** re
 
 int Relay::irecv(void* data, int nbytes, int number, int tag, Request** request) {
   Peer& peer = peer_of(number);
+  const SendAtEnd sending(*this, number);
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = peer.unexpected.find(tag);
   if (it == peer.unexpected.end() && peer.failure != 0) return peer.failure;
@@ -542,7 +507,9 @@ int Relay::expect(void* data, uint64_t nbytes, int number, uint64_t* where, Requ
   if (peer.failure != 0) return peer.failure;
   *where = next_where(peer);
   *request = make_request(number, 0, nbytes).release();
+  (*request)->data = static_cast<unsigned char*>(data);
   peer.landing.emplace(*where, Landing{*request, nullptr});
+  if (has_sender_.load(std::memory_order_relaxed)) return 0;  // a stream needs no word of it
   Outgoing one;
   one.frame = {FrameKind::Expect, 0, nbytes, 0, *where};
   one.landing = data;
@@ -553,6 +520,7 @@ int Relay::expect(void* data, uint64_t nbytes, int number, uint64_t* where, Requ
 int Relay::deliver(const void* data, uint64_t nbytes, int number, uint64_t where,
                    Request** request) {
   Peer& peer = peer_of(number);
+  const SendAtEnd sending(*this, number);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const int code = why_no_send(peer, number); code != 0) return code;
   *request = make_request(number, 0, nbytes).release();

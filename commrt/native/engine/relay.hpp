@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The relay sends messages to other nodes where there is no MPI; gloo carries them
-// (commrt/gloo/relay.py). It does what MPI would do: it matches messages by rank and tag, in
+// The relay sends messages to other nodes where there is no MPI. Connections of its own carry them
+// (tcp_links.hpp), or gloo (commrt/gloo/relay.py). It does what MPI would do: it matches messages by rank and tag, in
 // order, and offers requests to poll. The engine calls it as it calls MPI, by a table of functions
 // (relay_api), under its lock and without the GIL; so the relay never waits for Python.
 //
@@ -18,9 +18,13 @@
 //   Gone:     the process of this rank, of the sender's node, has ended
 //   Bye:      the sender's last frame
 //
-// For each peer, one thread receives frames (arrived, landed). Any thread that has the GIL anyway
-// sends frames: it calls, waits or receives (relay_carrier.hpp). A second thread for each peer
-// sends what the progress thread leaves, and waits until gloo no longer needs the sent memory.
+// By connections of its own a payload follows its frame in a stream. There are two streams to each
+// rank: long payloads have one of their own, so that what is short need not wait behind them. Any
+// thread sends, and whoever waits receives.
+// By gloo a payload comes before its frame. For each peer, one thread receives frames (arrived,
+// landed). Any thread that has the GIL anyway sends frames: it calls, waits or receives
+// (relay_carrier.hpp). A second thread for each peer sends what the progress thread leaves, and
+// waits until gloo no longer needs the sent memory.
 #pragma once
 
 #include <atomic>
@@ -63,6 +67,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
     int peer = 0, tag = 0;
 
     void end(int with = 0);
+    static std::atomic<int> num_open;  // that have not ended
   };
 
   // The next work of the thread that sends to a peer.
@@ -80,6 +85,37 @@ class Relay : public std::enable_shared_from_this<Relay> {
   using Then = int64_t;
   static constexpr Then kNext = 0, kEnd = -1;
 
+  // The streams to a peer: that of payloads that both sides have agreed upon, and that of the rest.
+  enum class Lane : size_t { Frames, Payloads };
+  static constexpr size_t kLanes = 2;
+
+  // Sends frames as soon as there are any. Called without the relay's lock.
+  class Sender {
+   public:
+    virtual ~Sender() = default;
+    virtual void send(int peer, Lane lane) = 0;
+    // A peer is lost: it is told so, if it still is there.
+    virtual void drop(int peer) = 0;
+    // Nothing is sent or received after this.
+    virtual void stop() = 0;
+  };
+  // The next frame for a stream, and what follows it there.
+  struct Parts {
+    unsigned char head[kHeaderNbytes];
+    const void* body = nullptr;
+    uint64_t nbytes = 0;         // of the body
+    Request* request = nullptr;  // ends once its body is not needed any more
+    bool is_payload = false;     // its end is told by `sent`
+    bool ends = false;           // nothing ever again
+    std::shared_ptr<const RankState> state;  // keeps the body
+  };
+  // Memory for what follows a frame in a stream.
+  struct Body {
+    void* to = nullptr;
+    uint64_t nbytes = 0;  // 0: nothing follows
+    bool ends = false;    // nothing ever again
+  };
+
   Relay(int rank, int size);
   ~Relay();
   Relay(const Relay&) = delete;
@@ -91,6 +127,20 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // The oldest payload that has been taken has left.
   void sent(int peer);
 
+  // -- for streams --
+  // From now on, `sender` sends all frames.
+  void be_sent_by(std::shared_ptr<Sender> sender);
+  // Takes the next frame. `first`: false if nobody else sends, and then the caller does, until
+  // there is none. Nobody does after that.
+  bool take_parts(int peer, Lane lane, Parts& parts, bool first);
+  // A frame has come. What follows it goes to the memory that this returns.
+  Body head_arrived(int peer, Lane lane, const unsigned char* head);
+  // All of that is there.
+  void body_arrived(int peer, Lane lane);
+  // True while something is to come from other nodes, or to leave.
+  static bool is_awaited();
+
+  // -- for gloo --
   // From now on, frames are taken by `take`. At most `most` of them may be on their way.
   void be_carried(int most);
   // True if this thread is to send to a peer: there are frames, there is room, and nobody else
@@ -189,8 +239,30 @@ class Relay : public std::enable_shared_from_this<Relay> {
     Request* request;
     std::unique_ptr<unsigned char[]> nowhere;  // what is too long for its receive comes here
   };
+  struct Coming {  // what follows a frame in a stream
+    Frame frame;
+    Request* request = nullptr;
+    std::unique_ptr<unsigned char[]> bytes;
+  };
+  // Sends to a peer, once the lock is free again: to be made before it is locked.
+  class SendAtEnd {
+   public:
+    SendAtEnd(Relay& relay, int peer) : relay_(relay), peer_(peer) {}
+    ~SendAtEnd() { relay_.send(peer_); }
+    SendAtEnd(const SendAtEnd&) = delete;
+    SendAtEnd& operator=(const SendAtEnd&) = delete;
+
+   private:
+    Relay& relay_;
+    const int peer_;
+  };
   struct Peer {
     std::deque<Outgoing> queue;
+    std::deque<Outgoing> payloads;  // of a stream of their own
+    bool sends_payload = false;     // somebody does
+    Coming coming;
+    uint64_t landing_now = 0;  // the payload that comes; of the thread that receives
+    size_t num_ended = 0;      // streams from there; of that thread, too
     std::condition_variable changed;
     std::deque<Request*> leaving;  // of payloads, between next or take and sent
     int num_leaving = 0;           // frames, between take and frame_left
@@ -215,6 +287,8 @@ class Relay : public std::enable_shared_from_this<Relay> {
 
   Peer& peer_of(int peer) { return peers_[static_cast<size_t>(peer)]; }
   void push(Peer& peer, Outgoing&& what);
+  void push_to_stream(Peer& peer, Outgoing&& what);
+  void send(int peer);
   Todo write_frame(Peer& peer, unsigned char* frame);
   void look(Peer& peer);
   void match(Peer& peer, Request* request, Incoming&& message);
@@ -225,6 +299,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
   static int code_of(const std::string& text);
   void end_receives(Peer& peer, int code);
   void see_leave(int number);
+  void push_last();
   void answer_ask(Peer& peer, const Frame& ask);
   void hear_of_gone(int number, uint64_t rank);
   void tell_gone(int rank);
@@ -239,6 +314,8 @@ class Relay : public std::enable_shared_from_this<Relay> {
   std::unordered_map<uint64_t, Answer> answers_;  // by question
   uint64_t questions_ = 0;
   int most_leaving_ = 0;  // of frames; 0: a thread takes them by `next`
+  std::shared_ptr<Sender> sender_;
+  std::atomic<bool> has_sender_{false};
   std::vector<Peer> peers_;
 };
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "engine/relay.hpp"
+#include "engine/tcp_poller.hpp"
 
 namespace commrt {
 
@@ -28,7 +29,10 @@ int relay_irecv(void* data, int nbytes, Handle, int peer, int tag, Handle comm, 
 }
 
 int relay_iprobe(int peer, int tag, Handle comm, int* flag, void* status) {
-  return relay_of(comm)->iprobe(peer, tag, flag, &static_cast<Status*>(status)->count);
+  int* const count = &static_cast<Status*>(status)->count;
+  const int code = relay_of(comm)->iprobe(peer, tag, flag, count);
+  if (code != 0 || *flag || !TcpPoller::is_used() || !TcpPoller::instance().poll()) return code;
+  return relay_of(comm)->iprobe(peer, tag, flag, count);
 }
 
 int relay_expect(void* data, uint64_t nbytes, int peer, Handle comm, uint64_t* where,

@@ -24,6 +24,7 @@ void Relay::end_receives(Peer& peer, int code) {
 void Relay::lost(int number, const std::string& why, const std::string& error) {
   // First: whoever sees a request end asks it for the reason.
   if (liveness_ != nullptr) liveness_->note_cut(number, error.empty() ? why : error);
+  if (has_sender_.load(std::memory_order_acquire)) sender_->drop(number);
   Peer& peer = peer_of(number);
   const int code = code_of(why);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -37,6 +38,12 @@ void Relay::lost(int number, const std::string& why, const std::string& error) {
     if (is_send) one.request->end(code);
   }
   peer.queue.clear();
+  for (Outgoing& one : peer.payloads) {
+    if (one.request != nullptr) one.request->end(code);
+  }
+  peer.payloads.clear();
+  if (peer.coming.request != nullptr) peer.coming.request->end(code);
+  peer.coming = {};
   for (Request* request : peer.leaving) request->end(code);
   peer.leaving.clear();
   look(peer);
@@ -61,6 +68,11 @@ void Relay::see_leave(int number) {
 }
 
 void Relay::leave() {
+  push_last();
+  for (int peer = 0; peer < size(); ++peer) send(peer);
+}
+
+void Relay::push_last() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     Peer& one = peers_[peer];
@@ -92,11 +104,11 @@ void Relay::ask_for_dumps() { tell_others({FrameKind::Dump, 0, 0, 0, 0}, rank_);
 
 // To all ranks of other nodes, but one.
 void Relay::tell_others(const Frame& frame, int but) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t peer = 0; peer < peers_.size(); ++peer) {
-    Peer& one = peers_[peer];
-    const int number = static_cast<int>(peer);
+  for (int number = 0; number < size(); ++number) {
+    Peer& one = peer_of(number);
     if (number == rank_ || number == but || !one.is_away) continue;
+    const SendAtEnd sending(*this, number);
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (one.said_bye || one.failure != 0) continue;
     Outgoing out;
     out.frame = frame;

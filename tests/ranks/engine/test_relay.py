@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import run_cases, sample
 from relay_by_hand import RanksByHand
+from relay_by_tcp import CARRIERS
 from relay_ranks import RelayRanks
 
 from commrt.bootstrap.base import poll_until
@@ -28,9 +29,12 @@ COLLECTIVES = (
 EAGER_NBYTES, WINDOW_NBYTES = (256 << 10) + 4096, 16 << 20
 
 
+@pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=str)
-def test_collectives_cross_nodes(nodes: list[list[int]], seed: int) -> None:
-    with RelayRanks(nodes) as ranks:
+def test_collectives_cross_nodes(
+    relayed: type[RelayRanks], nodes: list[list[int]], seed: int
+) -> None:
+    with relayed(nodes) as ranks:
         size = len(ranks.comms)
 
         def run(comm: Any) -> list[Any]:
@@ -43,9 +47,12 @@ def test_collectives_cross_nodes(nodes: list[list[int]], seed: int) -> None:
         assert ranks.each(run) == [[]] * size
 
 
+@pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("number", [1, 2000, 400_000])
-def test_a_message_of_another_call_is_a_mismatch(number: int) -> None:
-    with RelayRanks([[0], [1]]) as ranks:
+def test_a_message_of_another_call_is_a_mismatch(
+    relayed: type[RelayRanks], number: int
+) -> None:
+    with relayed([[0], [1]]) as ranks:
 
         def run(comm: Any) -> str:
             op = "sum" if comm.rank == 0 else "max"
@@ -64,10 +71,11 @@ def test_a_message_of_another_call_is_a_mismatch(number: int) -> None:
             assert found[finder] in text, (rank, text)
 
 
+@pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("coll", COLLECTIVES)
-def test_two_levels_and_long_vectors(coll: str) -> None:
+def test_two_levels_and_long_vectors(relayed: type[RelayRanks], coll: str) -> None:
     count = 400_004
-    with RelayRanks([[0, 1], [2, 3]]) as ranks:
+    with relayed([[0, 1], [2, 3]]) as ranks:
 
         def run(comm: Any) -> Any:
             x = np.arange(count) % 13.0 + comm.rank
@@ -81,10 +89,11 @@ def test_two_levels_and_long_vectors(coll: str) -> None:
             assert two_level == direct
 
 
-def test_messages_of_all_lengths_keep_their_order() -> None:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_messages_of_all_lengths_keep_their_order(relayed: type[RelayRanks]) -> None:
     """Short ones overtake no long one, though these wait for their receives."""
     lengths = [0, 1, EAGER_NBYTES - 32, EAGER_NBYTES, EAGER_NBYTES + 1, 3_000_001, 5]
-    with RelayRanks([[0], [1]]) as ranks:
+    with relayed([[0], [1]]) as ranks:
 
         def run(comm: Any) -> list[bool]:
             peer = 1 - comm.rank
@@ -101,11 +110,12 @@ def test_messages_of_all_lengths_keep_their_order() -> None:
         assert ranks.each(run) == [[True] * len(lengths)] * 2
 
 
-def test_what_nobody_receives_waits_at_its_sender() -> None:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_what_nobody_receives_waits_at_its_sender(relayed: type[RelayRanks]) -> None:
     """A root that is far ahead fills no memory of who is behind."""
     count, turns = EAGER_NBYTES // 8, 3 * WINDOW_NBYTES // EAGER_NBYTES
     ahead = threading.Event()
-    with RelayRanks([[0], [1]]) as ranks:
+    with relayed([[0], [1]]) as ranks:
 
         def run(comm: Any) -> int:
             if comm.rank == 1:
@@ -125,9 +135,12 @@ def test_what_nobody_receives_waits_at_its_sender() -> None:
         assert right == turns
 
 
-def test_a_longer_message_than_its_receive_is_an_error() -> None:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_a_longer_message_than_its_receive_is_an_error(
+    relayed: type[RelayRanks],
+) -> None:
     for count in (1000, 1_000_000):
-        with RelayRanks([[0], [1]]) as ranks:
+        with relayed([[0], [1]]) as ranks:
 
             def run(comm: Any, count: int = count) -> str:
                 x = np.zeros(count + comm.rank * 10)
@@ -139,8 +152,9 @@ def test_a_longer_message_than_its_receive_is_an_error() -> None:
             assert any("another length" in text for text in said)
 
 
-def test_who_is_missing_is_asked_on_other_nodes() -> None:
-    with RelayRanks([[0, 1], [2], [3]], timeout_s=0.3) as ranks:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_who_is_missing_is_asked_on_other_nodes(relayed: type[RelayRanks]) -> None:
+    with relayed([[0, 1], [2], [3]], timeout_s=0.3) as ranks:
         xs = [np.ones(5) for _ in range(4)]
         wanted = "rank 1 on this node has not started it; ranks 2, 3 elsewhere have not"
         with pytest.raises(TimeoutError_, match=wanted) as raised:
@@ -158,8 +172,9 @@ def test_who_is_missing_is_asked_on_other_nodes() -> None:
         assert all(x.tolist() == [4.0] * 5 for x in xs)
 
 
-def test_the_table_has_what_ranks_of_other_nodes_do() -> None:
-    with RelayRanks([[0], [1], [2, 3]], timeout_s=300) as ranks:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_the_table_has_what_ranks_of_other_nodes_do(relayed: type[RelayRanks]) -> None:
+    with relayed([[0], [1], [2, 3]], timeout_s=300) as ranks:
         ranks.each(lambda comm: comm.barrier())
         first, second, third, _ = ranks.comms
         begun = [third.allreduce(np.ones(5), nonblocking=True)]
@@ -200,8 +215,11 @@ def test_the_table_has_what_ranks_of_other_nodes_do() -> None:
             pass
 
 
-def test_a_lost_peer_ends_what_needs_it_and_nothing_else() -> None:
-    with RelayRanks([[0], [1], [2]]) as ranks:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_a_lost_peer_ends_what_needs_it_and_nothing_else(
+    relayed: type[RelayRanks],
+) -> None:
+    with relayed([[0], [1], [2]]) as ranks:
         pairs = ranks.each(lambda comm: comm.split(comm.rank % 2))
         first, _, third = ranks.comms
         out = np.zeros(3)
@@ -222,8 +240,9 @@ def test_a_lost_peer_ends_what_needs_it_and_nothing_else() -> None:
         core_of(third).give_up("the test ends")
 
 
-def test_who_has_left_takes_no_more_messages() -> None:
-    with RelayRanks([[0], [1]]) as ranks:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_who_has_left_takes_no_more_messages(relayed: type[RelayRanks]) -> None:
+    with relayed([[0], [1]]) as ranks:
         first, second = ranks.comms
         x = np.arange(3.0)
         sent = first.send(x, dest=1, nonblocking=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from relay_by_tcp import CARRIERS
 from relay_ranks import RelayRanks
 
 from commrt import _native
@@ -59,10 +60,13 @@ def test_the_first_word_on_a_rank_stays() -> None:
     assert liveness.how(1) == "process 2 on b has ended, or has closed its connection"
 
 
+@pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_all_ranks_name_who_was_lost(nodes: list[list[int]]) -> None:
+def test_all_ranks_name_who_was_lost(
+    relayed: type[RelayRanks], nodes: list[list[int]]
+) -> None:
     """Those of its own node, too, which have no connection to it."""
-    with RelayRanks(nodes) as ranks:
+    with relayed(nodes) as ranks:
         size, dies = len(ranks.comms), nodes[-1][-1]
         host = len(nodes) - 1
 
@@ -81,6 +85,7 @@ def test_all_ranks_name_who_was_lost(nodes: list[list[int]]) -> None:
         core_of(ranks.comms[dies]).give_up("the test ends")
 
 
+@pytest.mark.parametrize("relayed", CARRIERS)
 @pytest.mark.parametrize(
     "call",
     [
@@ -94,8 +99,10 @@ def test_all_ranks_name_who_was_lost(nodes: list[list[int]]) -> None:
     ids=["allreduce", "split", "dup", "bcast_object", "recv", "probe"],
 )
 @pytest.mark.full(sample=3)
-def test_a_death_that_only_a_rank_of_the_node_knows_of(call: Any) -> None:
-    with RelayRanks([[0, 1], [2]]) as ranks:
+def test_a_death_that_only_a_rank_of_the_node_knows_of(
+    relayed: type[RelayRanks], call: Any
+) -> None:
+    with relayed([[0, 1], [2]]) as ranks:
         first, second, third = ranks.comms
         ranks.relays[0].native.lost(2, CLOSED)
         with pytest.raises(PeerFailedError, match="rank 2 has died"):
@@ -106,8 +113,9 @@ def test_a_death_that_only_a_rank_of_the_node_knows_of(call: Any) -> None:
         core_of(third).give_up("the test ends")
 
 
-def test_who_lost_a_rank_tells_those_that_reach_it() -> None:
-    with RelayRanks([[0], [1], [2]]) as ranks:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_who_lost_a_rank_tells_those_that_reach_it(relayed: type[RelayRanks]) -> None:
+    with relayed([[0], [1], [2]]) as ranks:
         first, second, third = ranks.comms
         out = np.zeros(3)
         waiting = second.recv(out, source=0, nonblocking=True)
@@ -126,8 +134,11 @@ def test_who_lost_a_rank_tells_those_that_reach_it() -> None:
         core_of(third).give_up("the test ends")
 
 
-def test_a_rank_that_leaves_fails_what_needs_it_and_nothing_else() -> None:
-    with RelayRanks([[0], [1], [2]]) as ranks:
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_a_rank_that_leaves_fails_what_needs_it_and_nothing_else(
+    relayed: type[RelayRanks],
+) -> None:
+    with relayed([[0], [1], [2]]) as ranks:
         xs = [np.full(5, float(rank)) for rank in range(3)]
         done = [
             comm.bcast(x, root=2, nonblocking=True)

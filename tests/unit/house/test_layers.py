@@ -14,7 +14,10 @@ from parsed_sources import ROOT, parsed
 LAYERS = (
     ("errors", "env", "files", "called_by_engine", "version", "vocabulary"),
     ("_native",),
-    ("mpi", "launch", "bootstrap", "gloo", "kernels", "devices", "nccl", "arrays"),
+    (
+        *("mpi", "launch", "bootstrap", "gloo", "tcp"),
+        *("kernels", "devices", "nccl", "arrays"),
+    ),
     ("schedule",),
     ("algorithms", "select"),
     ("planning", "job"),

@@ -804,6 +804,10 @@ class Group:
 
     @property
     def idle(self) -> bool: ...
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it has ended because a message did not fit its checksum."""
+
     def keep_plan(
         self, family: PlanFamily, count: int, counts: Sequence[int], plan: Plan
     ) -> None:

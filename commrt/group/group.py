@@ -384,6 +384,8 @@ class Group(_native.Group):
         if self.failure:
             if self.calls_differ:
                 raise MismatchError(self.failure)
+            if self.is_damaged:
+                raise IntegrityError(f"{self.failure}: {self.remedy} on all ranks")
             if self.failed_by_death:
                 raise PeerFailedError(
                     f"{self.name} cannot be used any more, because {self.failure}: "

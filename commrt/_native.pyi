@@ -758,8 +758,8 @@ class Group:
     def call_check(self, arg: CallCheck | None, /) -> None: ...
     @property
     def calls_differ(self) -> bool:
-        """Whether it has ended because its ranks made different calls; `failure` says
-        which.
+        """Whether it has ended because its ranks called differently, as `failure`
+        says.
         """
 
     @property

@@ -221,15 +221,13 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("failure", [](const Group& g) {
         return g.comm->broken.load(std::memory_order_acquire) ? g.comm->failure : std::string();
       })
-      .def_prop_ro("failed_by_death", [](const Group& g) {
-        return g.comm->broken.load(std::memory_order_acquire) && g.comm->failed_by_death;
-      })
-      .def_prop_ro("calls_differ", [](const Group& g) {
-        return g.comm->broken.load(std::memory_order_acquire) && g.comm->calls_differ;
-      }, "Whether it has ended because its ranks made different calls; `failure` says which.")
-      .def_prop_ro("is_damaged", [](const Group& g) {
-        return g.comm->broken.load(std::memory_order_acquire) && g.comm->is_damaged;
-      }, "Whether it has ended because a message did not fit its checksum.")
+      .def_prop_ro("failed_by_death",
+                   [](const Group& g) { return g.comm->broken && g.comm->failed_by_death; })
+      .def_prop_ro("calls_differ",
+                   [](const Group& g) { return g.comm->broken && g.comm->calls_differ; },
+                   "Whether it has ended because its ranks called differently, as `failure` says.")
+      .def_prop_ro("is_damaged", [](const Group& g) { return g.comm->broken && g.comm->is_damaged; },
+                   "Whether it has ended because a message did not fit its checksum.")
       .def_rw("_timeout_s", &Group::timeout_s)
       .def_rw("_nan_check", &Group::nan_check)
       .def_rw("_slow", &Group::slow)

@@ -105,7 +105,7 @@ test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, wit
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
-	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.07)
+	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.045)
 
 # What only this torch has. It brings CUDA: 5 GB on disk.
 TORCH_NEWER := torch==2.14.1

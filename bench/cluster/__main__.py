@@ -140,7 +140,7 @@ def _main(args: argparse.Namespace, words: Sequence[str]) -> int:
                 for coll in colls:
                     _compare(args, data, hosts, coll, ways)
     finally:
-        # What was measured before a failure, or Ctrl-C, is kept.
+        # A failure, or Ctrl-C, leaves the times that were measured before it.
         if args.out is not None and data["launches"]:
             write_output(args.out, json.dumps(data))
     print(visible_lines(report(data)), end="")

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native
-from commrt.bootstrap.base import poll_until
+from commrt.tcp.questions import ask_peers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,7 +33,6 @@ _FRAMES = 0
 _AHEAD = 8
 """Receives of frames that are posted at once: gloo's sender waits for a receive."""
 _FOREVER = timedelta(days=365)
-_ANSWER_S = 1.0
 _GRACE_S = 5.0
 """Seconds that the end waits for sent messages to leave, and for peers' last frames."""
 
@@ -108,26 +107,8 @@ class GlooRelay:
     def ask(
         self, abouts: Mapping[int, int], tag: int
     ) -> dict[int, tuple[Any, ...] | None]:
-        """Return what each peer says that a rank does on a communicator.
-
-        ``abouts``: for each peer the rank, itself or another one of its node. The
-        answers are rows as ``_native.rank_states`` has them. An empty one: it knows no
-        such communicator, or has ended. None: it has not answered within a second; its
-        threads answer, whatever its program does.
-        """
-        native = self.native
-        asked = {peer: native.ask(peer, tag, about) for peer, about in abouts.items()}
-        self._carrier.give_all()
-        told: dict[int, tuple[Any, ...] | None] = dict.fromkeys(asked)
-
-        def heard() -> bool:
-            for peer, question in asked.items():
-                if told[peer] is None:
-                    told[peer] = native.answer(question)
-            return None not in told.values()
-
-        poll_until(heard, _ANSWER_S)
-        return told
+        """Return what each peer says that a rank does (``ask_peers``)."""
+        return ask_peers(self.native, abouts, tag, self._carrier.give_all)
 
     def ask_for_dumps(self) -> None:
         """Ask ranks of other nodes to write their last operations; wait for none."""

@@ -18,7 +18,6 @@ from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap, Identities, first_word, with_heed
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
-from commrt.gloo.addresses import chosen_address, own_addresses
 from commrt.gloo.connecting import connect_group
 from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
@@ -47,6 +46,7 @@ from commrt.select.model import BetweenNodes, MpiBetweenNodes
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
+from commrt.tcp.addresses import address_for_gloo, listening_address, own_addresses
 from commrt.tcp.connecting import connect_ranks
 from commrt.tcp.relay import TcpRelay
 
@@ -430,16 +430,17 @@ def _relay(world: World) -> tuple[GlooRelay | TcpRelay, str]:
             f"needs MPI or a torch Store: start them with mpiexec and the extra "
             f"commrt[mpi], or with torchrun"
         )
-    here = world.nodes[world.node_of(world.rank)]
-    away = [rank for rank in range(world.size) if rank not in here]
-    # A rank that comes late is named here; gloo would only say that time is up.
+    node = world.nodes[world.node_of(world.rank)]
+    away = [rank for rank in range(world.size) if rank not in node]
+    # The exchange names a rank that comes late; gloo would only say that time is up.
     own, limit_s = own_addresses(), world.timeout_s
-    said = world.bootstrap.exchange(range(world.size), "gloo", own, limit_s)
-    address = chosen_address(own, said)
+    said = world.bootstrap.exchange(range(world.size), "addresses", own, limit_s)
+    address = address_for_gloo(own, said)
     assert world.liveness is not None
     liveness = world.liveness.native
     if env.read_str("COMMRT_CARRIER") == "tcp":
-        sockets = connect_ranks(world.bootstrap, away, limit_s)
+        here = listening_address(own, said)
+        sockets = connect_ranks(world.bootstrap, away, here, limit_s)
         return TcpRelay(world.rank, world.size, sockets, liveness), address
     store = private_store("gloo")
     everybody = range(world.size)

@@ -76,8 +76,7 @@ class BetweenNodes:
     """Time of a message within gloo's own collectives; their start counts as one
     more."""
     is_staged: bool = True
-    """Whether messages of schedules are copied on both sides, as where gloo carries
-    them."""
+    """Both sides copy messages of schedules, as where gloo carries them."""
 
 
 Points = tuple[tuple[int, float], ...]

@@ -1,72 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses at which ranks of other nodes reach this process."""
+"""The address by which other nodes reach this rank.
+
+A rank takes the address by which it has reached the rendezvous. On the rendezvous' own
+host that may be 127.0.0.1: there it takes the address by which the other ranks have
+reached it. GLOO_SOCKET_IFNAME names another interface.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 
 from commrt.errors import BackendError
 
-__all__ = ["first_address", "is_loopback", "reachable_address"]
+__all__ = ["address_for_gloo", "listening_address", "own_addresses"]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
 _SIOCGIFADDR = 0x8915
-_ANY_PORT = 9  # to ask for a route sends nothing
 
 
-def first_address(environ: Mapping[str, str] | None = None) -> str:
-    """Return the address from which this process reaches the rendezvous of the job.
+def own_addresses() -> bytes:
+    """Return what this rank tells the others for the functions below."""
+    own, rendezvous = _route()
+    return json.dumps({"own": own, "rendezvous": rendezvous}).encode()
 
-    The interface that GLOO_SOCKET_IFNAME names comes first, as with gloo. Without a
-    rendezvous by network it is the address of this host's name.
+
+def listening_address(mine: bytes, said: Sequence[bytes]) -> str:
+    """Return the address at which this rank is to listen.
+
+    Args:
+        mine: what this rank has said, by ``own_addresses``.
+        said: what all ranks have said.
+
+    Raises BackendError where the interface that the user names has no address.
     """
-    environ = os.environ if environ is None else environ
-    if name := environ.get(_INTERFACE, "").split(",")[0].strip():
-        return _address_of_interface(name)
-    towards = environ.get("MASTER_ADDR") or socket.gethostname()
-    return _source_towards(towards) or "127.0.0.1"
+    if name := os.environ.get(_INTERFACE, "").partition(",")[0].strip():
+        return _of_interface(name)
+    own = _of_own_name()
+    # Names of one machine alone, as where it pretends several nodes.
+    is_own = own != "" and _is_of_this_host(own)
+    return _reachable(mine, said) or (own if is_own else "127.0.0.1")
 
 
-def reachable_address(own: str, others: Sequence[str]) -> str:
-    """Return the address that the others can use, once all have told their first ones.
+def address_for_gloo(mine: bytes, said: Sequence[bytes]) -> str:
+    """Return the address that gloo is to take; empty: the one that it chooses itself.
 
-    Some systems give the host's own name an address that only this host can use. Then
-    it is the one from which this process reaches the others.
+    gloo takes the address of the host's own name. Debian and others let that name mean
+    127.0.1.1, which no other host reaches. The arguments are as above.
     """
-    if not is_loopback(own):
+    if os.environ.get(_INTERFACE) or not _is_loopback(_of_own_name()):
+        return ""
+    return _reachable(mine, said)
+
+
+def _reachable(mine: bytes, said: Sequence[bytes]) -> str:
+    """Return an address of this host that other ranks reach, or an empty text."""
+    own: str = json.loads(mine)["own"]
+    if not _is_loopback(own):
         return own
-    elsewhere = [other for other in others if not is_loopback(other)]
-    found = [_source_towards(other) for other in elsewhere]
-    return next((each for each in found if each and not is_loopback(each)), own)
+    for blob in said:
+        address: str = json.loads(blob)["rendezvous"]
+        if not _is_loopback(address) and _is_of_this_host(address):
+            return address
+    return ""
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether only this host can use an address."""
-    return ip_address(address).is_loopback
-
-
-def _source_towards(host: str) -> str | None:
-    """Return the address that packets to a host come from; None: there is no way."""
+def _route() -> tuple[str, str]:
+    """Return this host's address on the way to the rendezvous, and the rendezvous'."""
+    host, port = os.environ.get(_ADDRESS), os.environ.get(_PORT, "")
+    if not host or not port.isdecimal():
+        return "", ""
     try:
-        known = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return probe.getsockname()[0], probe.getpeername()[0]
+    except (OSError, OverflowError, UnicodeError):
+        return "", ""
+
+
+def _of_own_name() -> str:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None)
+        return str(found[0][4][0])
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether other hosts cannot reach an address; an empty one is none."""
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return True
+
+
+def _is_of_this_host(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
     except OSError:
-        return None
-    for family, kind, protocol, _, address in known:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return None
+        return False
+    return True
 
 
-def _address_of_interface(name: str) -> str:
+def _of_interface(name: str) -> str:
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

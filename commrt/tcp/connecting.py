@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, check_alive, poll_until, with_heed
 from commrt.errors import BackendError, TimeoutError_
-from commrt.tcp.addresses import first_address, reachable_address
 
 __all__ = ["connect_ranks"]
 
@@ -51,22 +50,20 @@ class _Place:
 
 
 def connect_ranks(
-    bootstrap: Bootstrap, away: Sequence[int], timeout_s: float
+    bootstrap: Bootstrap, away: Sequence[int], own: str, timeout_s: float
 ) -> dict[int, tuple[socket.socket, socket.socket]]:
     """Return connected sockets to each rank of another node, by lane; collective.
 
     Args:
         bootstrap: exchanges small blobs among all ranks, and knows who is gone.
         away: the ranks of other nodes.
+        own: the address at which this rank listens.
         timeout_s: within which the ranks must find each other.
 
     Raises BackendError where the network does not connect them, TimeoutError_ where one
     does not come, and PeerFailedError where a rank has ended.
     """
     everybody = range(bootstrap.size)
-    own = first_address()
-    told = bootstrap.exchange(everybody, "tcp/first", own.encode(), timeout_s)
-    own = reachable_address(own, [each.decode() for each in told])
     try:
         listener = socket.create_server((own, 0), backlog=len(away) + 16)
     except OSError as error:

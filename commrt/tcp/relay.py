@@ -15,11 +15,11 @@ from typing import Any
 
 from commrt import _native
 from commrt.bootstrap.base import poll_until
+from commrt.tcp.questions import ask_peers
 from commrt.vocabulary.limits import NO_LIMIT_S
 
 __all__ = ["TcpRelay", "close_relays"]
 
-_ANSWER_S = 1.0
 _GRACE_S = 5.0
 """Seconds that the end waits for sent messages to leave, and for peers' last frames."""
 
@@ -72,25 +72,8 @@ class TcpRelay:
     def ask(
         self, abouts: Mapping[int, int], tag: int
     ) -> dict[int, tuple[Any, ...] | None]:
-        """Return what each peer says that a rank does on a communicator.
-
-        ``abouts``: for each peer the rank, itself or another one of its node. The
-        answers are rows as ``_native.rank_states`` has them. An empty one: it knows no
-        such communicator, or has ended. None: it has not answered within a second;
-        its process answers, whatever its program does.
-        """
-        native = self.native
-        asked = {peer: native.ask(peer, tag, about) for peer, about in abouts.items()}
-        told: dict[int, tuple[Any, ...] | None] = dict.fromkeys(asked)
-
-        def heard() -> bool:
-            for peer, question in asked.items():
-                if told[peer] is None:
-                    told[peer] = native.answer(question)
-            return None not in told.values()
-
-        poll_until(heard, _ANSWER_S)
-        return told
+        """Return what each peer says that a rank does (``ask_peers``)."""
+        return ask_peers(self.native, abouts, tag)
 
     def ask_for_dumps(self) -> None:
         """Ask ranks of other nodes to write their last operations; wait for none."""

@@ -6,13 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster_commands import ClusterCommands, why_no_cluster
+from cluster_commands import ClusterCommands, clusters_in
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> ClusterCommands:
-    """Return the command line; skip the test where there can be no cluster."""
-    reason = why_no_cluster()
-    if reason is not None:
-        pytest.skip(reason)
-    return ClusterCommands(tmp_path)
+    return clusters_in(tmp_path)

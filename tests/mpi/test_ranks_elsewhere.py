@@ -6,19 +6,16 @@ Nodes are pretended.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks_elsewhere import check_asked_dumps, one_is_stopped
 
 import commrt
 from commrt.bootstrap.base import poll_until
 from commrt.errors import TimeoutError_
-from commrt.trace.divergence import compare
-from commrt.trace.dump_reader import find_dumps, read_dump
 
 
 def one_computes(folder: str) -> list[Any]:
@@ -61,26 +58,6 @@ def test_the_table_under_mpi_has_what_ranks_of_other_nodes_do(
     assert found[1:] == [[]] * late
 
 
-def one_is_stopped() -> list[Any]:
-    """Return what each rank knows of the last one, which another of its node tells."""
-    comm = commrt.init()
-    last = comm.size - 1
-    numbers = comm.allgather_object(os.getpid())
-    if comm.rank == last:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        comm.allreduce(np.ones(5))
-        return []
-    with pytest.raises(TimeoutError_) as raised:
-        comm.allreduce(np.ones(5), timeout_s=2)
-    counter = comm.create_group(range(last))
-    counter.barrier()
-    if comm.rank == 0:
-        os.kill(numbers[last], signal.SIGCONT)
-    raised.value.request.wait()  # type: ignore[attr-defined]
-    line = f"rank {last}: stopped" in str(raised.value)
-    return [raised.value.ranks[last].state, line]
-
-
 def test_a_stopped_rank_of_another_node_is_named_under_mpi(mpirun: Any) -> None:
     found = mpirun(3, one_is_stopped, env={"COMMRT_NODES": "1,2"})
     assert found == [["stopped", True], ["stopped", True], []]
@@ -93,13 +70,7 @@ def test_all_ranks_under_mpi_write_when_one_raises(
     folder = tmp_path / "dumps"
     env = {"COMMRT_NODES": nodes, "COMMRT_DUMP": str(folder)}
     mpirun(3, one_computes_until_dumped, env=env, folder=str(folder))
-    dumps = [read_dump(path) for path in find_dumps([folder])]
-    assert [one.rank for one in dumps] == [0, 1, 2]
-    assert dumps[2].reason == "asked"
-    assert "of the job asked for it" in dumps[2].message
-    found = compare(dumps)
-    (one,) = found.divergences
-    assert (one.seq, [*one.missing], [*found.absent]) == (1, [2], [])
+    check_asked_dumps(folder)
 
 
 def one_computes_until_dumped(folder: str) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_commands import ClusterCommands, why_no_cluster
+from cluster_commands import clusters_in
 
 SUM = """\
 import os, socket, sys
@@ -25,12 +25,9 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("backend", ["gloo", "commrt"])
 def test_ranks_of_torchrun_sum_over_uneven_hosts(tmp_path: Path, backend: str) -> None:
-    reason = why_no_cluster()
-    if reason is not None:
-        pytest.skip(reason)
+    cluster = clusters_in(tmp_path)
     program = tmp_path / "sum.py"
     program.write_text(SUM)
-    cluster = ClusterCommands(tmp_path)
     done = cluster(
         "run --hosts 2 --rate 1gbit --launcher torchrun --ranks 2,1",
         *(sys.executable, str(program), backend),

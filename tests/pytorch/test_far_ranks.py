@@ -6,21 +6,17 @@ Nodes are pretended.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from ranks_elsewhere import check_asked_dumps, one_is_stopped
 from store_ranks import StoreRanks
 
 import commrt
 from commrt.bootstrap.base import poll_until
 from commrt.comm import core_of
-from commrt.errors import CommError, IntegrityError, TimeoutError_
-from commrt.trace.divergence import compare
-from commrt.trace.dump_reader import find_dumps, read_dump
+from commrt.errors import CommError, IntegrityError
 
 DEADLINE_S = 280.0
 
@@ -31,27 +27,6 @@ def ranks(tmp_path: Path) -> StoreRanks:
 
 
 # -- the table of a deadline -----------------------------------------------------------
-
-
-def one_is_stopped() -> list[Any]:
-    """Return what each rank knows of the last one, which another of its node tells."""
-    comm = commrt.init()
-    last = comm.size - 1
-    numbers = comm.allgather_object(os.getpid())
-    if comm.rank == last:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        comm.allreduce(np.ones(5))
-        return []
-    with pytest.raises(TimeoutError_) as raised:
-        comm.allreduce(np.ones(5), timeout_s=2)
-    found = raised.value.ranks[last].state
-    counter = comm.create_group(range(last))
-    counter.barrier()
-    if comm.rank == 0:
-        os.kill(numbers[last], signal.SIGCONT)
-    raised.value.request.wait()  # type: ignore[attr-defined]
-    line = f"rank {last}: stopped" in str(raised.value)
-    return [found, line]
 
 
 def test_a_stopped_rank_of_another_node_is_named_so(ranks: StoreRanks) -> None:
@@ -73,13 +48,7 @@ def test_all_ranks_write_when_one_raises(
     program.write_text(ONE_COMPUTES)
     done = ranks.program(3, [str(program), str(folder)], env=env)
     assert done.ok, done.describe_failure()
-    dumps = [read_dump(path) for path in find_dumps([folder])]
-    assert [one.rank for one in dumps] == [0, 1, 2]
-    assert dumps[2].reason == "asked"
-    assert "of the job asked for it" in dumps[2].message
-    found = compare(dumps)
-    (one,) = found.divergences
-    assert (one.seq, [*one.missing], [*found.absent]) == (1, [2], [])
+    check_asked_dumps(folder)
 
 
 ONE_COMPUTES = """

@@ -30,7 +30,7 @@ class Bootstrap:
 
 @dataclass
 class OneRank:
-    """What the measuring asks of a world."""
+    """A world, as the measuring sees it."""
 
     rank: int = 0
     size: int = 1

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import pytest
+
 from commrt.cluster.failures import ClusterError
 from commrt.cluster.programs import check_programs, check_root
 from commrt.launch.mpiexec import Completed, child_environment, run_process
 
-__all__ = ["ClusterCommands", "machine", "why_no_cluster"]
+__all__ = ["ClusterCommands", "clusters_in", "machine", "why_no_cluster"]
 
 LIMIT_S = 300
 _MARK = "CLUSTER_TEST_MARK"
@@ -42,6 +44,14 @@ def why_no_cluster() -> str | None:
         check=False,
     )
     return tried.stderr.strip().splitlines()[-1] if tried.returncode else None
+
+
+def clusters_in(folder: Path) -> ClusterCommands:
+    """Return the command line; skip the test where there can be no cluster."""
+    reason = why_no_cluster()
+    if reason is not None:
+        pytest.skip(reason)
+    return ClusterCommands(folder)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from commrt.comm import Communicator
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.exchange import Strips, start_messages
+from commrt.layers.spatial.plain_gradients import added, plain_gradients
 from commrt.layers.spatial.weight_gradients import GradientSum
 from commrt.layers.spatial.windows import (
     Range,
@@ -236,7 +237,7 @@ class GridConvolution(torch.autograd.Function):  # type: ignore[misc]
             wide = _box(x, strips, len(g.dims), box, g)
             part = g.of_output(gradient, out)
             of_wide, more = _gradients(part, wide, weight, g, for_x, for_weight)
-            of_weight = _sum(of_weight, more)
+            of_weight = added(of_weight, more)
             if for_x:
                 _narrowed(of_window, box, g).add_(of_wide)
         back = _Back(x, of_window, g) if for_x else None
@@ -247,7 +248,7 @@ class GridConvolution(torch.autograd.Function):  # type: ignore[misc]
             assert g.interior is not None
             part = g.of_output(gradient, g.interior)
             more = _gradients(part, inner, weight, g, False, True)[1]
-            of_weight = _sum(of_weight, more)
+            of_weight = added(of_weight, more)
         if for_weight and of_weight is None:
             of_weight = torch.zeros_like(weight)
         weights = GradientSum(
@@ -439,16 +440,5 @@ def _convolved(x: Any, weight: Any, bias: Any, g: GridGeometry) -> Any:
 def _gradients(
     gradient: Any, x: Any, weight: Any, g: GridGeometry, for_x: bool, for_weight: bool
 ) -> tuple[Any, Any]:
-    """Return the gradients of the input and of the weight, None where not asked for."""
-    zeros = [0] * len(g.stride)
-    of_x, of_weight, _ = torch.ops.aten.convolution_backward(
-        *(gradient, x, weight, None, g.stride, g.padding, g.dilation, False, zeros),
-        *(g.groups, (for_x, for_weight, False)),
-    )
-    return of_x, of_weight
-
-
-def _sum(total: Any | None, more: Any | None) -> Any | None:
-    if total is None or more is None:
-        return more if total is None else total
-    return total.add_(more)
+    how = g.stride, g.padding, g.dilation, g.groups
+    return plain_gradients(gradient, x, weight, how, for_x, for_weight)

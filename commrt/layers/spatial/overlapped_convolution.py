@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from commrt.comm import Communicator
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.exchange import start_messages, start_strips
+from commrt.layers.spatial.plain_gradients import added, plain_gradients
 from commrt.layers.spatial.weight_gradients import GradientSum
 from commrt.layers.spatial.windows import (
     Message,
@@ -190,7 +191,7 @@ class OverlappedConvolution(torch.autograd.Function):  # type: ignore[misc]
             wide = _input_of(out, x, halo, g, halo_only=of_bulk)
             part = _rows(gradient, out, g)
             of_wide, more = _gradients(part, wide, weight, g, 0, for_x, for_weight)
-            of_weight = _sum(of_weight, more)
+            of_weight = added(of_weight, more)
             if for_x:
                 if not of_bulk:
                     of_x = _given_back(of_wide, out, of_x, x, g)
@@ -205,7 +206,7 @@ class OverlappedConvolution(torch.autograd.Function):  # type: ignore[misc]
             part = _rows(gradient, inner.out, g)
             arguments = part, inner.x, weight, g, inner.padding
         if inner is not None and for_weight:
-            of_weight = _sum(of_weight, _gradients(*arguments, False, True)[1])
+            of_weight = added(of_weight, _gradients(*arguments, False, True)[1])
         weights = GradientSum(
             [
                 _or_zeros(of_weight, weight) if for_weight else None,
@@ -338,19 +339,8 @@ def _gradients(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[Any, Any]:
-    """Return the gradients of the input and of the weight, None where not asked for."""
-    zeros = [0] * len(g.stride)
-    of_x, of_weight, _ = torch.ops.aten.convolution_backward(
-        *(gradient, x, weight, None, g.stride, g.padding_with(along), g.dilation),
-        *(False, zeros, g.groups, (for_x, for_weight, False)),
-    )
-    return of_x, of_weight
-
-
-def _sum(total: Any | None, more: Any | None) -> Any | None:
-    if total is None or more is None:
-        return more if total is None else total
-    return total.add_(more)
+    how = g.stride, g.padding_with(along), g.dilation, g.groups
+    return plain_gradients(gradient, x, weight, how, for_x, for_weight)
 
 
 def _or_zeros(gradient: Any | None, weight: Any) -> Any:

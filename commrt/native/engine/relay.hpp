@@ -260,6 +260,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
     std::deque<Outgoing> queue;
     std::deque<Outgoing> payloads;  // of a stream of their own
     bool sends_payload = false;     // somebody does
+    std::atomic<int> num_queued[kLanes] = {};
     Coming coming;
     uint64_t landing_now = 0;  // the payload that comes; of the thread that receives
     size_t num_ended = 0;      // streams from there; of that thread, too

@@ -42,6 +42,7 @@ void Relay::lost(int number, const std::string& why, const std::string& error) {
     if (one.request != nullptr) one.request->end(code);
   }
   peer.payloads.clear();
+  for (auto& queued : peer.num_queued) queued.store(0, std::memory_order_relaxed);
   if (peer.coming.request != nullptr) peer.coming.request->end(code);
   peer.coming = {};
   for (Request* request : peer.leaving) request->end(code);

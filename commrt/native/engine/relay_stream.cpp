@@ -16,14 +16,21 @@ void Relay::be_sent_by(std::shared_ptr<Sender> sender) {
 
 void Relay::push_to_stream(Peer& peer, Outgoing&& what) {
   const bool is_payload = what.frame.kind == FrameKind::Done;
-  if (what.frame.kind == FrameKind::Bye) peer.payloads.push_back(what);  // each stream's last one
+  if (what.frame.kind == FrameKind::Bye) {  // each stream's last one
+    peer.payloads.push_back(what);
+    peer.num_queued[1].fetch_add(1, std::memory_order_relaxed);
+  }
   (is_payload ? peer.payloads : peer.queue).push_back(std::move(what));
+  peer.num_queued[is_payload].fetch_add(1, std::memory_order_relaxed);
 }
 
 void Relay::send(int number) {
   if (!has_sender_.load(std::memory_order_acquire)) return;
-  sender_->send(number, Lane::Frames);
-  sender_->send(number, Lane::Payloads);
+  const Peer& peer = peer_of(number);
+  for (const Lane lane : {Lane::Frames, Lane::Payloads}) {
+    const auto& queued = peer.num_queued[static_cast<size_t>(lane)];
+    if (queued.load(std::memory_order_relaxed) != 0) sender_->send(number, lane);
+  }
 }
 
 bool Relay::take_parts(int number, Lane lane, Parts& parts, bool first) {
@@ -37,6 +44,7 @@ bool Relay::take_parts(int number, Lane lane, Parts& parts, bool first) {
   if (!is_taken) return false;
   Outgoing one = std::move(queue.front());
   queue.pop_front();
+  peer.num_queued[static_cast<size_t>(lane)].fetch_sub(1, std::memory_order_relaxed);
   std::memcpy(parts.head, &one.frame, sizeof one.frame);
   parts.is_payload = one.frame.kind == FrameKind::Done;
   parts.ends = one.frame.kind == FrameKind::Bye;
@@ -67,7 +75,7 @@ Relay::Body Relay::head_arrived(int number, Lane lane, const unsigned char* head
     return refuse("of kind " + std::to_string(static_cast<uint32_t>(frame.kind)));
   }
   if (frame.kind == FrameKind::Bye) {
-    // What the other stream still has comes first.
+    // The rank may still have something in the other stream, which comes first.
     body.ends = true;
     if (++peer.num_ended == kLanes) arrived(number, head, sizeof frame);
     return body;

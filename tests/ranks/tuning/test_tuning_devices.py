@@ -170,7 +170,7 @@ def test_rules_that_a_run_did_not_measure_stay_in_the_users_table(
         ("alltoall", 2),
     }
     assert "rules for other operations or placements of ranks are kept" in said
-    # The same run again replaces its own rules, and no others.
+    # A run replaces its own rules, and no others.
     again = steady(measured(3, replace(host, ops=("allreduce",))))
     finish(again, Options((3,), ("allreduce",)), out=None)
     once_more = load_file(path, catalog()).rules

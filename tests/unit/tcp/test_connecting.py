@@ -15,7 +15,6 @@ import pytest
 
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.errors import BackendError, TimeoutError_
-from commrt.tcp.addresses import first_address, is_loopback, reachable_address
 from commrt.tcp.connecting import connect_ranks
 
 DEADLINE_S = 300.0
@@ -38,12 +37,6 @@ class Watched:
         return said
 
 
-@pytest.fixture(autouse=True)
-def on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-
-
 def connect_all(
     run_threads: Any,
     nodes: list[list[int]],
@@ -59,7 +52,7 @@ def connect_all(
         away = [other for other in range(size) if other not in here]
         bootstrap: Any = Watched(world.bootstrap(rank), change)
         try:
-            return connect_ranks(bootstrap, away, timeout_s)
+            return connect_ranks(bootstrap, away, "127.0.0.1", timeout_s)
         except (BackendError, TimeoutError_) as error:
             return error
 
@@ -169,22 +162,3 @@ def test_where_nobody_listens_is_an_error_and_who_is_missing_is_named(
     assert "no connection with ranks [1] within 1 s" in str(missed)
     assert isinstance(refused, BackendError)
     assert "port 1: Connection refused" in str(refused)
-
-
-def test_the_address_is_that_of_the_way_to_the_rendezvous() -> None:
-    assert first_address({"MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1"
-    assert first_address({"MASTER_ADDR": "no-such-host.invalid"}) == "127.0.0.1"
-
-
-def test_a_named_interface_comes_first() -> None:
-    named = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "192.0.2.1"}
-    assert first_address(named) == "127.0.0.1"
-    with pytest.raises(BackendError, match=r"'none7'.*there are .*lo"):
-        first_address({"GLOO_SOCKET_IFNAME": "none7"})
-
-
-def test_an_address_of_this_host_alone_gives_way() -> None:
-    assert is_loopback("127.0.1.1")
-    assert not is_loopback("192.0.2.1")
-    assert reachable_address("192.0.2.1", ["127.0.1.1"]) == "192.0.2.1"
-    assert reachable_address("127.0.1.1", ["127.0.1.1", "127.0.0.1"]) == "127.0.1.1"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address that gloo takes where the host's own name is one of loopback."""
+"""The addresses that ranks take where their hosts' own names are of loopback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from commrt.gloo.addresses import chosen_address, own_addresses
+from commrt.errors import BackendError
+from commrt.tcp.addresses import address_for_gloo, listening_address, own_addresses
 
 
 def said(own: str, rendezvous: str) -> bytes:
@@ -36,17 +37,19 @@ def test_a_rank_takes_the_address_by_which_it_reached_the_rendezvous(
     named: pytest.MonkeyPatch,
 ) -> None:
     mine = said("192.0.2.7", "192.0.2.1")
-    assert chosen_address(mine, [mine]) == "192.0.2.7"
+    assert address_for_gloo(mine, [mine]) == "192.0.2.7"
+    assert listening_address(mine, [mine]) == "192.0.2.7"
 
 
 def test_the_rendezvous_host_takes_the_address_by_which_others_reached_it(
     named: pytest.MonkeyPatch,
 ) -> None:
-    named.setattr("commrt.gloo.addresses._is_of_this_host", "192.0.2.1".__eq__)
+    named.setattr("commrt.tcp.addresses._is_of_this_host", "192.0.2.1".__eq__)
     mine = said("127.0.0.1", "127.0.1.1")
     others = [said("192.0.2.7", "192.0.2.9"), said("192.0.2.7", "192.0.2.1")]
-    assert chosen_address(mine, [mine, *others]) == "192.0.2.1"
-    assert chosen_address(mine, [mine, others[0]]) == ""
+    assert address_for_gloo(mine, [mine, *others]) == "192.0.2.1"
+    assert listening_address(mine, [mine, *others]) == "192.0.2.1"
+    assert address_for_gloo(mine, [mine, others[0]]) == ""
 
 
 def test_an_interface_that_the_user_names_is_left_to_gloo(
@@ -54,15 +57,15 @@ def test_an_interface_that_the_user_names_is_left_to_gloo(
 ) -> None:
     named.setenv("GLOO_SOCKET_IFNAME", "eth0")
     mine = said("192.0.2.7", "192.0.2.1")
-    assert chosen_address(mine, [mine]) == ""
+    assert address_for_gloo(mine, [mine]) == ""
 
 
 def test_a_host_whose_name_others_reach_is_left_to_gloo(
     named: pytest.MonkeyPatch,
 ) -> None:
-    named.setattr("commrt.gloo.addresses._of_own_name", lambda: "192.0.2.7")
+    named.setattr("commrt.tcp.addresses._of_own_name", lambda: "192.0.2.7")
     mine = said("198.51.100.7", "192.0.2.1")
-    assert chosen_address(mine, [mine]) == ""
+    assert address_for_gloo(mine, [mine]) == ""
 
 
 @pytest.mark.parametrize(
@@ -85,4 +88,32 @@ def test_what_ranks_tell_each_other(
 
 def test_an_address_of_another_host_is_not_taken(named: pytest.MonkeyPatch) -> None:
     mine = said("", "")
-    assert chosen_address(mine, [mine, said("192.0.2.7", "192.0.2.1")]) == ""
+    assert address_for_gloo(mine, [mine, said("192.0.2.7", "192.0.2.1")]) == ""
+
+
+def test_own_connections_use_the_way_to_the_rendezvous_whatever_the_name(
+    named: pytest.MonkeyPatch,
+) -> None:
+    named.setattr("commrt.tcp.addresses._of_own_name", lambda: "192.0.2.7")
+    mine = said("198.51.100.7", "192.0.2.1")
+    assert listening_address(mine, [mine]) == "198.51.100.7"
+
+
+def test_one_machine_needs_no_network(named: pytest.MonkeyPatch) -> None:
+    mine = said("", "")
+    assert listening_address(mine, [mine]) == "127.0.1.1"
+    named.setattr("commrt.tcp.addresses._of_own_name", lambda: "")
+    assert listening_address(mine, [mine]) == "127.0.0.1"
+    named.setattr("commrt.tcp.addresses._of_own_name", lambda: "192.0.2.7")
+    assert listening_address(mine, [mine]) == "127.0.0.1"
+
+
+def test_an_interface_that_the_user_names_is_listened_at(
+    named: pytest.MonkeyPatch,
+) -> None:
+    mine = said("192.0.2.7", "192.0.2.1")
+    named.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert listening_address(mine, [mine]) == "127.0.0.1"
+    named.setenv("GLOO_SOCKET_IFNAME", "none7")
+    with pytest.raises(BackendError, match=r"'none7'.*there are .*lo"):
+        listening_address(mine, [mine])

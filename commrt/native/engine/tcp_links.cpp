@@ -80,7 +80,8 @@ TcpLinks::TcpLinks(Relay& relay, const std::vector<Sockets>& sockets)
 TcpLinks::~TcpLinks() { stop(); }
 
 void TcpLinks::stop() {
-  if (num_open() == 0) return;
+  if (TcpPoller::is_in_child()) return;  // it has no connections, and its lock may be lost
+  // Also where none is open any more: the thread that has ended the last one may still be here.
   const auto held = TcpPoller::instance().hold();
   for (const auto& link : links_) {
     if (link != nullptr) link->end();

@@ -38,7 +38,7 @@ epoll_event event_of(uint32_t events, void* who) {
 
 }  // namespace
 
-std::atomic<bool> TcpPoller::used_{false};
+std::atomic<bool> TcpPoller::used_{false}, TcpPoller::in_child_{false};
 
 TcpPoller& TcpPoller::instance() {
   static TcpPoller* const one = new TcpPoller;  // threads may wait until the process has ended
@@ -99,6 +99,7 @@ void TcpPoller::end() {
 void TcpPoller::forget_in_child() {
   TcpPoller& one = instance();
   used_.store(false);
+  in_child_.store(true);
   for (const int descriptor : one.descriptors_) close(descriptor);
   one.descriptors_.clear();
   one.descriptors_mutex_.unlock();

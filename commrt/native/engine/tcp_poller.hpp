@@ -30,6 +30,9 @@ class TcpPoller {
   // True while there are links; never in a forked child.
   static bool is_used() { return used_.load(std::memory_order_acquire); }
 
+  // True in a forked child, which has no links.
+  static bool is_in_child() { return in_child_.load(std::memory_order_relaxed); }
+
   Held hold();
   // From now on `link` is told of the descriptor. They need the lock, but for
   // `watch`, while the link is not removed.
@@ -68,7 +71,7 @@ class TcpPoller {
   void run(const std::shared_ptr<Run>& mine);
   static void forget_in_child();
 
-  static std::atomic<bool> used_;
+  static std::atomic<bool> used_, in_child_;
   std::mutex mutex_;  // of whoever looks
   std::shared_ptr<Run> run_;
   std::mutex interrupting_;  // run_ stays meanwhile

@@ -258,6 +258,7 @@ class Core(Channel):
         with self.making():
             made = HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
         self.privates.add(made)
+        _native.end_together(made, self)
         return made
 
     # -- ending ------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from commrt import _native
 from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid, make_grid, ranks_along, times
@@ -374,6 +375,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
     def adopt(self, made: Plain | Cart | Graph) -> None:
         """Let a communicator of some of these ranks end where this one is ended."""
         self._made.add(made)
+        _native.end_together(made, self._comm)
 
 
 def _check_integer(what: str, argument: str, value: Any) -> int:

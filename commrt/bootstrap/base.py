@@ -25,6 +25,7 @@ __all__ = [
     "ByExchange",
     "Identities",
     "Keys",
+    "VainWaitError",
     "check_alive",
     "first_word",
     "poll_until",
@@ -43,6 +44,18 @@ _SOON_S = 0.002
 _PART = 1 / 50
 _LONGEST_S = 0.5
 """Longest sleep at all: so soon it is seen that a rank has ended."""
+
+
+class VainWaitError(Exception):
+    """A rank need not wait for others, unless they have come meanwhile.
+
+    A check in a wait (``heed``) raises it. Its ``why`` is called where they have not,
+    and returns what the wait raises. So it may count the call as one that was refused.
+    """
+
+    def __init__(self, why: Callable[[], Exception]) -> None:
+        super().__init__("others do not come")
+        self.why = why
 
 
 class Bootstrap(Protocol):
@@ -73,7 +86,7 @@ class Bootstrap(Protocol):
         run at the same time. Ctrl-C is noticed at once: nothing blocks in C.
 
         ``heed`` is called beside ``idle``, for this exchange. What it raises makes this
-        rank give up.
+        rank give up; by VainWaitError only where the others have not come meanwhile.
 
         Raises TimeoutError_ naming exactly the members that did not arrive, and
         PeerFailedError at once where ``gone`` says that one cannot. A rank that gives
@@ -235,6 +248,10 @@ def poll_until(
                 if done():
                     return True
                 raise
+            except VainWaitError as error:
+                if done():
+                    return True
+                raise error.why() from None
         polls += 1
         if polls <= _YIELDS:
             time.sleep(0)

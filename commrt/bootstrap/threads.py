@@ -8,7 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from commrt.bootstrap.base import ENDS, Bootstrap, Keys, timed_out, with_heed
+from commrt.bootstrap.base import (
+    ENDS,
+    Bootstrap,
+    Keys,
+    VainWaitError,
+    timed_out,
+    with_heed,
+)
 from commrt.bootstrap.survivors import (
     Decision,
     agree_on_survivors,
@@ -179,6 +186,9 @@ class ThreadWorld:
                     except ENDS:  # of one that has come
                         if mine.said is None:
                             raise
+                    except VainWaitError as error:
+                        if mine.said is None:
+                            raise error.why() from None
                 return mine.said, []
             finally:
                 if mine.said is None:

@@ -165,6 +165,7 @@ class Channel(Group, Operations):
             made.nan_check = False  # the program's arrays are looked at in its call
             made.settle()
         self.privates.add(made)
+        _native.end_together(made, self)
         return made
 
     @contextmanager

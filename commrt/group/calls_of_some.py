@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from commrt.bootstrap.base import VainWaitError
 from commrt.errors import RefusedError
 from commrt.group.group import Group
 from commrt.group.refusals import said_refused
@@ -152,14 +154,15 @@ class CallsOfSome:
                 return identity
 
     def _heed(self, ranks: Sequence[int]) -> None:
-        """Raise RefusedError where one that this rank waits for has refused."""
+        """End a wait by RefusedError where one that this rank waits for has refused."""
         places = {self._group.world_ranks[rank]: rank for rank in self._others(ranks)}
         words = self._group.world.bootstrap.words(self._key, [*places])
         for place, word in words.items():
             number = self._number(places[place])
             for refusal in map(_Refusal.of, json.loads(word)):
                 if refusal.number_with(self._group.rank) == number:
-                    raise self._refused(ranks, places[place], refusal)
+                    error = partial(self._refused, ranks, places[place], refusal)
+                    raise VainWaitError(error)
 
     def _settle(self, ranks: Sequence[int], rows: Sequence[_Row]) -> bool:
         """Count the call, if it is the same one for all ranks; return whether it is.

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 
 from commrt import _native, env
+from commrt.bootstrap.base import VainWaitError
 from commrt.errors import (
     BackendError,
     ChangedInFlightError,
@@ -243,13 +245,11 @@ class Group(_native.Group):
 
     def _agree_facts(self) -> CommFacts:
         world = self.world
-        per_node: dict[int, int] = {}
-        for rank in self.world_ranks:
-            node = world.node_of(rank)
-            per_node[node] = per_node.get(node, 0) + 1
-        if not world.links and len(self.world_ranks) == world.size:
+        per_node = Counter(map(world.node_of, self.world_ranks))
+        if not world.has_measured and len(self.world_ranks) == world.size:
             world.links = measure_links(self, world)
             world.slot_window_nbytes = measure_slot_window(self, world)
+            world.has_measured = True
         ppn = max(per_node.values())
         link = agree_link_class(world, self.world_ranks, ppn)
         layout = check_nodes(map(world.node_of, self.world_ranks), self.size)
@@ -469,10 +469,10 @@ class Group(_native.Group):
         raise error
 
     def heed_refusals(self) -> None:
-        """Raise RefusedError where the next operation was refused by another rank."""
+        """End a wait by RefusedError where another rank has refused what comes next."""
         why = self._why_next_is_refused()
         if why:
-            raise self.refused_next(why)
+            raise VainWaitError(lambda: self.refused_next(why))
 
     def heed_end(
         self, ranks: Sequence[int] | None = None, *, deaths: bool = True

@@ -98,7 +98,10 @@ class World:
     native_comms: NativeComms | None = None
     """Lends MPI communicators for the library's own collectives; None without MPI."""
     links: dict[tuple[int, int], LinkClass] = field(default_factory=dict)
-    """Link class of each on-node pair, by ascending rank."""
+    """Link class of each on-node pair, by ascending rank; none where ranks outnumber
+    cores."""
+    has_measured: bool = False
+    """True once a communicator of all ranks has measured the links."""
     between_nodes: BetweenNodes | None = None
     """Cost of messages by gloo; None if it carries none."""
     mpi_between_nodes: MpiBetweenNodes | None = None

@@ -36,6 +36,7 @@ Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
 }
 
 Comm::~Comm() {
+  *self_ = nullptr;
   engine.remove(this);
   if (p2p->idle() && active_.empty()) return;
   // Dropped with operations in flight: MPI may still read and write what belongs to them.

@@ -430,6 +430,8 @@ class Comm {
   // Ends all operations in flight, and all that would follow, on all ranks.
   void revoke(const std::string& why);
   int who_revoked() const;  // a rank of this node that did; -1: none
+  void end_with(Comm& origin) { origin_ = origin.self_; }  // from which this was made
+  bool ends_with_origin();  // true if it has ended now, as a rank has revoked its origin
   // True if an on-node peer's operation `seq` failed. Then anything may have been read from its
   // buffers until now, because the peer may use them again.
   bool gave_up(int peer, uint64_t seq) const;
@@ -438,7 +440,8 @@ class Comm {
   std::string words_of_difference(const std::string& found);
   FailureCause cause() const {
     return is_damaged ? FailureCause::Damage
-           : calls_differ ? FailureCause::Difference : FailureCause::Other;
+           : calls_differ ? FailureCause::Difference
+           : was_revoked ? FailureCause::Revoked : FailureCause::Other;
   }
   // Makes the communicator unusable; the first reason stays.
   void break_down(const std::string& why, bool by_death = false);
@@ -501,6 +504,7 @@ class Comm {
   bool checksums = false;        // of messages, equal on all ranks
   bool is_damaged = false;       // a message did not fit its checksum, here or elsewhere
   bool calls_differ = false;     // `failure` says that ranks made different calls
+  bool was_revoked = false;      // a rank has ended it for all, this one or one of another node
   bool guards = false;           // arrays of nonblocking calls against writes of the program
   std::shared_ptr<Chaos> chaos;  // injects faults; null outside of tries
   const MpiApi* off_node = &mpi();  // what carries messages to other nodes
@@ -573,6 +577,7 @@ class Comm {
   mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<ToldAfar> told_;  // for ranks of other nodes that ask; null where nobody can
+  std::shared_ptr<Comm*> self_ = std::make_shared<Comm*>(this), origin_;  // of one that has gone: null
   std::vector<Segment> heap_;
   std::vector<Mirror> mirrors_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight

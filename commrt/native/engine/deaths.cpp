@@ -119,6 +119,7 @@ uint32_t Comm::who_is_dead() const {
 
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;
+  if (ends_with_origin()) return op.finished() || (op.p2p == nullptr && fail_after_own(op));
   if (op.p2p != nullptr) return p2p->fail_after_peer(given);
   const GaveUp found = who_gave_up(op.seq, op.still_agrees());
   if (!found.is_any()) return look_for_difference(op);
@@ -206,6 +207,7 @@ std::string Comm::who_died_as_told(int rank, int by) const {
 void P2P::hear_of_end(int source, const PacketHeader& header, const unsigned char* words) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
   const auto cause = static_cast<FailureCause>(header.tag);
+  comm_.was_revoked = comm_.was_revoked || cause == FailureCause::Revoked;
   comm_.is_damaged = comm_.is_damaged || cause == FailureCause::Damage;
   const char* const damage = cause == FailureCause::Damage
                                  ? ", as a message to it was damaged on its way: its checksum does not fit"

@@ -133,7 +133,7 @@ struct alignas(kLineBytes) CallLine {
 enum class Farewell : uint64_t { None = 0, Left = 1, Freed = 2 };
 
 // The reason that a communicator has ended for; others raise another error for some of them.
-enum class FailureCause : uint64_t { Other = 0, Damage = 1, Difference = 2 };
+enum class FailureCause : uint64_t { Other = 0, Damage = 1, Difference = 2, Revoked = 3 };
 
 // What a rank waits for, on whichever communicator, while it waits for long (rank_states.hpp).
 struct alignas(kLineBytes) Waits {

@@ -35,6 +35,7 @@ void Comm::end_everywhere(uint64_t seq, const std::string& why) {
 }
 
 void Comm::revoke(const std::string& why) {
+  was_revoked = true;
   uint64_t first = next_seq;
   for (const auto& op : active_) {
     if (!op->is_over()) first = std::min(first, op->seq);
@@ -51,6 +52,21 @@ int Comm::who_revoked() const {
         its.revoked.load(std::memory_order_relaxed)) return one;
   }
   return -1;
+}
+
+// The rank that revokes it may have left this one, and then does not tell its other ranks.
+bool Comm::ends_with_origin() {
+  if (broken.load(std::memory_order_relaxed)) return false;
+  for (const auto* next = origin_.get(); next != nullptr && *next != nullptr;) {
+    const Comm& from = **next;
+    next = from.origin_.get();
+    const int who = from.arena == nullptr ? -1 : from.who_revoked();
+    if (who < 0 && !from.was_revoked) continue;
+    const std::string why = who < 0 ? from.failure : from.why_of(from.member_of(who));
+    revoke("it was made from " + from.name + ", which has been ended for all ranks: " + why);
+    return true;
+  }
+  return false;
 }
 
 void P2P::take_all_back(const std::string& why) {

@@ -15,10 +15,10 @@ from bootstrap_contract import Maker
 from dict_store import DictStore
 
 from commrt.bootstrap import Bootstrap, ThreadWorld, connect
-from commrt.bootstrap.base import ENDS, ByExchange, poll_until
+from commrt.bootstrap.base import ENDS, ByExchange, VainWaitError, poll_until
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
-from commrt.errors import BackendError, PeerFailedError
+from commrt.errors import BackendError, PeerFailedError, RefusedError
 from commrt.launch.detect import LaunchInfo
 
 
@@ -106,6 +106,41 @@ def test_a_wait_for_ranks_that_have_all_come_does_not_fail(
         return said
 
     assert run_threads(2, rank_main) == [[b"0", b"1"]] * 2
+
+
+def test_a_wait_in_vain_counts_a_refusal_only_where_the_others_have_not_come(
+    run_threads,
+) -> None:
+    counted = []
+
+    def refused() -> RefusedError:
+        counted.append(1)
+        return RefusedError("a rank has refused the next call")
+
+    def heed() -> None:
+        raise VainWaitError(refused)
+
+    assert poll_until(iter([False, True]).__next__, 240, heed)
+    assert counted == []
+    with pytest.raises(RefusedError):
+        poll_until(lambda: False, 240, heed)
+    assert counted == [1]
+
+    world, returned = ThreadWorld(2), threading.Event()
+
+    def heed_if_all_came() -> None:
+        if returned.wait(0.01):
+            heed()
+
+    def rank_main(rank: int) -> list[bytes]:
+        peers = world.bootstrap(rank)
+        check = heed_if_all_came if rank == 0 else None
+        said = peers.exchange(range(2), "k", b"%d" % rank, 240, check)
+        returned.set()
+        return said
+
+    assert run_threads(2, rank_main) == [[b"0", b"1"]] * 2
+    assert counted == [1]
 
 
 def test_plain_python_is_a_world_of_one_without_mpi_and_torch() -> None:

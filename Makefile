@@ -89,23 +89,23 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.2 --functions 0.25 --each-fault)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.03 --functions 0.18 --each-fault)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.2 --functions 0.18 --each-fault)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.03 --functions 0.12 --each-fault)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.07 --each-fault)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.05 --each-fault)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
 	cmp $(VENV)/lib/python*/site-packages/commrt/_native.*.so \
 	  $(VENV_MPICH)/lib/python*/site-packages/commrt/_native.*.so
-	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.07)
+	$(VENV_MPICH)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.05)
 
 .PHONY: test-torch
 test-torch: $(VENV_TORCH)/.installed $(VENV_MPICH)/.installed ## Tests with torch: torchrun's ranks, tensors, gloo.
-	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.045)
+	$(VENV_TORCH)/bin/pytest tests/pytorch $(PYTEST_ARGS) $(if $(FULL),,--functions 0.03)
 
 # What only this torch has. It brings CUDA: 5 GB on disk.
 TORCH_NEWER := torch==2.14.1
@@ -196,9 +196,9 @@ TSAN_ENV = LD_PRELOAD="$(call preload,tsan)" \
 # Not capturing descriptors lets through what a sanitizer prints.
 SCOPE := $(if $(FULL),-full)
 # Verbose: a sanitizer ends the process, and then only what was printed says which test it was.
-# They are five to ten times slower: a tenth of the cases of 4 in a hundred of the tests, others in
+# They are five to ten times slower: a tenth of the cases of 3 in a hundred of the tests, others in
 # each run; in a full run an eighth of the cases of every test. The matrix has none.
-SHARE := $(if $(FULL),0.12,0.1 --functions 0.04)
+SHARE := $(if $(FULL),0.12,0.1 --functions 0.03)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/devices/test_device_conformance.py tests/unit/devices/test_device_ordering.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \

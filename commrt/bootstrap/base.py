@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from commrt.errors import PeerFailedError, RevokedError, TimeoutError_, UsageError
+from commrt.errors import (
+    IntegrityError,
+    PeerFailedError,
+    RevokedError,
+    TimeoutError_,
+    UsageError,
+)
 from commrt.vocabulary.limits import deadline_after
 
 __all__ = [
+    "ENDS",
     "Bootstrap",
     "ByExchange",
     "Identities",
@@ -27,6 +34,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+ENDS = (PeerFailedError, RevokedError, IntegrityError)
+"""Errors of a communicator that has ended: every later wait raises them again."""
 _YIELDS = 50
 """Polls that only yield the core, before polling begins to sleep."""
 _SOON_S = 0.002
@@ -222,7 +231,7 @@ def poll_until(
         if idle is not None:
             try:
                 idle()
-            except (PeerFailedError, RevokedError):  # the rank may have come before
+            except ENDS:  # the rank may have come before
                 if done():
                     return True
                 raise

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from commrt.bootstrap.base import Bootstrap, Keys, timed_out, with_heed
+from commrt.bootstrap.base import ENDS, Bootstrap, Keys, timed_out, with_heed
 from commrt.bootstrap.survivors import (
     Decision,
     agree_on_survivors,
     met_by_survivors,
 )
-from commrt.errors import PeerFailedError, RevokedError
+from commrt.errors import PeerFailedError
 from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["ThreadWorld"]
@@ -176,7 +176,7 @@ class ThreadWorld:
                     self._changed.wait(min(left_s, idle_s))
                     try:
                         idle()
-                    except (PeerFailedError, RevokedError):  # of one that has come
+                    except ENDS:  # of one that has come
                         if mine.said is None:
                             raise
                 return mine.said, []

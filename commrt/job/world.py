@@ -7,12 +7,11 @@ import itertools
 import json
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap, Identities, first_word, with_heed
@@ -26,7 +25,6 @@ from commrt.job.arena import (
     Arena,
     discover_nodes,
     machine_identity,
-    process_arena,
     share,
 )
 from commrt.job.arrivals import Arrivals
@@ -36,6 +34,7 @@ from commrt.job.holders import Holders
 from commrt.job.inquiries import Inquiries, Place
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
+from commrt.job.thread_memory import share_by_threads
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library, tags
 from commrt.mpi.ulfm import failure_table, finalize_without_fence, survival
@@ -200,29 +199,8 @@ class World:
         Raises BackendError on all of them where it cannot be had.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        if not self.in_process:
-            return share(self.bootstrap, ranks, key, region_nbytes, timeout_s)
-        mine = b""
-        arena = None
-        if self.rank == ranks[0]:
-            try:
-                arena = _SharedByThreads.create(len(ranks), region_nbytes)
-                mine = str(arena.address).encode()
-            except (OSError, BackendError) as error:  # the others wait to hear of it
-                mine = f"no: {error}".encode()
-        try:
-            said = self.bootstrap.exchange(ranks, key, mine, timeout_s)[0].decode()
-        except BaseException:
-            if arena is not None:  # nobody has heard of it
-                arena.users = 1
-                arena.close()
-            raise
-        if said.startswith("no: "):
-            raise BackendError(
-                f"ranks {list(ranks)} cannot share {len(ranks)} x {region_nbytes} "
-                f"bytes ({key}): rank {ranks[0]}: {said.removeprefix('no: ')}"
-            )
-        return _SharedByThreads.of(int(said))
+        how = share_by_threads if self.in_process else share
+        return how(self.bootstrap, ranks, key, region_nbytes, timeout_s)
 
     def attach_other_nodes(
         self, group: _native.Group, ranks: list[int], tag: int
@@ -301,42 +279,6 @@ def check_alike(members: Sequence[int], wishes: Sequence[str]) -> None:
             "the ranks of a new communicator disagree; pass equal arguments:\n"
             + "\n".join(lines)
         )
-
-
-class _SharedByThreads(Arena):
-    """Memory of ranks that are threads: unmapped when the last one closes it."""
-
-    # The garbage collector may close another arena while this thread has it.
-    _lock = threading.RLock()
-    _open: ClassVar[dict[int, _SharedByThreads]] = {}
-
-    @classmethod
-    def create(cls, members: int, region_nbytes: int) -> _SharedByThreads:
-        """Map memory for ``members`` threads; each calls ``of`` and ``close``."""
-        plain = process_arena(members, region_nbytes)
-        arena = cls(plain.address, members, plain.region_nbytes)
-        arena.users = members
-        with cls._lock:
-            cls._open[arena.address] = arena
-        return arena
-
-    @classmethod
-    def of(cls, address: int) -> _SharedByThreads:
-        """Return the arena that another thread has created."""
-        with cls._lock:
-            return cls._open[address]
-
-    users: int
-
-    def close(self) -> None:
-        """Unmap once every thread has called this."""
-        with self._lock:
-            self.users -= 1
-            last = self.users == 0
-            if last:
-                del self._open[self.address]
-        if last:
-            super().close()
 
 
 def connect_world(

@@ -128,6 +128,8 @@ def draw_plan(seed: object, kind: str | None = None) -> Plan:
         at = _place(rng, steps, _can_be_nan, size)
         rank = rng.choice(steps[at].contributors())  # type: ignore[attr-defined]
     elif kind in (*INJECTED, "storm"):
+        # A receive from anyone takes what a storm sends twice.
+        steps = [s for s in steps if kind != "storm" or not _is_from_anyone(s)]
         at = _place(rng, steps, _is_plain, size)
     chaos = _chaos(rng, kind, rank, steps)
     fault = Fault(kind, rank, at, chaos, rng.randrange(1 << 30))
@@ -158,6 +160,10 @@ def _is_plain(step: Step) -> bool:
     return type(step) is Collective and not vector
 
 
+def _is_from_anyone(step: Step) -> bool:
+    return isinstance(step, Messages) and step.kind == "anyone"
+
+
 def _has_nan(step: Step) -> bool:
     return isinstance(step, Collective) and step.case.op in ("min", "max")
 
@@ -179,7 +185,7 @@ def _chaos(rng: random.Random, kind: str, rank: int, steps: list[Step]) -> str:
     if kind not in INJECTED:
         return ""
     sums = [step.operation for step in steps if step.operation]
-    from_anyone = any(isinstance(s, Messages) and s.kind == "anyone" for s in steps)
+    from_anyone = any(map(_is_from_anyone, steps))
     # The next receive from anyone takes what was sent twice.
     if kind == "duplicate" and from_anyone:
         sums = [name for name in sums if name != "send"]

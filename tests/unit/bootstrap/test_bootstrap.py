@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from bootstrap_contract import Maker
 from dict_store import DictStore
 
 from commrt.bootstrap import Bootstrap, ThreadWorld, connect
-from commrt.bootstrap.base import ByExchange, poll_until
+from commrt.bootstrap.base import ENDS, ByExchange, poll_until
 from commrt.bootstrap.single import SingleBootstrap
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, PeerFailedError
@@ -78,6 +79,33 @@ def test_a_second_bootstrap_on_the_same_store_starts_afresh(run_threads) -> None
 def test_poll_until_gives_up_and_reports_it() -> None:
     assert poll_until(lambda: False, 0.0) is False
     assert poll_until(iter([False, True]).__next__, 10.0) is True
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_wait_for_ranks_that_have_all_come_does_not_fail(
+    kind: type[Exception], run_threads
+) -> None:
+    def end() -> None:
+        raise kind("the communicator has ended")
+
+    assert poll_until(iter([False, True]).__next__, 240, end)
+    with pytest.raises(kind):
+        poll_until(lambda: False, 240, end)
+
+    world, returned = ThreadWorld(2), threading.Event()
+
+    def end_if_all_came() -> None:
+        if returned.wait(0.01):
+            end()
+
+    def rank_main(rank: int) -> list[bytes]:
+        peers = world.bootstrap(rank)
+        peers.idle = end_if_all_came if rank == 0 else None
+        said = peers.exchange(range(2), "k", b"%d" % rank, 240)
+        returned.set()
+        return said
+
+    assert run_threads(2, rank_main) == [[b"0", b"1"]] * 2
 
 
 def test_plain_python_is_a_world_of_one_without_mpi_and_torch() -> None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that ranks which are threads of one process share; it needs no descriptors."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import ClassVar
+
+from commrt.bootstrap.base import Bootstrap
+from commrt.errors import BackendError, PeerFailedError
+from commrt.job.arena import Arena, process_arena
+
+__all__ = ["share_by_threads"]
+
+
+def share_by_threads(
+    bootstrap: Bootstrap,
+    members: Sequence[int],
+    key: str,
+    region_nbytes: int,
+    timeout_s: float,
+) -> Arena:
+    """Return one block of memory that all ``members`` use, a region for each.
+
+    Collective over ``members``, which are threads of this process. The memory goes
+    when the last of those that have it closes it. Raises BackendError on all of them
+    where it cannot be had, and PeerFailedError where the first one has left again.
+    """
+    mine = b""
+    arena = None
+    if bootstrap.rank == members[0]:
+        try:
+            arena = _ThreadArena.create(len(members), region_nbytes)
+            mine = str(arena.number).encode()
+        except (OSError, BackendError) as error:  # the others wait to hear of it
+            mine = f"no: {error}".encode()
+    try:
+        said = bootstrap.exchange(members, key, mine, timeout_s)[0].decode()
+    except BaseException:
+        # The others may have heard of it all the same, and use it already.
+        if arena is not None:
+            arena.close()
+        raise
+    if said.startswith("no: "):
+        raise BackendError(
+            f"ranks {list(members)} cannot share {len(members)} x {region_nbytes} "
+            f"bytes ({key}): rank {members[0]}: {said.removeprefix('no: ')}"
+        )
+    if arena is not None:
+        return arena
+    taken = _ThreadArena.take(int(said))
+    if taken is None:
+        raise PeerFailedError(
+            f"ranks {list(members)} share no memory ({key}): rank {members[0]}, whose "
+            f"it is, has left again"
+        )
+    return taken
+
+
+class _ThreadArena(Arena):
+    """Memory of ranks that are threads: unmapped when the last user closes it."""
+
+    # The garbage collector may close another arena while this thread has it.
+    _lock = threading.RLock()
+    _numbers = itertools.count()
+    _open: ClassVar[dict[int, _ThreadArena]] = {}
+
+    def __init__(self, address: int, members: int, region_nbytes: int) -> None:
+        super().__init__(address, members, region_nbytes)
+        self.number = next(self._numbers)
+        """Names it; unlike an address, no other arena ever has the same."""
+        self._users = 1
+
+    @classmethod
+    def create(cls, members: int, region_nbytes: int) -> _ThreadArena:
+        """Map memory for ``members`` threads; this one is its first user."""
+        plain = process_arena(members, region_nbytes)
+        arena = cls(plain.address, members, plain.region_nbytes)
+        with cls._lock:
+            cls._open[arena.number] = arena
+        return arena
+
+    @classmethod
+    def take(cls, number: int) -> _ThreadArena | None:
+        """Return an arena, as one more user of it; None where all have closed it."""
+        with cls._lock:
+            arena = cls._open.get(number)
+            if arena is not None:
+                arena._users += 1
+            return arena
+
+    def close(self) -> None:
+        """Give it back; each user calls this once. The last one unmaps it."""
+        with self._lock:
+            self._users -= 1
+            is_last = self._users == 0
+            if is_last:
+                del self._open[self.number]
+        if is_last:
+            super().close()

@@ -201,6 +201,7 @@ SCOPE := $(if $(FULL),-full)
 SHARE := $(if $(FULL),0.12,0.1 --functions 0.03)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/devices/test_device_conformance.py tests/unit/devices/test_device_ordering.py \
+  tests/unit/job/test_inquiries.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
   --share $(SHARE) $(if $(FULL),,--plain-kernels)
 

@@ -58,33 +58,25 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     ),
     # Ranks that disagree.
     "another operation": (
-        "ranks/calls/test_check_mode.py::"
-        "test_every_rank_raises_the_same[operation-",
-        "ranks/calls/test_same_mismatch.py::"
-        "test_all_ranks_raise_the_same[operation-",
+        "ranks/calls/test_check_mode.py::test_every_rank_raises_the_same[operation-",
+        "ranks/calls/test_same_mismatch.py::test_all_ranks_raise_the_same[operation-",
     ),
     "another length": (
-        "ranks/calls/test_check_mode.py::"
-        "test_every_rank_raises_the_same[count-",
+        "ranks/calls/test_check_mode.py::test_every_rank_raises_the_same[count-",
         "ranks/group/test_stepped.py::test_lengths_that_differ_are_found_by_the_engine",
     ),
     "another element type": (
-        "ranks/calls/test_check_mode.py::"
-        "test_every_rank_raises_the_same[dtype-",
-        "ranks/calls/test_same_mismatch.py::"
-        "test_all_ranks_raise_the_same[type-",
+        "ranks/calls/test_check_mode.py::test_every_rank_raises_the_same[dtype-",
+        "ranks/calls/test_same_mismatch.py::test_all_ranks_raise_the_same[type-",
         "ranks/messages/test_types_of_messages.py::"
         "test_a_message_of_another_type_is_refused_where_it_comes",
     ),
     "another reduction": (
-        "ranks/calls/test_check_mode.py::"
-        "test_every_rank_raises_the_same[reduction-",
-        "ranks/calls/test_same_mismatch.py::"
-        "test_all_ranks_raise_the_same[reduction-",
+        "ranks/calls/test_check_mode.py::test_every_rank_raises_the_same[reduction-",
+        "ranks/calls/test_same_mismatch.py::test_all_ranks_raise_the_same[reduction-",
     ),
     "another root": (
-        "ranks/calls/test_check_mode.py::"
-        "test_every_rank_raises_the_same[root-",
+        "ranks/calls/test_check_mode.py::test_every_rank_raises_the_same[root-",
         "ranks/calls/test_same_mismatch.py::"
         "test_all_ranks_raise_the_same[root of a bcast-",
         "ranks/calls/test_same_mismatch.py::"
@@ -92,8 +84,7 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     ),
     "another order": (
         "ranks/calls/test_check_mode.py::test_swapped_order_is_told_by_names",
-        "ranks/calls/test_same_mismatch.py::"
-        "test_all_ranks_raise_the_same[order-",
+        "ranks/calls/test_same_mismatch.py::test_all_ranks_raise_the_same[order-",
     ),
     "a call that one rank leaves out": (
         "ranks/calls/test_check_mode.py::test_a_skipped_operation_is_found_at_the_next",
@@ -170,8 +161,7 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
     ),
     # Memory.
     "no memory on one rank": (
-        "faults/test_no_memory.py::"
-        "test_all_ranks_hear_of_one_without_memory_and_go_on",
+        "faults/test_no_memory.py::test_all_ranks_hear_of_one_without_memory_and_go_on",
         "faults/test_no_memory.py::test_a_call_without_memory_leaves_nothing_behind",
     ),
     "/dev/shm is full": (

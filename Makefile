@@ -89,13 +89,13 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.2 --functions 0.18)
-	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.03 --functions 0.12)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.2 --functions 0.18 --each-fault)
+	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.03 --functions 0.12 --each-fault)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-openmpi
 test-openmpi: $(VENV)/.installed ## Tests with ranks of Open MPI.
-	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.07 --each-file tests/faults)
+	$(VENV)/bin/pytest $(MPI_TESTS) $(PYTEST_ARGS) $(if $(FULL),,--share 0.1 --functions 0.05 --each-fault)
 
 .PHONY: test-mpich
 test-mpich: $(VENV_MPICH)/.installed ## The same tests, and the same binary, with MPICH.
@@ -201,6 +201,7 @@ SCOPE := $(if $(FULL),-full)
 SHARE := $(if $(FULL),0.12,0.1 --functions 0.03)
 SANITIZED_PYTEST = $(VENV_MPICH)/bin/pytest tests/ranks tests/matrix/test_crowds.py \
   tests/unit/devices/test_device_conformance.py tests/unit/devices/test_device_ordering.py \
+  tests/unit/job/test_inquiries.py \
   -v $(TEST_ARGS:-q=) $(if $(SEED),--seed $(SEED)) --capture=sys \
   --share $(SHARE) $(if $(FULL),,--plain-kernels)
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from commrt import env
@@ -169,6 +172,7 @@ def join(
     """
     timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     deadline = deadline_after(timeout_s)
+    _import_what_torch_imports_late()
     peers, text = ask_for_place(launch, findable(), timeout_s)
     words = json.loads(text)
     if deterministic not in (None, words["deterministic"]):
@@ -191,6 +195,17 @@ def join(
     made, living = founder.found(peers, deadline)
     made.joined = _newcomers(living, words["first"])
     return made
+
+
+def _import_what_torch_imports_late() -> None:
+    """Import what torch itself imports with a process's first optimizer.
+
+    That takes more than a second of a core. The ranks that take this process in would
+    wait for it, as it makes its model.
+    """
+    if "torch" in sys.modules:
+        with suppress(ImportError):  # a torch without its compiler
+            importlib.import_module("torch._dynamo")
 
 
 def _newcomers(living: Sequence[int], old: int) -> range:

@@ -41,6 +41,8 @@ __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
 _HOST_S = 0.5
 """Seconds in which it is heard that the rank has ended that hosts the store."""
+_DONE = "done"
+"""Verdict of an exchange whose blobs count."""
 
 
 class StoreBootstrap:
@@ -260,7 +262,7 @@ class _Attempt:
         """Return everybody's blobs; None if it was withdrawn, or time is up."""
         store, everybody = self._store, list(self._names.values())
         if store.check([self._verdict]):  # a late rank: the others have given up
-            return self._end()
+            return self._end(store.get(self._verdict))
         store.set(self._names[self._rank], bytes(blob))
 
         def met() -> bool:
@@ -269,12 +271,11 @@ class _Attempt:
         vote = "withdrawn"
         try:
             if poll_until(met, deadline - time.monotonic(), idle):
-                vote = "done"
+                vote = _DONE
         finally:
             # In one step: a rank may die between two, and others would wait for it.
-            store.compare_set(self._verdict, "", vote)
-            self.came = {r for r, name in self._names.items() if store.check([name])}
-            said = self._end()
+            verdict = store.compare_set(self._verdict, "", vote)
+            said = self._end(verdict)
         return said
 
     def has_come(self, rank: int) -> bool:
@@ -282,16 +283,27 @@ class _Attempt:
         store = self._store
         return bool(store.check([self._names[rank]]) or store.check([self._verdict]))
 
-    def _end(self) -> list[bytes] | None:
+    def _end(self, verdict: bytes) -> list[bytes] | None:
         """Return the blobs, if they count; forget them if nobody else will look."""
         store, said = self._store, None
         self.is_over = True
-        if bytes(store.get(self._verdict)) == b"done":
-            said = [bytes(store.get(name)) for name in self._names.values()]
+        if bytes(verdict) == _DONE.encode():
+            said = _texts(store, [*self._names.values()])
+            self.came = {*self._names}
+        else:
+            self.came = {r for r, name in self._names.items() if store.check([name])}
         if store.add(self._readers, 1) == len(self._names):
             for name in (*self._names.values(), self._verdict, self._readers):
                 store.delete_key(name)
         return said
+
+
+def _texts(store: Any, names: list[str]) -> list[bytes]:
+    """Return what is under keys that are there: by one question where the store can."""
+    can = getattr(store, "has_extended_api", None)
+    if can is not None and can():
+        return [bytes(text) for text in store.multi_get(names)]
+    return [bytes(store.get(name)) for name in names]
 
 
 def torchrun_store(

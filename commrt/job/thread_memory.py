@@ -86,7 +86,7 @@ class _ThreadArena(Arena):
     def take(cls, number: int) -> _ThreadArena | None:
         """Return an arena, as one more user of it; None where all have closed it."""
         with cls._lock:
-            arena = cls._open.get(number)
+            arena: _ThreadArena | None = cls._open.get(number)
             if arena is not None:
                 arena._users += 1
             return arena

@@ -4,9 +4,9 @@
 ``@pytest.mark.full`` is left out of an ordinary run. ``@pytest.mark.full(sample=3)``
 keeps three of the test's cases, drawn with the run's seed, so that many ordinary runs
 cover what a full one covers. ``--share 0.3`` keeps that part of every test's cases, at
-least one of each, and ``--functions 0.3`` that part of the tests; with ``--each-file
-FOLDER`` also one of each file there, so that no kind of fault is left out. The seed is
-printed; ``--seed`` repeats a run.
+least one of each, and ``--functions 0.3`` that part of the tests; with ``--each-fault``
+also a case of each kind of fault, so that none is left out (``fault_rows.py``). The
+seed is printed; ``--seed`` repeats a run.
 
 The matrices draw their cases themselves, ``--cases`` of them, and say at the end how
 many they compared. ``--case`` repeats one case. Tests marked ``whole`` take no part in
@@ -18,11 +18,12 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from busy_machine import Moment, describe, now
+from fault_rows import FAULTS
 
 _BEGIN = pytest.StashKey[Moment]()
 _NOTE = pytest.StashKey[str]()
@@ -59,9 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run only this part of the tests; for slow builds",
     )
     group.addoption(
-        "--each-file",
-        metavar="FOLDER",
-        help="with --functions, run at least one test of each file there",
+        "--each-fault",
+        action="store_true",
+        help="run at least one case of each kind of fault that is tested here",
     )
     group.addoption("--cases", type=int, help="how many cases a matrix draws")
     group.addoption(
@@ -112,9 +113,10 @@ def pytest_collection_modifyitems(
     left_out = set(_left_out(items, seed))
     rest = [item for item in items if item not in left_out]
     shares = config.getoption("--share"), config.getoption("--functions")
-    folder = config.getoption("--each-file")
     shared = [item for item in rest if "whole" not in item.keywords]
-    left_out |= set(_beyond(*shares, folder, shared, seed))
+    left_out |= set(_beyond(*shares, shared, seed))
+    if config.getoption("--each-fault"):
+        left_out -= set(_one_of_each_fault(rest, left_out, seed))
     if left_out:
         config.stash[_NOTE] = f"; {len(left_out)} tests only with --full"
         config.hook.pytest_deselected(items=list(left_out))
@@ -135,38 +137,32 @@ def _left_out(items: list[pytest.Item], seed: int) -> Iterator[pytest.Item]:
 
 
 def _beyond(
-    share: float,
-    functions: float,
-    folder: str | None,
-    items: list[pytest.Item],
-    seed: int,
+    share: float, functions: float, items: list[pytest.Item], seed: int
 ) -> Iterator[pytest.Item]:
-    """Yield what is left out where only a share of functions, and of cases, runs.
-
-    ``folder``: each file there keeps a function; None: none needs to.
-    """
+    """Yield what is left out where only a share of functions, and of cases, runs."""
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     many = max(1, round(functions * len(groups))) if groups else 0
     kept = set(random.Random(f"{seed} functions").sample(sorted(groups), many))
-    kept |= set(_one_of_each_file(folder, groups, kept, seed)) if folder else set()
     for name, cases in groups.items():
         number = max(1, round(share * len(cases))) if name in kept else 0
         yield from _all_but(number, cases, f"{name} {seed} share")
 
 
-def _one_of_each_file(
-    folder: str, names: Iterable[str], kept: set[str], seed: int
-) -> Iterator[str]:
-    """Yield a function of each file in a folder of which none is kept."""
-    files: dict[str, list[str]] = {}
-    for name in sorted(names):
-        files.setdefault(name.partition("::")[0], []).append(name)
-    for file, there in files.items():
-        is_there = file.startswith(f"{folder.rstrip('/')}/")
-        if is_there and not kept.intersection(there):
-            yield random.Random(f"{seed} {file}").choice(there)
+def _one_of_each_fault(
+    items: list[pytest.Item], left_out: set[pytest.Item], seed: int
+) -> Iterator[pytest.Item]:
+    """Yield a case of each kind of fault of which none is kept."""
+    for fault, names in FAULTS.items():
+        begins = tuple(name if "[" in name else f"{name}[" for name in names)
+        there = [
+            item
+            for item in items
+            if f"{item.nodeid}[".removeprefix("tests/").startswith(begins)
+        ]
+        if there and left_out.issuperset(there):
+            yield random.Random(f"{seed} {fault}").choice(there)
 
 
 def _all_but(

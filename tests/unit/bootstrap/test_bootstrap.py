@@ -63,6 +63,38 @@ def test_store_keys_are_freed(run_threads) -> None:
     assert sorted(store.values) == [f"commrt/generation/{rank}" for rank in range(3)]
 
 
+class ManyAtOnce(DictStore):
+    """A store that gives several values at once, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        self.asked.append(1)
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked.append(len(keys))
+        return [self.values[key] for key in keys]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_rank_asks_for_all_blobs_at_once(run_threads, size: int) -> None:
+    store = ManyAtOnce()
+
+    def rank_main(rank: int) -> list[bytes]:
+        peers = StoreBootstrap(store, rank, size)
+        return peers.exchange(range(size), "k", bytes([rank]), 300)
+
+    blobs = [bytes([rank]) for rank in range(size)]
+    assert run_threads(size, rank_main) == [blobs] * size
+    assert store.asked == [size] * size
+
+
 def test_a_second_bootstrap_on_the_same_store_starts_afresh(run_threads) -> None:
     store = DictStore()
 

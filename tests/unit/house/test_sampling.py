@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fault_rows import FAULTS
 
 ROOT = Path(__file__).parents[3]
 PLUGINS = ("-p", "pytest_timeout", "-p", "no:cacheprovider")
@@ -139,18 +140,49 @@ def test_every_test_of_this_folder_is_whole(request: pytest.FixtureRequest) -> N
     assert sampled == []
 
 
-@pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_each_file_of_a_folder_keeps_a_test(
-    run: object, tmp_path: Path, seed: str
-) -> None:
-    for folder, name in [("faults", "one"), ("faults", "two"), ("other", "three")]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        program = f"def test_{name}(): pass\ndef test_{name}_more(): pass\n"
-        (tmp_path / folder / f"test_{name}.py").write_text(program)
-    options = ["--seed", seed, "--functions", "0.0001", "faults", "other"]
-    few = run(*options)  # type: ignore[operator]
-    more = run(*options, "--each-file", "faults")  # type: ignore[operator]
-    assert {*few} <= {*more}
-    for file in ("faults/test_one.py", "faults/test_two.py"):
-        assert len([name for name in more if name.startswith(file)]) == 1
-    assert [name for name in more if name not in few and "faults/" not in name] == []
+def test_each_kind_of_fault_keeps_a_case(seed: int) -> None:
+    """Of the tests of this project; so each that a kind names is there."""
+    files = {name.partition("::")[0] for names in FAULTS.values() for name in names}
+    options = ["--seed", f"{seed}", "--functions", "0.0001", "--share", "0.0001"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "--each-fault",
+         *options, "-p", "no:cacheprovider", *sorted(f"tests/{f}" for f in files)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = [
+        f"{line.removeprefix('tests/')}["
+        for line in done.stdout.splitlines()
+        if "::" in line
+    ]
+    for fault, names in FAULTS.items():
+        begins = tuple(name if "[" in name else f"{name}[" for name in names)
+        assert any(each.startswith(begins) for each in kept), fault
+    whole = 1  # the campaign of kills, in any run
+    assert len(kept) <= len(FAULTS) + whole + 1
+
+
+def test_each_test_of_a_fault_is_there() -> None:
+    for names in FAULTS.values():
+        for file, _, function in (name.partition("::") for name in names):
+            source = (ROOT / "tests" / file).read_text()
+            assert f"\ndef {function.partition('[')[0]}(" in source, function
+
+
+def test_the_tests_of_a_fault_are_run_by_one_call_that_keeps_one() -> None:
+    """Else each of two calls may leave the kind to the other."""
+    calls = [
+        line
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if "$(VENV)/bin/pytest" in line and "--each-fault" in line
+    ]
+    folders = [("unit/",), ("ranks/",), ("mpi/", "faults/")]
+    variables = ["$(UNIT_TESTS)", "$(RANKS_TESTS)", "$(MPI_TESTS)"]
+    assert [sum(name in call for call in calls) for name in variables] == [1, 1, 1]
+    for fault, names in FAULTS.items():
+        homes = [group for group in folders if all(n.startswith(group) for n in names)]
+        assert len(homes) == 1, fault

@@ -68,7 +68,8 @@ class AttachedOffers(Offers):
         for name, attached in self._attached.items():
             if use.backend != attached.earlier_name or use.algorithm == "native":
                 continue
-            offered = {one.backend for one in self._found(query)}
+            found = self._found(query)
+            offered = {one.backend for one in found if one.algorithm != "native"}
             if name in offered and use.backend not in offered:
                 return replace(use, backend=name)
         return use

@@ -203,8 +203,8 @@ VARIABLES: tuple[Variable, ...] = (
         "COMMRT_MEETING",
         "path",
         None,
-        "Folder in which the ranks meet that python -m commrt.run has started; it "
-        "sets the variable.",
+        "Folder in which the ranks meet that python -m commrt.run has started, or in "
+        "which they reach its launcher; it sets the variable.",
         False,
         _text,
     ),
@@ -273,7 +273,7 @@ VARIABLES: tuple[Variable, ...] = (
         "tcp|gloo",
         "tcp",
         "Carries messages between nodes where there is no MPI: connections of "
-        "commrt's own, or torch's gloo.",
+        "commrt's own, the backend tcp, or torch's gloo, the backend gloo.",
         True,
         _choice("tcp", "gloo"),
     ),

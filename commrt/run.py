@@ -6,81 +6,84 @@ a folder in which they meet. They need neither MPI nor torch. When one fails, th
 are ended, and the launcher ends with that one's exit status. No rank outlives it. With
 ``--keep-going`` the others go on without a rank that was killed, and with
 ``--restarts`` another process is started for it, which may join them.
+
+``python -m commrt.run --hosts h1:2,h2:2 train.py`` starts ranks on several hosts
+through a remote shell.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
-import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.newcomers import Reception
 from commrt.commands.console import until_reader_leaves
-from commrt.launch.mpiexec import child_environment, last_words
+from commrt.errors import CommError, UsageError
+from commrt.launch.mpiexec import child_environment
 from commrt.launch.rank_process import Process
+from commrt.running.cores import shares_of_cores
+from commrt.running.endings import KEPT_NBYTES, describe_end, status_of_job
+from commrt.running.folders import meeting_folder
+from commrt.running.job_on_hosts import Launch
+from commrt.running.options_of_hosts import (
+    add_options_of_hosts,
+    check_no_hosts,
+    run_on_hosts,
+    variables_for_hosts,
+)
+from commrt.running.processes import (
+    ENDING,
+    FORWARDED,
+    NO_PORT,
+    end_group,
+    free_port,
+    send_signal,
+    start_bound_to_this,
+    variables_of_rank,
+)
 from commrt.vocabulary.limits import capped
 
 __all__ = ["main"]
 
-_PREPARE = """
-import ctypes, os, signal, sys
-launcher, cores, *command = sys.argv[1:]
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(launcher):  # it has ended before it would have sent the signal
-    os._exit(1)
-if cores:
-    os.sched_setaffinity(0, map(int, cores.split(",")))
-os.execv(command[0], command)
-"""
-"""Runs in the process of a rank, which no launcher outlives, before its program."""
-_FORWARDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PORTS = range(20000, 32000)
-"""Linux gives none of these to whoever asks for any port."""
-_KEPT_NBYTES = 8192
 _READ_NBYTES = 1 << 16
-_FOLDER = "commrt-run-"
-_NEW_S = 60.0
-"""A folder so young may belong to a launcher that has yet to lock it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ranks; return the exit status."""
     parser = _parser()
     said = parser.parse_args(argv)
-    if said.ranks < 1:
+    if said.ranks is None and said.hosts is None:
+        parser.error(
+            "say how many ranks, by -n, or which hosts they run on, by --hosts"
+        )
+    if said.ranks is not None and said.ranks < 1:
         parser.error(f"-n {said.ranks}: at least one rank is needed")
     if not said.grace >= 0:
         parser.error(f"--grace {said.grace}: a number of seconds from 0 on is needed")
     program = [said.program, *said.arguments]
-    command = [sys.executable, *(["-m"] if said.module else []), *program]
+    words = [*(["-m"] if said.module else []), *program]
     if said.restarts < 0:
         parser.error(f"--restarts {said.restarts}: a number from 0 on is needed")
+    try:
+        if said.hosts is not None:
+            return _on_hosts(said, words)
+        check_no_hosts(said)
+    except UsageError as error:
+        parser.error(str(error))
+    except CommError as error:
+        sys.stderr.write(f"commrt.run: {error}\n")
+        return 1
+    command = [sys.executable, *words]
     job = _Job(command, said.ranks, said.prefix, said.bind, capped(said.grace))
     return job.run(keep_going=said.keep_going or said.restarts, restarts=said.restarts)
 
@@ -92,7 +95,10 @@ def _parser() -> argparse.ArgumentParser:
         "neither MPI nor torch; programs for torchrun find its variables.",
     )
     parser.add_argument(
-        "-n", "--ranks", type=int, required=True, help="how many processes"
+        "-n",
+        "--ranks",
+        type=int,
+        help="how many processes; with --hosts, all that there is room for",
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="PROGRAM is a module, as python -m"
@@ -132,7 +138,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments"
     )
+    add_options_of_hosts(parser)
     return parser
+
+
+def _on_hosts(said: argparse.Namespace, words: Sequence[str]) -> int:
+    launch = Launch(
+        words,
+        variables_for_hosts(said.variables or []),
+        prefix=said.prefix,
+        bind=said.bind,
+        grace_s=capped(said.grace),
+        keep_going=said.keep_going,
+    )
+    return run_on_hosts(said, launch)
 
 
 @dataclass
@@ -159,7 +178,7 @@ class _Job:
         self._command = command
         self._size = size
         self._prefix = prefix
-        self._cores = _shares(size) if bind else None
+        self._cores = shares_of_cores(size) if bind else None
         self._grace_s = grace_s
         self._ranks: dict[int, _Rank] = {}
         self._restarts = 0
@@ -175,43 +194,34 @@ class _Job:
         that fail are started again.
         """
         self._restarts = restarts
-        _remove_leftovers(Path(tempfile.gettempdir()))
-        rendezvous = tempfile.mkdtemp(prefix=_FOLDER)
-        lock = _lock_of(Path(rendezvous))
-        before = {one: signal.signal(one, self._forward) for one in _FORWARDED}
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
-        try:
-            environ = _environment(self._size, rendezvous)
-            joins = dict(environ, COMMRT_JOIN="1")
-            for number in range(self._size):
-                rank = self._start(number, environ)
-                self._ranks[rank.process.pid] = rank
-                self._pass_on(rank)
-            return self._wait(keep_going, joins, rendezvous)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self._kill()
-            for one, handler in before.items():
-                signal.signal(one, handler)
-            shutil.rmtree(rendezvous, ignore_errors=True)
-            os.close(lock)
+        with meeting_folder() as rendezvous:
+            before = {one: signal.signal(one, self._forward) for one in FORWARDED}
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
+            try:
+                environ = _environment(self._size)
+                joins = dict(environ, COMMRT_JOIN="1")
+                for number in range(self._size):
+                    self._start(number, environ, rendezvous)
+                return self._wait(keep_going, joins, rendezvous)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                self._kill()
+                for one, handler in before.items():
+                    signal.signal(one, handler)
 
-    def _start(self, number: int, environ: dict[str, str]) -> _Rank:
-        cores = () if self._cores is None else sorted(self._cores[number])
-        # A program of its own does it: this one may have threads when it starts a rank
-        # again, and what runs in a copy of them may wait for locks that nobody gives.
-        prepared = [sys.executable, "-I", "-S", "-c", _PREPARE, str(os.getpid())]
-        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
-        process = subprocess.Popen(
-            [*prepared, ",".join(map(str, cores)), *self._command],
-            env={**environ, **own},
+    def _start(self, number: int, environ: dict[str, str], rendezvous: str) -> _Rank:
+        own = variables_of_rank(number, self._size, number, self._size, 0, rendezvous)
+        process = start_bound_to_this(
+            self._command,
+            {**environ, **own},
+            cores=() if self._cores is None else self._cores[number],
             # One of them may read what is typed.
             stdin=None if number == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._prefix else None,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
         )
-        return _Rank(number, process)
+        rank = self._ranks[process.pid] = _Rank(number, process)
+        self._pass_on(rank)
+        return rank
 
     def _pass_on(self, rank: _Rank) -> None:
         """Start to copy what a rank prints."""
@@ -237,7 +247,7 @@ class _Job:
                 if not piece:
                     return
                 if is_error:
-                    rank.tail = (rank.tail + piece)[-_KEPT_NBYTES:]
+                    rank.tail = (rank.tail + piece)[-KEPT_NBYTES:]
                 if self._prefix:
                     piece = head + piece.rstrip(b"\n") + b"\n"
                 with self._printing, contextlib.suppress(OSError, ValueError):
@@ -265,10 +275,8 @@ class _Job:
             if self._restarts and living and not self._signal:
                 self._restarts -= 1
                 self._report(rank, code, "; it is started again, to join the others")
-                again = self._start(rank.number, joins)
+                again = self._start(rank.number, joins, rendezvous)
                 again.joins = True
-                self._ranks[again.process.pid] = again
-                self._pass_on(again)
                 living.add(again.process.pid)
                 continue
             failed.append((rank, code))
@@ -284,11 +292,11 @@ class _Job:
         if not keep_going and failed:
             others = "; the others were ended" if self._size > 1 else ""
             self._report(*failed[0], others)
-        codes = [code for _, code in failed]
-        if keep_going and not self._signal:
-            own = [code for code in codes if code > 0]
-            codes = own if own or len(failed) < self._size else codes
-        return _exit_status(codes[0]) if codes else 0
+        return status_of_job(
+            [code for _, code in failed],
+            self._size,
+            forgives_kills=bool(keep_going and not self._signal),
+        )
 
     def _end_those_left(self, living: set[int], rendezvous: str) -> None:
         """End the processes that wait to join, once nobody is left who could ask them.
@@ -313,131 +321,47 @@ class _Job:
 
     def _report(self, rank: _Rank, code: int, others: str) -> None:
         """Say that a rank failed, why, and what becomes of the others."""
-        if self._signal:
-            how = f"ended after {signal.Signals(self._signal).name} was forwarded to it"
-        elif code < 0:
-            name = signal.Signals(-code).name
-            how = f"was killed by signal {-code} ({name})"
-        else:
-            how = f"ended with exit status {code}"
-        text = rank.tail.decode(errors="replace")
-        why = "" if code < 0 or self._signal else last_words(text)
-        sys.stderr.write(
-            f"commrt.run: rank {rank.number} of {self._size} (process "
-            f"{rank.process.pid}) {how}{f': {why}' if why else ''}{others}\n"
+        said = describe_end(
+            rank.number,
+            self._size,
+            f"process {rank.process.pid}",
+            code,
+            rank.tail,
+            self._signal,
         )
+        sys.stderr.write(f"commrt.run: {said}{others}\n")
         sys.stderr.flush()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Give a signal to all ranks; runs between two steps of the main thread."""
-        if number in _ENDING:
+        if number in ENDING:
             self._signal = self._signal or number
             signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 1e-3))
         for rank in self._ranks.values():
-            _signal_to(rank, number)
+            send_signal(rank.process, number)
 
     def _end(self, living: set[int]) -> None:
         """Tell ranks to end, and end them if they do not."""
         for pid in living:
-            _signal_to(self._ranks[pid], signal.SIGTERM)
+            send_signal(self._ranks[pid].process, signal.SIGTERM)
         signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 1e-3))
 
     def _kill(self, *_: object) -> None:
         """End all ranks, and what they have started."""
         for rank in self._ranks.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
+            end_group(rank.process)
 
 
-def _exit_status(code: int) -> int:
-    return 128 - code if code < 0 else code
-
-
-def _signal_to(rank: _Rank, number: int) -> None:
-    if rank.process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, number)
-
-
-def _lock_of(folder: Path) -> int:
-    """Return a descriptor of the folder's lock, which this process holds to its end."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove the folders of this user's launchers that were killed.
-
-    A launcher that lives holds its folder's lock, in whatever container it runs.
-    """
-    for folder in parent.glob(f"{_FOLDER}*"):
-        with contextlib.suppress(OSError):
-            status = folder.lstat()
-            is_new = time.time() - status.st_mtime < _NEW_S
-            if status.st_uid != os.geteuid() or is_new:
-                continue
-            lock = _lock_of(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _environment(size: int, rendezvous: str) -> dict[str, str]:
+def _environment(size: int) -> dict[str, str]:
     """Return the variables that all ranks have in common."""
     environ = child_environment(sys.executable)
     cores = len(os.sched_getaffinity(0))
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
-    environ.update(
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(_free_port()),
-        COMMRT_MEETING=rendezvous,
-    )
+    port = free_port()
+    if port is None:
+        raise SystemExit(f"commrt.run: {NO_PORT}")
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return environ
-
-
-def _free_port() -> int:
-    """Return a port that nobody listens on now."""
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise SystemExit(
-        "commrt.run: no port of this machine is free; expected one in "
-        f"{_PORTS.start}..{_PORTS.stop - 1}: end a program that holds one"
-    )
-
-
-def _shares(size: int) -> list[set[int]]:
-    """Return the cores of each rank: neighbours, and threads of a core together."""
-    cores = sorted(os.sched_getaffinity(0), key=_place)
-    if len(cores) < size:
-        sys.stderr.write(
-            f"commrt.run: --bind: {size} ranks on {len(cores)} cores: some share one\n"
-        )
-        return [{cores[number % len(cores)]} for number in range(size)]
-    ends = [number * len(cores) // size for number in range(size + 1)]
-    return [{*cores[a:b]} for a, b in pairwise(ends)]
-
-
-def _place(cpu: int) -> tuple[int, int, int]:
-    """Return a processor's socket, core and own number."""
-    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    found = []
-    for name in ("physical_package_id", "core_id"):
-        try:
-            found.append(int((folder / name).read_text()))
-        except (OSError, ValueError):
-            found.append(cpu)
-    return found[0], found[1], cpu
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from commrt.backends.mpi.backend import MpiBackend
 from commrt.backends.nccl.backend import NcclBackend
 from commrt.backends.shm import LocalBackend, ShmBackend
 from commrt.backends.staged.backend import StagedBackend
+from commrt.backends.tcp.backend import TcpBackend
 from commrt.errors import BackendError, UsageError, suggest
 
 __all__ = [
@@ -47,6 +48,7 @@ def all_backends() -> dict[str, Backend]:
         ShmBackend(),
         MpiBackend(),
         GlooBackend(),
+        TcpBackend(),
         LocalBackend(),
         NcclBackend(),
         IpcBackend(),

@@ -63,6 +63,17 @@ class AttachedOffers(Offers):
                 return f"{first} unless a table, COMMRT_ALGORITHM or the call says so"
         return self.of(candidate).only_on_request(query, candidate)
 
+    def as_run_here(self, query: Query, use: Candidate) -> Candidate:
+        """Return a rule's candidate, by the name that its backend has today."""
+        for name, attached in self._attached.items():
+            if use.backend != attached.earlier_name or use.algorithm == "native":
+                continue
+            found = self._found(query)
+            offered = {one.backend for one in found if one.algorithm != "native"}
+            if name in offered and use.backend not in offered:
+                return replace(use, backend=name)
+        return use
+
     def speaks_of(self, query: Query, wish: Wish) -> bool:
         """Return whether a wish, made beforehand, means the query's kind of memory."""
         if wish.backend is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends that run only schedules: ``shm`` on a node, ``local`` alone.
 
-Across nodes ``mpi`` runs them (backends/mpi), or without MPI ``gloo`` (backends/gloo).
+Across nodes ``mpi`` runs them (backends/mpi), or without MPI ``tcp`` (backends/tcp).
 """
 
 from __future__ import annotations

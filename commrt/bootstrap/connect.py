@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import env
 from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.claim import claim_rank
-from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.launcher_store import store_of_run
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.mpi_of_launch import started_mpi
 from commrt.bootstrap.newcomers import ask_to_join
@@ -73,6 +73,5 @@ def ask_for_place(
 
 def _store_of(launch: LaunchInfo, rank: int, timeout_s: float) -> Any:
     if launch.kind == "run":
-        folder = env.value("COMMRT_MEETING")
-        return DirectoryStore(folder or "", launch.size)
+        return store_of_run(env.value("COMMRT_MEETING") or "", launch.size, rank)
     return torchrun_store(rank, launch.size, timeout_s)

@@ -27,15 +27,17 @@ from commrt.bootstrap.base import (
     with_heed,
 )
 from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.launcher_store import LauncherStore
 from commrt.bootstrap.newcomers import Reception
 from commrt.bootstrap.survivors import (
     Decision,
     agree_on_survivors,
     met_by_survivors,
 )
+from commrt.bootstrap.torch_store import tcp_store
 from commrt.errors import BackendError, CommError, PeerFailedError
 from commrt.launch import slurm
-from commrt.vocabulary.limits import as_timedelta, deadline_after
+from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["StoreBootstrap", "slurm_store", "torchrun_store"]
 
@@ -48,7 +50,7 @@ _DONE = "done"
 class StoreBootstrap:
     """Exchanges blobs through a ``torch.distributed.Store`` of any kind.
 
-    Or through the folder of ``commrt.run``, which has the same methods.
+    Or through a store of ``commrt.run``, which has the same methods.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class StoreBootstrap:
         from torch.distributed import PrefixStore
 
         name = f"{self.prefix}/{purpose}"
-        if isinstance(self._store, DirectoryStore):
+        if isinstance(self._store, DirectoryStore | LauncherStore):
             return self._store.for_torch(name)
         return PrefixStore(name, self._store)
 
@@ -328,7 +330,7 @@ def torchrun_store(
     agent_hosts = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     hosts = rank == 0 and not agent_hosts
-    store = _tcp_store(where, rank, size, hosts, timeout_s, "MASTER_ADDR:MASTER_PORT")
+    store = tcp_store(where, rank, size, hosts, timeout_s, "MASTER_ADDR:MASTER_PORT")
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"commrt/attempt_{attempt}", store)
 
@@ -340,33 +342,4 @@ def slurm_store(
     where = slurm.rendezvous(os.environ if environ is None else environ)
     slurm.check_host(*where)
     said = "from Slurm's variables; MASTER_ADDR and MASTER_PORT override it"
-    return _tcp_store(where, rank, size, rank == 0, timeout_s, said)
-
-
-def _tcp_store(
-    where: tuple[str, int],
-    rank: int,
-    size: int,
-    hosts: bool,
-    timeout_s: float,
-    source: str,
-) -> Any:
-    from torch.distributed import TCPStore
-
-    host, port = where
-    try:
-        return TCPStore(
-            host,
-            port,
-            size,
-            is_master=hosts,
-            timeout=as_timedelta(timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        raise BackendError(
-            f"rank {rank} of {size}: no torch store at {host}:{port} "
-            f"({source}) within {timeout_s:g} s: {error}; look whether rank 0 runs, "
-            f"and whether this host can reach that port"
-        ) from error
+    return tcp_store(where, rank, size, rank == 0, timeout_s, said)

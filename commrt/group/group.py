@@ -301,7 +301,7 @@ class Group(_native.Group):
 
     @property
     def is_relayed(self) -> bool:
-        """True if gloo carries messages to ranks on other nodes."""
+        """True if messages to ranks on other nodes go without MPI."""
         return self.world.relay is not None and len(self.node_members) < self.size
 
     @property

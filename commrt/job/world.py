@@ -17,8 +17,6 @@ from commrt import _native, env
 from commrt.bootstrap.base import Bootstrap, Identities, first_word, with_heed
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import BackendError, MismatchError, UsageError
-from commrt.gloo.connecting import connect_group
-from commrt.gloo.connections import ConnectionsMade
 from commrt.gloo.groups import GlooGroups
 from commrt.gloo.relay import GlooRelay
 from commrt.job.arena import (
@@ -29,6 +27,7 @@ from commrt.job.arena import (
 )
 from commrt.job.arrivals import Arrivals
 from commrt.job.bells import NodeBells, hang_bells, own_bells
+from commrt.job.between_nodes import connect_nodes
 from commrt.job.heeds import Heeds
 from commrt.job.holders import Holders
 from commrt.job.inquiries import Inquiries, Place
@@ -45,8 +44,6 @@ from commrt.select.model import BetweenNodes, MpiBetweenNodes
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
-from commrt.tcp.addresses import address_for_gloo, listening_address, own_addresses
-from commrt.tcp.connecting import connect_ranks
 from commrt.tcp.relay import TcpRelay
 
 if TYPE_CHECKING:
@@ -340,9 +337,14 @@ def connect_world(
     bootstrap.idle = with_heed(world.engine.step, world.heeds)
     _agree_cores_and_bells(world)
     if len(nodes) > 1 and mpi is None:
-        world.relay, address = _relay(world)
-        world.gloo_groups = GlooGroups(bootstrap, address)
-        world.relay.at_end.append(world.gloo_groups.close)
+        assert world.liveness is not None
+        here = nodes[world.node_of(world.rank)]
+        world.relay, address = connect_nodes(
+            bootstrap, here, world.liveness.native, world.timeout_s
+        )
+        if address is not None:
+            world.gloo_groups = GlooGroups(bootstrap, address)
+            world.relay.at_end.append(world.gloo_groups.close)
         # A world that another one has replaced leaves no threads or connections behind.
         world.holders.at_end.append(world.relay.part)
         weakref.finalize(world, world.relay.part).atexit = False
@@ -364,37 +366,6 @@ def connect_world(
     if arrivals is not None:
         arrivals.close()
     return world
-
-
-def _relay(world: World) -> tuple[GlooRelay | TcpRelay, str]:
-    """Connect the nodes, and return this rank's address for gloo; collective."""
-    private_store = getattr(world.bootstrap, "private_store", None)
-    if private_store is None:
-        raise BackendError(
-            f"the ranks lie on {len(world.nodes)} nodes, and between nodes commrt "
-            f"needs MPI or a torch Store: start them with mpiexec and the extra "
-            f"commrt[mpi], or with torchrun"
-        )
-    node = world.nodes[world.node_of(world.rank)]
-    away = [rank for rank in range(world.size) if rank not in node]
-    # The exchange names a rank that comes late; gloo would only say that time is up.
-    own, limit_s = own_addresses(), world.timeout_s
-    said = world.bootstrap.exchange(range(world.size), "addresses", own, limit_s)
-    address = address_for_gloo(own, said)
-    assert world.liveness is not None
-    liveness = world.liveness.native
-    if env.read_str("COMMRT_CARRIER") == "tcp":
-        here = listening_address(own, said)
-        sockets = connect_ranks(world.bootstrap, away, here, limit_s)
-        return TcpRelay(world.rank, world.size, sockets, liveness), address
-    store = private_store("gloo")
-    everybody = range(world.size)
-    made = ConnectionsMade()
-    group = connect_group(store, everybody, world.bootstrap, limit_s, address)
-    mine = json.dumps(made.own_ports()).encode()
-    said = world.bootstrap.exchange(everybody, "gloo/ports", mine, limit_s)
-    made.keep_from_children(port for ports in said for port in json.loads(ports))
-    return GlooRelay(group, world.rank, world.size, away, liveness), address
 
 
 def _inquiries(world: World) -> Inquiries:

@@ -116,6 +116,10 @@ class Offers(Protocol):
         """Return candidates for the operation that must not run the query, and why."""
         return ()
 
+    def as_run_here(self, query: Query, use: Candidate) -> Candidate:
+        """Return a rule's candidate, by the name that its backend has today."""
+        return use
+
     def speaks_of(self, query: Query, wish: Wish) -> bool:
         """Return whether a wish, made beforehand, means the query's kind of memory."""
         return True
@@ -349,16 +353,26 @@ class Policy:
         """
         if self.table is None:
             return None
-        hit = self.table.lookup(self.facts, query)
+        hit = self._as_run_here(self.table.lookup(self.facts, query), query)
         spec = operation(query.coll)
         if hit is not None or spec.vector_of is None or spec.rule_bytes == "any":
             return hit
         plain = self.table.lookup(self.facts, replace(query, coll=spec.vector_of))
+        plain = self._as_run_here(plain, query)
         long = spec.has_root and query.nbytes >= _ROOT_ALONE_FROM_NBYTES
         if plain is None or (plain.rule.use.algorithm == "native" and not long):
             return None
         beside = f"; {plain.extrapolated}" if plain.extrapolated else ""
         return replace(plain, extrapolated=f"of {spec.vector_of}{beside}")
+
+    def _as_run_here(self, hit: Hit | None, query: Query) -> Hit | None:
+        """Return a rule with the backend that runs its candidate here."""
+        if hit is None:
+            return None
+        use = self.offers.as_run_here(query, hit.rule.use)
+        if use is hit.rule.use:
+            return hit
+        return replace(hit, rule=replace(hit.rule, use=use))
 
     def _can_run(
         self, query: Query, use: Candidate, found: Sequence[Candidate]

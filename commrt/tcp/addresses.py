@@ -13,12 +13,19 @@ import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
 
 from commrt.errors import BackendError
 
-__all__ = ["address_for_gloo", "listening_address", "own_addresses"]
+__all__ = [
+    "address_for_gloo",
+    "address_of_interface",
+    "have_torch",
+    "listening_address",
+    "own_addresses",
+]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
@@ -28,7 +35,14 @@ _SIOCGIFADDR = 0x8915
 def own_addresses() -> bytes:
     """Return what this rank tells the others for the functions below."""
     own, rendezvous = _route()
-    return json.dumps({"own": own, "rendezvous": rendezvous}).encode()
+    # Whoever uses torch has imported it by now. Others need not wait for that.
+    facts = {"own": own, "rendezvous": rendezvous, "torch": "torch" in sys.modules}
+    return json.dumps(facts).encode()
+
+
+def have_torch(said: Sequence[bytes]) -> bool:
+    """Return whether all ranks have said that they use torch."""
+    return all(json.loads(blob)["torch"] for blob in said)
 
 
 def listening_address(mine: bytes, said: Sequence[bytes]) -> str:
@@ -41,7 +55,7 @@ def listening_address(mine: bytes, said: Sequence[bytes]) -> str:
     Raises BackendError where the interface that the user names has no address.
     """
     if name := os.environ.get(_INTERFACE, "").partition(",")[0].strip():
-        return _of_interface(name)
+        return address_of_interface(name, _INTERFACE)
     own = _of_own_name()
     # Names of one machine alone, as where it pretends several nodes.
     is_own = own != "" and _is_of_this_host(own)
@@ -112,7 +126,11 @@ def _is_of_this_host(address: str) -> bool:
     return True
 
 
-def _of_interface(name: str) -> str:
+def address_of_interface(name: str, source: str = "the user") -> str:
+    """Return the IPv4 address of a network interface of this host.
+
+    Raises BackendError, which says that ``source`` has named it, where it has none.
+    """
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -120,7 +138,7 @@ def _of_interface(name: str) -> str:
         except OSError as error:
             there = ", ".join(each for _, each in socket.if_nameindex())
             raise BackendError(
-                f"{_INTERFACE} names the network interface {name!r}, which has no "
+                f"{source} names the network interface {name!r}, which has no "
                 f"address here: {error.strerror}; there are {there}"
             ) from error
     return socket.inet_ntoa(answer[20:24])

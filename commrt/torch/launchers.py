@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
 from commrt import env
-from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.launcher_store import store_of_run
 from commrt.bootstrap.mpi_of_launch import started_mpi
 from commrt.bootstrap.store import slurm_store
 from commrt.errors import BackendError, UsageError
@@ -132,8 +132,9 @@ class _Rendezvous:
         from torch.distributed import HashStore, PrefixStore
 
         if launch.kind == "run":
-            folder = DirectoryStore(env.value("COMMRT_MEETING") or "", launch.size)
-            yield folder.for_torch(f"groups-{self._count}"), launch.rank, launch.size
+            folder = env.value("COMMRT_MEETING") or ""
+            store = store_of_run(folder, launch.size, launch.rank)
+            yield store.for_torch(f"groups-{self._count}"), launch.rank, launch.size
             return
         rank, size = launch.rank, launch.size
         mpi = _mpi_of(launch) if launch.kind == "mpi" else None

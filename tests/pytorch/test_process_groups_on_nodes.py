@@ -159,7 +159,7 @@ def run_where() -> list[Any]:
 @pytest.mark.full
 def test_who_runs_what(torchrun: Any) -> None:
     first, second, third = torchrun(3, run_where, **on_nodes("2,1"))
-    whole = [[[0, 1], [2]], "gloo", True, True]
+    whole = [[[0, 1], [2]], "tcp", True, True]
     inside = ["shm", [2.0] * 3]
     assert first == second == [*whole, *inside, False, [5]]
     assert third == [*whole, False, [5]]

@@ -75,10 +75,16 @@ class AttachedGloo(Attached):
     # -- what it runs ------------------------------------------------------------
 
     def candidates(self, query: Query) -> Sequence[Candidate]:
-        """Return every schedule, and ``native`` where it keeps commrt's rules."""
+        """Return ``native`` where it keeps commrt's rules.
+
+        And every schedule, where gloo carries the messages between nodes.
+        """
         if query.device != "host" or not self.group.is_relayed:
             return ()
-        found = list(schedule_candidates(self.group, query, self.backend.name))
+        found: list[Candidate] = []
+        relay = self.group.world.relay
+        if relay is not None and relay.is_staged:
+            found += schedule_candidates(self.group, query, self.backend.name)
         if self._lease is not None and why_not(query) is None:
             found.append(NATIVE)
         return found
@@ -92,7 +98,10 @@ class AttachedGloo(Attached):
             return ()
         if query.order != "any" or (query.op is not None and not is_known(query.op)):
             return ()
-        why: str | None = "there is no group of gloo for these ranks"
+        why: str | None = (
+            "there is no group of gloo for these ranks: not all of them had imported "
+            "torch when they met, or there are too many groups"
+        )
         if self._lease is not None:
             why = why_not(query)
         return () if why is None else [Rejected(NATIVE, why)]

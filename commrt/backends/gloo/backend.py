@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``gloo`` backend: schedules across nodes without MPI, and gloo's collectives.
+"""The ``gloo`` backend: gloo's collectives across nodes without MPI, and schedules.
 
-Ranks of a node share memory, and torch's gloo carries messages between nodes. Where
-gloo keeps commrt's rules, its own collectives are candidates, too (``gloo/native``):
-one step that gloo runs over all ranks, on its own threads.
+Where gloo keeps commrt's rules, its own collectives are candidates (``gloo/native``):
+one step that gloo runs over all ranks, on its own threads. Schedules are its own only
+where it carries messages between nodes, with COMMRT_CARRIER=gloo. Connections of
+commrt's own do that otherwise (backends/tcp).
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
+from commrt import env
 from commrt.backends.base import Availability, Capabilities, Surroundings
 from commrt.backends.gloo.attached import AttachedGloo
 from commrt.backends.parameters import schedule_parameters
@@ -27,15 +29,16 @@ class GlooBackend:
     capabilities = Capabilities(
         native=True,
         limits="ranks on several nodes that torchrun, srun or a torch Store brought "
-        "together; native: all but scans and blocks of different lengths, of "
-        "reductions sum and avg of types of 32 and 64 bits, prod of floats of these, "
-        "and prod, min, max and bitwise of signed integers of these",
+        "together; schedules: with COMMRT_CARRIER=gloo; native: all but scans and "
+        "blocks of different lengths, of reductions sum and avg of types of 32 and 64 "
+        "bits, prod of floats of these, and prod, min, max and bitwise of signed "
+        "integers of these",
     )
 
     def availability(self) -> Availability:
         """Look for torch without importing it."""
         here = find_spec("torch") is not None
-        reason = "messages by torch's gloo" if here else "torch is not installed"
+        reason = "torch's gloo" if here else "torch is not installed"
         return Availability(self.name, here, reason, self.capabilities)
 
     def attach(self, group: Group, beside: Surroundings) -> AttachedGloo:
@@ -50,7 +53,9 @@ class GlooBackend:
 
     def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
         """Return whether such ranks may be offered one of its algorithms."""
-        return facts.nodes > 1 and not by_mpi
+        if facts.nodes == 1 or by_mpi:
+            return False
+        return algorithm == "native" or env.read_str("COMMRT_CARRIER") == self.name
 
     def variants(self, candidate: Candidate, full_nbytes: int) -> None:
         """Return None: parameters of the transport matter."""

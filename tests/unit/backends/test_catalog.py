@@ -132,7 +132,7 @@ def test_a_name_of_another_package_is_refused_with_where_it_may_come_from() -> N
     with pytest.raises(
         TableError,
         match=r"unknown backend 'ucc'\. Known: gloo, ipc, local, mpi, nccl, shm, "
-        r"staged\. .*entry point group commrt\.backends",
+        r"staged, tcp\. .*entry point group commrt\.backends",
     ):
         _load("backend: ucc, alg: native")
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_backends_say_which_ranks_they_serve_and_what_the_tuner_tries() -> None:
         (name, by_mpi): [
             may_run(name, "ring", one, by_mpi=by_mpi) for one in (alone, near, apart)
         ]
-        for name in ("local", "shm", "mpi", "gloo")
+        for name in ("local", "shm", "mpi", "gloo", "tcp")
         for by_mpi in (True, False)
     }
     assert served == {
@@ -205,8 +205,11 @@ def test_backends_say_which_ranks_they_serve_and_what_the_tuner_tries() -> None:
         ("mpi", True): [False, False, True],
         ("mpi", False): [False, False, False],
         ("gloo", True): [False, False, False],
-        ("gloo", False): [False, False, True],
+        ("gloo", False): [False, False, False],
+        ("tcp", True): [False, False, False],
+        ("tcp", False): [False, False, True],
     }
+    assert may_run("gloo", "native", apart, by_mpi=False)
     tried = own_variants(Candidate("staged", "ring"), 64 << 20) or ()
     assert [set(one.params) for one in tried] == [{"piece"}] * 3
     assert list(own_variants(Candidate("nccl", "ring"), 64 << 20) or ()) == []

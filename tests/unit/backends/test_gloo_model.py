@@ -10,9 +10,10 @@ import pytest
 from commrt.backends.gloo.collectives import NATIVE, why_not
 from commrt.backends.gloo.prediction import (
     NATIVE_GLOO,
-    gloo_constants,
+    native_constants,
     predicted_us,
 )
+from commrt.backends.relayed import message_constants, relayed_us
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.model import BetweenNodes
 from commrt.vocabulary.operations import COLLECTIVES
@@ -76,10 +77,21 @@ def test_cost_follows_what_was_measured() -> None:
 
 
 def test_ranks_that_share_cores_copy_at_a_higher_price() -> None:
-    apart = gloo_constants(QUIET, native=False)
-    shared = gloo_constants(QUIET, native=False, crowd=2.0)
+    apart = message_constants(QUIET)
+    shared = message_constants(QUIET, crowd=2.0)
     assert QUIET.beta_us < apart.beta_us < shared.beta_us
-    assert gloo_constants(QUIET, native=True).beta_us == QUIET.beta_us
+    assert native_constants(QUIET).beta_us == QUIET.beta_us
+
+
+def test_schedules_cost_the_same_whoever_carries_them() -> None:
+    """A relay that copies costs more, and the backend's name says nothing."""
+    own = BetweenNodes(QUIET.alpha_us, QUIET.beta_us, 0.0, is_staged=False)
+    asked = query("allreduce", 1 << 20)
+    by_tcp = Candidate("tcp", "direct")
+    assert relayed_us(PAIR, asked, by_tcp, QUIET) == predicted_us(
+        PAIR, asked, DIRECT, QUIET
+    )
+    assert relayed_us(PAIR, asked, by_tcp, own) < relayed_us(PAIR, asked, by_tcp, QUIET)
 
 
 def test_what_the_ranks_cannot_compare_is_never_gloos_unasked() -> None:

@@ -182,7 +182,7 @@ TORCHRUN = LaunchInfo("torchrun", 0, 4, "x")
         ("native", 4, MPI, {}, "mpi/native"),
         ("native", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "gloo/native"),
         ("ring", 4, TORCHRUN, {}, "shm/ring"),
-        ("ring", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "gloo/ring"),
+        ("ring", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "tcp/ring"),
         ("mpi/ring", 4, MPI, {}, "mpi/ring"),
         ("shm/ring", 4, MPI, {}, "shm/ring"),
     ],

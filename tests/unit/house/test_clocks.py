@@ -13,7 +13,7 @@ TIME_OF_DAY = re.compile(
 )
 ALLOWED = {
     # The age of a folder that another launcher has left.
-    ("commrt/run.py", "time.time("),
+    ("commrt/running/folders.py", "time.time("),
     # When an operation began, for readers of logs and dumps.
     ("commrt/native/engine/records.cpp", "CLOCK_REALTIME"),
     ("commrt/trace/log.py", "time.time_ns("),

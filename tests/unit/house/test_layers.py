@@ -41,7 +41,7 @@ LAYERS = (
     ),
     ("torch",),
     ("layers", "elastic"),
-    ("tuning", "bench", "commands", "examples", "tables", "run", "__main__"),
+    ("tuning", "bench", "commands", "examples", "tables", "run", "__main__", "running"),
     ("cluster",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

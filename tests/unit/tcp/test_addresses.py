@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 
 import pytest
 
@@ -13,7 +14,8 @@ from commrt.tcp.addresses import address_for_gloo, listening_address, own_addres
 
 
 def said(own: str, rendezvous: str) -> bytes:
-    return json.dumps({"own": own, "rendezvous": rendezvous}).encode()
+    facts = {"own": own, "rendezvous": rendezvous, "torch": "torch" in sys.modules}
+    return json.dumps(facts).encode()
 
 
 @pytest.fixture

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules over connections of commrt's own as a backend."""

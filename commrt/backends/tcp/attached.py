@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules on one communicator, over connections of commrt's own between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commrt.backends.base import Attached
+from commrt.backends.relayed import relayed_us
+from commrt.backends.shm import schedule_candidates
+from commrt.job.links import measure_between_nodes
+from commrt.planning.spec import PlanSpec
+from commrt.planning.templates import plan_of, schedule_template
+from commrt.select.facts import Candidate, Query
+
+__all__ = ["AttachedTcp"]
+
+
+class AttachedTcp(Attached):
+    """Connections of commrt's own on one communicator."""
+
+    earlier_name = "gloo"
+
+    def measure(self) -> None:
+        """Measure messages between the nodes, where gloo's have not been beside them.
+
+        That is where this torch has no gloo, or there is no torch; once in a job.
+        """
+        world = self.group.world
+        if world.relay is None or world.between_nodes is not None:
+            return
+        if not world.relay.is_staged:
+            world.between_nodes = measure_between_nodes(
+                *(world, self.beside.sendrecv, None), is_staged=False
+            )
+
+    def candidates(self, query: Query) -> Sequence[Candidate]:
+        """Return every schedule, where these connections carry messages."""
+        group = self.group
+        if query.device != "host" or not group.is_relayed:
+            return ()
+        relay = group.world.relay
+        if relay is None or relay.is_staged:
+            return ()
+        return tuple(schedule_candidates(group, query, self.backend.name))
+
+    def modelled_us(
+        self, query: Query, candidate: Candidate, *, only_floor: bool = False
+    ) -> float:
+        """Return the model's time of a schedule, by messages as measured."""
+        group = self.group
+        return relayed_us(
+            *(group.facts, query, candidate, group.world.between_nodes),
+            only_floor=only_floor,
+        )
+
+    def plan(self, spec: PlanSpec) -> Any:
+        """Return the plan of this rank."""
+        return self.sized(self.template(spec), spec)
+
+    def template(self, spec: PlanSpec) -> Any:
+        """Return what makes the plans of a schedule, whatever their lengths."""
+        return schedule_template(self.group, spec)
+
+    def sized(self, template: Any, spec: PlanSpec) -> Any:
+        """Return the plan for the lengths of ``spec``."""
+        return plan_of(self.group, template, spec)

@@ -52,6 +52,8 @@ def share_by_threads(
         return arena
     taken = _ThreadArena.take(int(said))
     if taken is None:
+        if bootstrap.idle is not None:
+            bootstrap.idle()  # raises the reason, where this rank can know it by now
         raise PeerFailedError(
             f"ranks {list(members)} share no memory ({key}): rank {members[0]}, whose "
             f"it is, has left again"

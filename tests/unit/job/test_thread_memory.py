@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from commrt.bootstrap import ThreadWorld
-from commrt.errors import PeerFailedError
+from commrt.errors import PeerFailedError, RevokedError
 from commrt.job.thread_memory import share_by_threads
+
+
+def _raise(reason: Exception) -> None:
+    raise reason
 
 
 def _is_mapped(address: int) -> bool:
@@ -25,6 +30,7 @@ class Peers:
 
     def __init__(self, world: ThreadWorld, rank: int, then: Callable[[], object]):
         self.rank, self._then = rank, then
+        self.idle: Callable[[], object] | None = None
         self._peers = world.bootstrap(rank)
 
     def exchange(
@@ -90,7 +96,10 @@ def test_memory_of_a_rank_that_is_interrupted_stays_for_those_who_have_it(
     assert not _is_mapped(one)
 
 
-def test_memory_that_its_owner_has_left_is_not_taken(run_threads) -> None:
+@pytest.mark.parametrize("reason", [None, RevokedError("rank 0 has found damage")])
+def test_memory_that_its_owner_has_left_is_not_taken(
+    reason: Exception | None, run_threads
+) -> None:
     world, has_left = ThreadWorld(2), threading.Event()
 
     def interrupt() -> None:
@@ -104,7 +113,10 @@ def test_memory_that_its_owner_has_left_is_not_taken(run_threads) -> None:
             has_left.set()
             return
         late = Peers(world, 1, lambda: has_left.wait(240))
-        with pytest.raises(PeerFailedError, match="rank 0, whose it is, has left"):
+        if reason is not None:
+            late.idle = partial(_raise, reason)
+        expected = PeerFailedError if reason is None else type(reason)
+        with pytest.raises(expected, match=r"rank 0.* has (left|found damage)"):
             share_by_threads(late, range(2), "k", 1, 240)  # type: ignore[arg-type]
 
     run_threads(2, rank_main)

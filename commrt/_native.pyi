@@ -2317,6 +2317,11 @@ def end_stand_ins(group: Group) -> None:
     refused.
     """
 
+def end_together(made: Group, origin: Group) -> None:
+    """Let a group that was made from another end where a rank has ended that for
+    all ranks.
+    """
+
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 

@@ -26,7 +26,7 @@ def share_by_threads(
 
     Collective over ``members``, which are threads of this process. The memory goes
     when the last of those that have it closes it. Raises BackendError on all of them
-    where it cannot be had, and PeerFailedError where the first one has left again.
+    where it cannot be had, and PeerFailedError where the first one has left before.
     """
     mine = b""
     arena = None
@@ -41,7 +41,7 @@ def share_by_threads(
     except BaseException:
         # The others may have heard of it all the same, and use it already.
         if arena is not None:
-            arena.close()
+            arena.take_back()
         raise
     if said.startswith("no: "):
         raise BackendError(
@@ -62,43 +62,53 @@ def share_by_threads(
 
 
 class _ThreadArena(Arena):
-    """Memory of ranks that are threads: unmapped when the last user closes it."""
+    """Memory of ranks that are threads: unmapped once each of them has closed it."""
 
     # The garbage collector may close another arena while this thread has it.
     _lock = threading.RLock()
     _numbers = itertools.count()
-    _open: ClassVar[dict[int, _ThreadArena]] = {}
+    _offered: ClassVar[dict[int, _ThreadArena]] = {}
 
     def __init__(self, address: int, members: int, region_nbytes: int) -> None:
         super().__init__(address, members, region_nbytes)
         self.number = next(self._numbers)
         """Names it; unlike an address, no other arena ever has the same."""
-        self._users = 1
+        self._users = members
+        self._to_come = members - 1
 
     @classmethod
     def create(cls, members: int, region_nbytes: int) -> _ThreadArena:
-        """Map memory for ``members`` threads; this one is its first user."""
+        """Map memory for ``members`` threads, and offer it to the others."""
         plain = process_arena(members, region_nbytes)
         arena = cls(plain.address, members, plain.region_nbytes)
         with cls._lock:
-            cls._open[arena.number] = arena
+            if members > 1:
+                cls._offered[arena.number] = arena
         return arena
 
     @classmethod
     def take(cls, number: int) -> _ThreadArena | None:
-        """Return an arena, as one more user of it; None where all have closed it."""
+        """Return an arena that was offered; None where that was taken back."""
         with cls._lock:
-            arena: _ThreadArena | None = cls._open.get(number)
+            arena: _ThreadArena | None = cls._offered.get(number)
             if arena is not None:
-                arena._users += 1
+                arena._to_come -= 1
+                if arena._to_come == 0:
+                    del cls._offered[number]
             return arena
 
-    def close(self) -> None:
-        """Give it back; each user calls this once. The last one unmaps it."""
+    def take_back(self) -> None:
+        """Close it, also for those that have not taken it yet, and never will."""
         with self._lock:
-            self._users -= 1
-            is_last = self._users == 0
-            if is_last:
-                del self._open[self.number]
-        if is_last:
+            self._offered.pop(self.number, None)
+            self._give_back(1 + self._to_come)
+
+    def close(self) -> None:
+        """Give it back; each member calls this once. The last one unmaps it."""
+        with self._lock:
+            self._give_back(1)
+
+    def _give_back(self, users: int) -> None:
+        self._users -= users
+        if self._users == 0:
             super().close()

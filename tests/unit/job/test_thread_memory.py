@@ -65,6 +65,24 @@ def test_the_last_thread_gives_the_memory_back(size: int, run_threads) -> None:
     assert not _is_mapped(addresses[0])
 
 
+def test_a_rank_may_close_it_before_the_others_have_it(run_threads) -> None:
+    world, is_closed = ThreadWorld(3), threading.Event()
+
+    def rank_main(rank: int) -> int:
+        late = Peers(world, rank, lambda: rank == 0 or is_closed.wait(240))
+        shared = share_by_threads(late, range(3), "k", 1, 240)  # type: ignore[arg-type]
+        address = shared.address
+        assert _is_mapped(address)
+        shared.close()
+        if rank == 0:
+            is_closed.set()
+        return address
+
+    addresses = run_threads(3, rank_main)
+    assert len({*addresses}) == 1
+    assert not _is_mapped(addresses[0])
+
+
 def test_memory_of_a_rank_that_is_interrupted_stays_for_those_who_have_it(
     run_threads,
 ) -> None:

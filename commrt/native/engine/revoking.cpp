@@ -62,8 +62,10 @@ bool Comm::ends_with_origin() {
     next = from.origin_.get();
     const int who = from.arena == nullptr ? -1 : from.who_revoked();
     if (who < 0 && !from.was_revoked) continue;
-    const std::string why = who < 0 ? from.failure : from.why_of(from.member_of(who));
-    revoke("it was made from " + from.name + ", which has been ended for all ranks: " + why);
+    const std::string why = who < 0 ? from.failure
+                                    : "rank " + std::to_string(who) + " has ended that for all ranks: " +
+                                          from.why_of(from.member_of(who));
+    revoke("it was made from " + from.name + ", and " + why);
     return true;
   }
   return false;

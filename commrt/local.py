@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from commrt import _native
 from commrt.bootstrap.threads import ThreadWorld
 from commrt.comm import Communicator
 from commrt.core import Core
@@ -23,6 +24,8 @@ __all__ = ["LocalRanks", "run"]
 T = TypeVar("T")
 _MOST_RANKS = 4096
 """More threads than a process may have, as a rule."""
+_LOOK_S = 0.01
+"""Seconds between looks whether the other ranks have ended."""
 
 
 def run(
@@ -45,6 +48,7 @@ def run(
 
     def main(rank: int) -> T:
         core = _connect(world, rank, size, timeout_s)
+        engines[rank] = core.world.engine
         try:
             result = function(Communicator(core))
         except BaseException as error:
@@ -57,7 +61,8 @@ def run(
         world.end(rank, "its function has returned")
         return result
 
-    return _on_threads(world, main, timeout_s)
+    engines: dict[int, Any] = {}
+    return _on_threads(world, main, timeout_s, engines)
 
 
 class LocalRanks:
@@ -75,6 +80,7 @@ class LocalRanks:
             self._world,
             lambda rank: _connect(self._world, rank, size, timeout_s),
             timeout_s,
+            {},
         )
         self.comms: list[Communicator] = [*map(Communicator, self._cores)]
 
@@ -85,7 +91,7 @@ class LocalRanks:
     def each(self, function: Callable[[Communicator], T]) -> list[T]:
         """Run ``function(comm)`` for all ranks at once, for calls that exchange."""
         return _on_threads(
-            self._world, lambda rank: function(self.comms[rank]), self._timeout_s
+            self._world, lambda rank: function(self.comms[rank]), self._timeout_s, {}
         )
 
     def free(self) -> None:
@@ -117,8 +123,15 @@ def _world_of(what: str, size: int) -> ThreadWorld:
 
 
 def _on_threads(
-    world: ThreadWorld, function: Callable[[int], T], timeout_s: float
+    world: ThreadWorld,
+    function: Callable[[int], T],
+    timeout_s: float,
+    engines: Mapping[int, Any],
 ) -> list[T]:
+    """Return what a function returns for each rank, on a thread of its own.
+
+    ``engines`` are those of the ranks that have connected.
+    """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
@@ -128,14 +141,16 @@ def _on_threads(
         except BaseException as error:  # noqa: BLE001 - re-raised by the caller
             errors.append(error)
             world.fail(rank, repr(error))
+            if rank in engines:
+                _serve(world, engines[rank], deadline)
 
     threads = [
         threading.Thread(target=main, args=(rank,), name=f"rank{rank}", daemon=True)
         for rank in range(world.size)
     ]
+    deadline = deadline_after(timeout_s + 5)
     for thread in threads:
         thread.start()
-    deadline = deadline_after(timeout_s + 5)
     for thread in threads:
         left_s = deadline - time.monotonic()
         thread.join(min(max(0.0, left_s), threading.TIMEOUT_MAX))
@@ -148,6 +163,18 @@ def _on_threads(
             f"these threads wait for, or pass a larger timeout_s"
         )
     return [results[rank] for rank in range(world.size)]
+
+
+def _serve(world: ThreadWorld, engine: Any, deadline: float) -> None:
+    """Answer messages of a rank that has failed, until the others have ended.
+
+    They may have begun to take some, and would wait for the rest. A process that ends
+    tells them by that; a thread does not.
+    """
+    backoff = _native.Backoff(engine)
+    while not world.is_over() and (left_s := deadline - time.monotonic()) > 0:
+        if not engine.step():
+            backoff.pause(min(left_s, _LOOK_S))
 
 
 def _connect(world: ThreadWorld, rank: int, size: int, timeout_s: float) -> Core:

@@ -33,7 +33,7 @@ from commrt.vocabulary.limits import deadline_after
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["init", "join_world", "synchronize"]
+__all__ = ["init", "join_world", "open_world", "synchronize"]
 
 _GRACE_S = 5.0
 """Seconds that a process at its end waits for operations in flight."""

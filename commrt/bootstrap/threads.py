@@ -117,6 +117,10 @@ class ThreadWorld:
         """Return why a rank comes no more; an empty text: it may come yet."""
         return self._gone.get(rank, "")
 
+    def is_over(self) -> bool:
+        """Return whether all ranks have ended."""
+        return len(self._gone) == self.size
+
     def part(self, name: str, ranks: list[int]) -> ThreadWorld:
         """Return the world of some ranks; the same one for all that name it alike."""
         with self._changed:

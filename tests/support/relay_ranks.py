@@ -29,6 +29,9 @@ Pair = tuple[int, int]
 class CarriedRelay:
     """One rank's relay, as a world has it."""
 
+    is_staged = True
+    """Its threads copy frames, as gloo does."""
+
     def __init__(self, rank: int, size: int) -> None:
         self.native = _native.Relay(rank, size)
         self.lost: set[int] = set()

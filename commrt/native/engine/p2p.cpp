@@ -183,9 +183,9 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     const auto op = std::move(it->second);
     receiving_.erase(it);
     channels_[source].direct.remove_if([&op](const Direct& one) { return one.op == op; });
-    give_up(op, "rank " + std::to_string(source) +
-                    " gave the message up before all of it was here: look for the error of that "
-                    "rank");
+    const bool is_near = comm_.link(source).kind == LinkKind::Shared;
+    give_up(op, "rank " + std::to_string(source) + " gave the message up before it was here: " +
+                    (is_near ? comm_.why_of(comm_.member_of(source)) : "look for its error"));
     return;
   }
   if (const auto it = posted_.find(key(source, header.tag)); it != posted_.end()) {

@@ -62,10 +62,10 @@ bool Comm::ends_with_origin() {
     next = from.origin_.get();
     const int who = from.arena == nullptr ? -1 : from.who_revoked();
     if (who < 0 && !from.was_revoked) continue;
-    const std::string why = who < 0 ? from.failure
-                                    : "rank " + std::to_string(who) + " has ended that for all ranks: " +
-                                          from.why_of(from.member_of(who));
-    revoke("it was made from " + from.name + ", and " + why);
+    const std::string made = "it was made from " + from.name + ", and ";
+    revoke(made + (who < 0 ? from.failure
+                           : "rank " + std::to_string(who) + " has ended that for all ranks: " +
+                                 from.why_of(from.member_of(who))));
     return true;
   }
   return false;

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
 
 from commrt.comm import Communicator, core_of
-from commrt.errors import CommError
+from commrt.errors import CommError, PeerFailedError, RevokedError
 from commrt.local import run
 
 
@@ -27,6 +29,47 @@ def test_the_first_error_is_raised_and_wakes_the_ranks_that_wait() -> None:
 
     with pytest.raises(KeyError, match="no such batch"):
         run(3, rank_main, timeout_s=300)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("count", [5001, 200_003])
+@pytest.mark.parametrize("fails", ["sender", "receiver"])
+def test_a_message_that_was_begun_does_not_hang_by_a_rank_that_fails(
+    size: int, count: int, fails: str
+) -> None:
+    begun = threading.Barrier(size)
+    outcomes: list[str] = []
+    left: list[Any] = []
+    failing = 1 if fails == "sender" else 0
+
+    def rank_main(comm) -> None:
+        request = None
+        if comm.rank == 0:
+            request = comm.recv(np.empty(count), source=1, nonblocking=True)
+        elif comm.rank == 1:
+            request = comm.send(np.ones(count), 0, nonblocking=True)
+        begun.wait(240)
+        if request is not None:
+            request.test()
+        begun.wait(240)
+        if comm.rank == failing:
+            left.append(request)
+            raise KeyError("no such batch")
+        if request is None:
+            return
+        try:
+            result = request.wait(timeout_s=240)
+            outcomes.append("right" if fails == "receiver" or all(result) else "wrong")
+        except (PeerFailedError, RevokedError) as error:
+            outcomes.append(
+                f"rank {failing}" if f"rank {failing}" in str(error) else ""
+            )
+
+    with pytest.raises(KeyError, match="no such batch"):
+        run(size, rank_main, timeout_s=600)
+    assert outcomes in (["right"], [f"rank {failing}"])
+    with suppress(CommError):
+        left[0].wait(timeout_s=240)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -11,7 +11,7 @@ import pytest
 
 from commrt.comm import core_of
 from commrt.errors import BackendError
-from commrt.job import world
+from commrt.job import thread_memory
 from commrt.local import LocalRanks, run
 from commrt.request import wait_all
 from commrt.sparse import allreduce, shared
@@ -170,7 +170,7 @@ def test_memory_that_one_rank_cannot_have_is_an_error_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared, "_SECTION_NBYTES", 1 << 20)
-    create = world._SharedByThreads.create
+    create = thread_memory.process_arena
 
     def fails(members: int, region_nbytes: int) -> Any:
         if region_nbytes == 4 << 20:
@@ -186,7 +186,7 @@ def test_memory_that_one_rank_cannot_have_is_an_error_of_all(
         return [same, not comm.sparse_report.shared]
 
     with LocalRanks(3) as ranks:
-        monkeypatch.setattr(world._SharedByThreads, "create", fails)
+        monkeypatch.setattr(thread_memory, "process_arena", fails)
         assert ranks.each(rank_main) == [[True, True]] * 3
 
 
@@ -237,8 +237,8 @@ def test_memory_is_given_back_with_the_communicator() -> None:
         with comm.split(0) as other:
             other.sparse_allreduce((*mine, LENGTH))
             arena = core_of(other).sparse.open(1).room._arena
-            was_mapped = arena.users > 0
+            was_mapped = arena.address != 0
         comm.barrier()
-        return [was_mapped, arena.users == 0]
+        return [was_mapped, arena.address == 0]
 
     assert run(2, rank_main, timeout_s=300) == [[True, True]] * 2

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from relay_ranks import RelayRanks
 
 from commrt import local
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import RevokedError
 
 Make = Callable[[Communicator], Communicator]
@@ -78,6 +79,34 @@ def test_ranks_that_wait_where_others_have_left_hear_of_a_revoke(
         part.free()
 
     local.run(size, main, timeout_s=600)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("nodes", [[[0], [1], [2]], [[0, 1], [2]], [[0, 2], [1]]])
+def test_ranks_on_other_nodes_hear_of_it(nodes: list[list[int]], make: str) -> None:
+    waiting = threading.Barrier(3)
+    heard: list[int] = []
+
+    def main(comm: Communicator) -> None:
+        part = MAKERS[make](comm)
+        if comm.rank == 2:
+            part.free()
+            waiting.wait(240)
+            comm.revoke("step 17 hangs")
+            while len(heard) < 2:
+                core_of(comm).world.engine.step()
+            return
+        request = _recv(part)
+        waiting.wait(240)
+        try:
+            with pytest.raises(RevokedError, match=r"made from local.*rank 2"):
+                request.wait(timeout_s=240)
+        finally:
+            heard.append(comm.rank)
+        part.free()
+
+    with RelayRanks(nodes) as ranks:
+        ranks.each(main)
 
 
 def _end(request: Any, *, by_test: bool) -> None:

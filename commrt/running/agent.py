@@ -144,7 +144,10 @@ class _Agent:
             for key, _ in found:
                 if key.fd == 0:
                     heard_at = time.monotonic()
-                key.data()
+                now_there = self._selector.get_map().get(key.fd)
+                # What came before in this list may have read it to its end.
+                if now_there is not None and now_there.data is key.data:
+                    key.data()
             if time.monotonic() - heard_at > self._silence_s:
                 return 1  # nobody is there any more; the ranks end with this process
         return 0

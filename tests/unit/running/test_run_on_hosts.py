@@ -184,6 +184,13 @@ def test_lines_begin_with_the_rank_on_hosts(program) -> None:
     assert sorted(done.stderr.splitlines()) == ["[0] c", "[1] c"]
 
 
+def test_ranks_that_print_and_end_at_once_are_all_heard(program) -> None:
+    code = "import os; os.write(1, os.environ['RANK'].encode() + b'\\n')"
+    done = run("--hosts", "h1:8,h2:4", program(code))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(map(int, done.stdout.split())) == [*range(12)]
+
+
 @pytest.mark.parametrize(
     ("ends", "status", "says"),
     [

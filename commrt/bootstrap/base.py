@@ -28,6 +28,7 @@ __all__ = [
     "VainWaitError",
     "check_alive",
     "first_word",
+    "make_progress",
     "poll_until",
     "timed_out",
     "with_heed",
@@ -241,17 +242,8 @@ def poll_until(
         now = time.monotonic()
         if now >= deadline:
             return False
-        if idle is not None:
-            try:
-                idle()
-            except ENDS:  # the rank may have come before
-                if done():
-                    return True
-                raise
-            except VainWaitError as error:
-                if done():
-                    return True
-                raise error.why() from None
+        if idle is not None and make_progress(idle, done):
+            return True
         polls += 1
         if polls <= _YIELDS:
             time.sleep(0)
@@ -259,6 +251,24 @@ def poll_until(
             backoff.rest(min(sleep_s, deadline - now))
             longest_s = min(max(_SOON_S, (now - begun) * _PART), _LONGEST_S)
             sleep_s = min(2 * sleep_s, longest_s)
+    return True
+
+
+def make_progress(idle: Callable[[], object], done: Callable[[], bool]) -> bool:
+    """Call ``idle`` in a wait; raise what it raises unless the wait is ``done`` by then.
+
+    Return True where that was asked, and it is: the others came just before.
+    """
+    try:
+        idle()
+    except ENDS:
+        if not done():
+            raise
+    except VainWaitError as error:
+        if not done():
+            raise error.why() from None
+    else:
+        return False
     return True
 
 

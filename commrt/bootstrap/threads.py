@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from commrt.bootstrap.base import (
-    ENDS,
     Bootstrap,
     Keys,
-    VainWaitError,
+    make_progress,
     timed_out,
     with_heed,
 )
@@ -168,7 +167,8 @@ class ThreadWorld:
                     ended = [m for m in members if m in self._gone and m not in here]
                     if ended:
                         if idle is not None:
-                            idle()  # it may have said before why it does not come
+                            # It may have said before why it does not come.
+                            make_progress(idle, lambda: False)
                         raise PeerFailedError(
                             f"rank {rank} stopped waiting for ranks "
                             f"{', '.join(map(str, members))}: rank {ended[0]} does not "
@@ -185,14 +185,7 @@ class ThreadWorld:
                     waited_s = timeout_s - left_s
                     idle_s = min(max(_IDLE_S, waited_s / 50), _LONGEST_IDLE_S)
                     self._changed.wait(min(left_s, idle_s))
-                    try:
-                        idle()
-                    except ENDS:  # of one that has come
-                        if mine.said is None:
-                            raise
-                    except VainWaitError as error:
-                        if mine.said is None:
-                            raise error.why() from None
+                    make_progress(idle, lambda: mine.said is not None)
                 return mine.said, []
             finally:
                 if mine.said is None:

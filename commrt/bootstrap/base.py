@@ -255,7 +255,7 @@ def poll_until(
 
 
 def make_progress(idle: Callable[[], object], done: Callable[[], bool]) -> bool:
-    """Call ``idle`` in a wait; raise what it raises unless the wait is ``done`` by then.
+    """Call ``idle`` in a wait; raise what it raises, unless all is ``done`` by then.
 
     Return True where that was asked, and it is: the others came just before.
     """

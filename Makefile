@@ -217,11 +217,13 @@ test-asan: build/asan$(SCOPE)/.installed ## AddressSanitizer and UBSan on ranks 
 	PYTHONPATH=$(CURDIR)/$(<D)/site $(ASAN_ENV) \
 	  $(SANITIZED_PYTEST) $(if $(FULL),tests/unit/kernels/test_kernels.py)
 
-# ThreadSanitizer of older compilers cannot run with today's address randomisation.
+# ThreadSanitizer of older compilers cannot run with today's address randomisation. The tests that
+# are left out write, on purpose, to arrays of refused calls, which a neighbour may just be reading:
+# it finds that out afterwards, and throws away what it has read (executor.cpp).
 .PHONY: test-tsan
 test-tsan: build/tsan$(SCOPE)/.installed ## ThreadSanitizer on ranks as threads.
 	PYTHONPATH=$(CURDIR)/$(<D)/site $(shell setarch -R true 2>/dev/null && echo setarch -R) \
-	  env $(TSAN_ENV) $(SANITIZED_PYTEST)
+	  env $(TSAN_ENV) $(SANITIZED_PYTEST) -k "not blocking_calls_stay_in_step"
 
 .PHONY: clean
 clean: ## Remove environments and build results.

@@ -119,10 +119,14 @@ uint32_t Comm::who_is_dead() const {
 
 bool Comm::fail_after_peer(const std::shared_ptr<Op>& given) {
   Op& op = *given;
-  if (ends_with_origin()) return op.finished() || (op.p2p == nullptr && fail_after_own(op));
-  if (op.p2p != nullptr) return p2p->fail_after_peer(given);
+  if (op.p2p != nullptr) {
+    return p2p->fail_after_peer(given) || (ends_with_origin() && op.finished());
+  }
   const GaveUp found = who_gave_up(op.seq, op.still_agrees());
-  if (!found.is_any()) return look_for_difference(op);
+  if (!found.is_any()) {  // its own end counts before that of its origin
+    if (look_for_difference(op)) return true;
+    return ends_with_origin() && (op.finished() || fail_after_own(op));
+  }
   if (found.has_died) {
     // All that it wrote before its end is there by now, and counts.
     while (!op.finished() && op.advance(kNoLimit)) continue;

@@ -76,7 +76,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     pipes: dict[int, Kind] = field(default_factory=dict)
-    """What it prints by, as long as that is open."""
+    """Descriptors by which it prints, while they are open."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class _Agent:
                 if key.fd == 0:
                     heard_at = time.monotonic()
                 now_there = self._selector.get_map().get(key.fd)
-                # What came before in this list may have read it to its end.
+                # A handler before it in this list may have read it to its end.
                 if now_there is not None and now_there.data is key.data:
                     key.data()
             if time.monotonic() - heard_at > self._silence_s:

@@ -38,7 +38,7 @@ class Kind(IntEnum):
     OUT = 6
     """The number is a rank, which has printed the data."""
     ERR = 7
-    """The same for errors."""
+    """The number is a rank, which has printed the data as errors."""
     ENDED = 8
     """The number is a rank; the data its exit status, or minus a signal."""
     ASK = 9

@@ -38,7 +38,7 @@ _LOST = 1
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start on each host."""
+    """Ranks to start on each host, and how."""
 
     command: Sequence[str]
     """Arguments of the interpreter."""

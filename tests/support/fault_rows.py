@@ -138,7 +138,7 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
         "ranks/group/test_communicators.py::"
         "test_threads_may_share_a_communicator_where_order_does_not_matter",
     ),
-    # What ends a process, or starts one.
+    # Processes that are ended or started.
     "Ctrl-C in a wait": (
         "faults/test_ctrl_c.py::test_every_call_that_waits_ends_by_ctrl_c",
         "faults/test_ctrl_c.py::test_init_ends_by_ctrl_c",

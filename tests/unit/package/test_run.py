@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import freed_communicators
 import pytest
+from ended_processes import ended
 
 from commrt.launch.mpiexec import child_environment
 from commrt.run import main
@@ -125,18 +125,6 @@ def script(tmp_path: Path):
         return str(path)
 
     return write
-
-
-def ended(pid: int) -> bool:
-    """Whether a process ends, or has ended, within the deadline."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], DEADLINE_S)[0])
-    finally:
-        os.close(handle)
 
 
 def test_each_rank_finds_torchruns_variables_and_its_arguments(script) -> None:

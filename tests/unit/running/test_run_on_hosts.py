@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import remote_shell
+from ended_processes import ended
 
 from commrt.bootstrap.base import poll_until
 from commrt.launch.mpiexec import child_environment
@@ -120,18 +120,6 @@ def program(tmp_path: Path):
         return str(path)
 
     return write
-
-
-def ended(pid: int) -> bool:
-    """Whether a process ends, or has ended, within the deadline."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], DEADLINE_S)[0])
-    finally:
-        os.close(handle)
 
 
 def test_ranks_know_their_hosts_and_get_variables(program) -> None:

@@ -216,10 +216,18 @@ class StoreBootstrap:
         with self._reaching():
             return bytes(self._store.get(name)) if self._store.check([name]) else None
 
-    def unpost(self, key: str) -> None:
-        """Take back what this rank has said, once nobody asks any more."""
+    def retire(self, key: str) -> None:
+        """Let go of what the ranks have posted under ``key/rank``; local.
+
+        The last rank deletes it all: a store waits for a key that is deleted between
+        the question whether it is there and the one for what it holds.
+        """
+        base = f"{self.prefix}/{key}"
+        names = [f"{base}/{rank}" for rank in range(self.size)]
         with self._reaching():
-            self._store.delete_key(f"{self.prefix}/{key}")
+            if self._store.add(f"{base}/over", 1) == self.size:
+                for name in (*names, f"{base}/over"):
+                    self._store.delete_key(name)
 
     def private_store(self, purpose: str) -> Any:
         """Return a part of the store of torch for one use; the same on all ranks."""

@@ -47,8 +47,8 @@ class Arrivals:
         return self._whys.get(rank, "")
 
     def close(self) -> None:
-        """Take back what this rank has said."""
-        self._bootstrap.unpost(f"came/{self._bootstrap.rank}")
+        """Say that this rank looks no more; what was said ends with the last rank."""
+        self._bootstrap.retire("came")
 
     def _look(self) -> None:
         """Learn who has ended: of others' words, or by the kernel.

@@ -82,6 +82,8 @@ _EXCEPTION = re.compile(
 )
 _OF_LAUNCHER = re.compile(r"[\w.]*\bChildFailedError\b")
 """The error that torchrun raises, at length, after a rank has failed."""
+_OF_ANOTHER = re.compile(r"(\[rank\d+\]: )?[\w.]*\b(PeerFailed|Revoked)Error(:|$)")
+"""Errors of ranks that only hear that another one has failed."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,14 @@ def last_words(printed: str) -> str:
     """Return the line of a failed program's output that says why it failed.
 
     The last exception that Python printed, since launchers add boilerplate after it
-    (and torchrun an exception of its own); else the last line.
+    (and torchrun an exception of its own); else the last line. An exception of the rank
+    that failed first comes before those of others, which only hear of it.
     """
     lines = [line.strip() for line in printed.splitlines() if line.strip("- \n")]
     raised = [line for line in lines if _EXCEPTION.match(line)]
     of_ranks = [line for line in raised if not _OF_LAUNCHER.match(line)]
-    return (of_ranks or raised or lines or [""])[-1]
+    first = [line for line in of_ranks if not _OF_ANOTHER.match(line)]
+    return (first or of_ranks or raised or lines or [""])[-1]
 
 
 def available_cpus() -> list[int]:

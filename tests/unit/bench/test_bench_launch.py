@@ -125,6 +125,13 @@ def test_failures_show_what_came_before_what_torchrun_says_at_length() -> None:
     assert mpiexec.last_words(alone) == "torch.x.ChildFailedError:"
 
 
+def test_failures_name_the_rank_that_failed_before_those_that_heard_of_it() -> None:
+    heard = "commrt.errors.PeerFailedError: rank 0 has ended"
+    printed = f"Traceback\nMemoryError: none\nTraceback\n{heard}\n-----\n"
+    assert mpiexec.last_words(printed) == "MemoryError: none"
+    assert mpiexec.last_words(f"Traceback\n{heard}\n") == heard
+
+
 def test_open_mpi_is_told_about_oversubscription_only_where_it_is_real(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2331,6 +2331,12 @@ def far_packets_sent(size: int) -> list[int]:
 def far_packets_taken() -> int:
     """Packets that this process has taken from MPI."""
 
+def find_context_end(group: Group) -> tuple[Any, ...]:
+    """A number of an operation, and whether it is the one that follows the
+    context: else other ranks have come to it within. -1: no rank knows any
+    more.
+    """
+
 def finish_flights() -> None:
     """Wait until no file is half written, at most for a moment."""
 
@@ -2367,7 +2373,9 @@ def fuse_away(
     call; None where it is too long.
     """
 
-def fuse_refused(group: Any, count: int, dtype: int, redop: int, why: str) -> bool:
+def fuse_refused(
+    group: Any, away: Any | None, count: int, dtype: int, redop: int, why: str
+) -> bool:
     """Give a call that was refused here its place in a bucket, which `comm.fusion`
     is to refuse. False: such a call goes into none.
     """
@@ -2458,6 +2466,16 @@ def load_mpi(
 ) -> None: ...
 def load_mpi_failures(found: Mapping[str, int]) -> None:
     """Take addresses and constants by which MPI says which ranks have failed."""
+
+def lose_context_end(group: Group) -> None:
+    """A context of fused() ends here in which this rank has lost count of
+    operations: asks others.
+    """
+
+def lose_count_in_fusion(group: Group, error: Any) -> None:
+    """A call was refused of which nobody knows in which bucket others have it: the
+    error ends the open calls, and later ones of the context.
+    """
 
 def lower_steps(
     steps: StepColumns, spaces: SpaceTable, rank: int, fuses: bytes
@@ -2635,7 +2653,15 @@ def make_stream_program(
 ) -> StreamProgram:
     """A program of the commands in the rows."""
 
+def make_way_in_fusion(group: Any) -> None:
+    """Send the open buckets before a call that is in none. Raises what
+    `raise_lost` of the service raises where this rank has lost count of them.
+    """
+
 def mark_forked() -> None: ...
+def meet_in_context(group: Group, begins: bool) -> None:
+    """This rank is to meet others within a context, or has."""
+
 def mpi_abort(arg0: int, arg1: int, /) -> None: ...
 def mpi_device_plan(
     runs: Plan, *, in_nbytes: int, out_nbytes: int, in_place: bool, sends_out: bool
@@ -2718,11 +2744,6 @@ def nccl_program_plan(
 ) -> NcclPlan:
     """A plan that runs a schedule's rounds."""
 
-def note_refusal_in_fusion(group: Group) -> None:
-    """Let buckets from now on differ from those of ranks that have the refused
-    call.
-    """
-
 def num_cached_device_calls(group: Group) -> int:
     """Number of device calls in the cache."""
 
@@ -2795,6 +2816,9 @@ def record_method(
     asked: Any | None = None,
 ) -> Any:
     """Return a callable that runs a function, with a record of each call."""
+
+def regain_context_end(group: Group) -> None:
+    """This rank has come to that operation."""
 
 def region_nbytes(arg0: int, arg1: int, /) -> int:
     """Bytes of shared memory per rank for a group of `members` on-node ranks."""

@@ -8,8 +8,8 @@ of its parts. Parts of commrt that need more than a program does work on the cor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -73,22 +73,6 @@ class CommStats:
 _Subgroups = Subgroups["Core", "CartCore", "GraphCore"]
 _MAY_FUSE = frozenset(("x", "out", "op", "nonblocking", "timeout_s", "stream"))
 """Arguments of calls that may go into a bucket."""
-
-
-@dataclass(frozen=True)
-class _InAnyPlace:
-    """Carries a refused call of which nobody knows whether others have it in a bucket.
-
-    It takes both places. Ranks that have all refused it are in step; others find that
-    their buckets differ.
-    """
-
-    core: Core
-
-    def refuse(self, error: Exception) -> None:
-        """Take the place of a call that was refused here."""
-        self.core.fusion.refuse(error)
-        self.core.refuse(error)
 
 
 @dataclass(frozen=True)
@@ -156,11 +140,12 @@ class Core(Channel):
             choose=self.selection.choose,
             plan=self.host.plan,
             may_compress=lambda: self.compression.is_open,
+            take_place=super().refuse,
         )
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self._resources.callback(self.symmetric.close)
         self._resources.callback(self.devices.close)
-        self.comparison.before_meeting = self._cut_buckets
+        self.comparison.meeting = self._meeting
         self.messages = Messages(self, self.devices, self.comparison)
         self.collectives = Collectives(
             self,
@@ -229,7 +214,7 @@ class Core(Channel):
         try:
             x = view_anywhere(args[0] if args else arguments["x"], "x")
         except Exception:  # noqa: BLE001  of an object that is not ours
-            return _InAnyPlace(self)
+            return self.fusion
         if not self.fusion.would_take(x):
             return None
         return _InBucket(self.fusion, x, arguments.get("op"))
@@ -241,17 +226,31 @@ class Core(Channel):
         """
         with suppress(CommError):
             self._cut_buckets()
-        super().refuse(error)
+        if not self.fusion.is_lost:
+            super().refuse(error)
 
     def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
         """Return name and identity of a channel of the same ranks; collective."""
         self._cut_buckets()
         return super().agree_private(purpose, timeout_s)
 
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Send open buckets before the ranks meet for an operation."""
+        is_fused = self.fusion.nbytes is not None
+        if is_fused:
+            self.fusion.make_way()
+            _native.meet_in_context(self, begins=True)
+        try:
+            yield
+        finally:
+            if is_fused:
+                _native.meet_in_context(self, begins=False)
+
     def _cut_buckets(self) -> None:
         """Send open buckets before what is in none of them."""
         if self.fusion.nbytes is not None:
-            self.fusion.cut()
+            self.fusion.make_way()
 
     def _host_channel(self, timeout_s: float) -> HostCalls:
         """Return what runs the host's parts of calls on device arrays; collective."""

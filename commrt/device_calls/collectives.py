@@ -232,7 +232,7 @@ class DeviceCollectives:
 
     def cut_buckets(self) -> None:
         """Send the open buckets of fused calls before a call that is in none."""
-        _native.cut_fusion(self.comm)
+        _native.make_way_in_fusion(self.comm)
 
     def runner(self, device: Any, plan: DevicePlan) -> Any:
         """Return the runner that starts a plan."""
@@ -294,7 +294,7 @@ class DeviceCollectives:
     def start(self, call: Call, bound: Bound, plan: DevicePlan) -> DeviceRequest:
         """Give the device and the engine all that there is to do."""
         comm, name = self.comm, call.spec.name
-        _native.cut_fusion(comm)
+        _native.make_way_in_fusion(comm)
         device = self._device(call, bound)
         x, out = bound.x, bound.out
         arrays = [each for each in (x, out) if each is not None]

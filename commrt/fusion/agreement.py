@@ -20,16 +20,20 @@ import numpy as np
 from commrt import _native
 from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, RevokedError, TimeoutError_
+from commrt.fusion.lost_count import LostCount
 from commrt.vocabulary.limits import deadline_after
 
 __all__ = ["Agreement", "Follower", "Leader"]
 
 _TAG = -2
 """Tag of the messages; users' tags are not negative."""
-_MORE, _LAST, _WRONG = range(3)
-"""Kinds of messages: another one will follow, this is the last one, or a rank made
-other calls. Each message also holds a number of calls and a digest of them; for
-``_WRONG`` the number is that of the rank."""
+_MORE, _LAST, _WRONG, _LOST = range(4)
+"""Kinds of messages: another one will follow, this is the last one, a rank made other
+calls, or has refused one. Each message also holds a number of calls and a digest of
+them; for ``_WRONG`` and ``_LOST`` the number is that of the rank. The reason follows a
+``_LOST`` one, which has its length in place of the digest."""
+_MOST_WORDS = 500
+"""Characters of a reason that other ranks are told."""
 _LOOK_S = 0.1
 """Seconds of one wait, after which the rank looks at its own calls again."""
 
@@ -52,6 +56,24 @@ class _Peer:
         started.be_quiet()  # where ranks disagree, nobody asks for it any more
         self._going.append(started)
         self._going = [each for each in self._going if not each.test()]
+
+    def say_lost(self, rank: int, why: bytes) -> None:
+        """Tell that a rank has refused a call, and why."""
+        self.send(rank, len(why), _LOST)
+        text = np.frombuffer(why, np.uint8)
+        where = text.ctypes.data, text.nbytes, self._rank, _TAG, text
+        started: _native.Request = self._comm.send_bytes(
+            *where, "send", True, self._comm.timeout_s
+        )
+        started.be_quiet()
+        self._going.append(started)
+
+    def take_why(self, nbytes: int) -> str:
+        """Return the reason that follows a message, and is on its way."""
+        comm, text = self._comm, np.zeros(nbytes, np.uint8)
+        where = text.ctypes.data, text.nbytes, self._rank, _TAG, text
+        comm.recv_bytes(*where, text, "recv", False, comm.timeout_s)
+        return text.tobytes().decode(errors="replace")
 
     def take(self) -> list[int] | None:
         """Return the next message, None if there is none yet."""
@@ -95,8 +117,16 @@ class _Peer:
 class Agreement(ABC):
     """This rank's part."""
 
-    def __init__(self, comm: Channel) -> None:
+    def __init__(self, comm: Channel, count: LostCount) -> None:
+        """Agree on nothing yet; local.
+
+        ``count`` is told where a rank has refused a call of which nobody knows what it
+        was: nothing that is open then is sent.
+        """
         self._comm = comm
+        self._count = count
+        self._refused = b""
+        """Why this rank has refused such a call; empty: it has not."""
         self._is_looking = False
         self._is_over = False
         self._is_leaving = False
@@ -117,6 +147,13 @@ class Agreement(ABC):
             raise
         finally:
             self._is_looking = False
+
+    def refuse(self, why: str) -> None:
+        """Tell the others that this rank has refused a call that has no place."""
+        if not self._count.is_lost:
+            self._refused = why[:_MOST_WORDS].encode(errors="backslashreplace")
+            self._count.lose(self._comm.rank, self._refused.decode())
+            self.look()
 
     def drain(self) -> None:
         """Send all calls that were made."""
@@ -185,6 +222,8 @@ class Agreement(ABC):
             self.look()
             if done():
                 return
+            if self._is_leaving and self._count.is_lost:
+                self._count.keep_up()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 comm, (calls, _) = self._comm, self._calls
@@ -206,17 +245,23 @@ class Agreement(ABC):
 class Follower(Agreement):
     """The agreement on every rank but 0."""
 
-    def __init__(self, comm: Channel) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: Channel, count: LostCount) -> None:
+        super().__init__(comm, count)
         self._leader = _Peer(comm, 0)
         self._told = 0, False
+        self._has_said_lost = False
 
     def _peers(self) -> Iterable[_Peer]:
         return [self._leader]
 
     def _look(self) -> None:
         comm, (calls, sent) = self._comm, self._calls
-        if (calls, self._is_leaving) > self._told:
+        if self._refused and not self._has_said_lost:
+            self._has_said_lost = True
+            self._leader.say_lost(comm.rank, self._refused)
+        # A call that was refused is none of those that the others count.
+        may_say = self._is_leaving or not self._count.is_lost
+        if may_say and (calls, self._is_leaving) > self._told:
             self._told = calls, self._is_leaving
             kind = _LAST if self._is_leaving else _MORE
             self._leader.send(calls, _native.digest_fused(comm, calls), kind)
@@ -224,10 +269,13 @@ class Follower(Agreement):
             number, digest, kind = said
             if kind == _WRONG:
                 self._fail(number)
-            if digest != _native.digest_fused(comm, number):
-                self._fail(comm.rank)
-            if number > sent:
-                _native.send_fused(comm, number)
+            if kind == _LOST:
+                self._count.lose(number, self._leader.take_why(digest))
+            elif not self._count.is_lost:
+                if digest != _native.digest_fused(comm, number):
+                    self._fail(comm.rank)
+                if number > sent:
+                    _native.send_fused(comm, number)
             if kind == _LAST:
                 self._leader.close()
                 self._is_over = True
@@ -240,8 +288,9 @@ class Follower(Agreement):
 class Leader(Agreement):
     """The agreement on rank 0."""
 
-    def __init__(self, comm: Channel) -> None:
-        super().__init__(comm)
+    def __init__(self, comm: Channel, count: LostCount) -> None:
+        super().__init__(comm, count)
+        self._has_said_lost = False
         self._others = {rank: _Peer(comm, rank) for rank in range(1, comm.size)}
         self._told = dict.fromkeys(self._others, (0, 0))
         self._left: set[int] = set()
@@ -252,9 +301,35 @@ class Leader(Agreement):
     def _look(self) -> None:
         for rank, other in self._others.items():
             while rank not in self._left and (said := other.take()) is not None:
+                if said[2] == _LOST:
+                    self._lose(rank, other.take_why(said[1]))
+                    continue
                 self._told[rank] = said[0], said[1]
                 if said[2] == _LAST:
                     self._left.add(rank)
+        if self._refused:
+            self._lose(self._comm.rank, self._refused.decode())
+        last = self._is_leaving and len(self._left) == len(self._others)
+        if not self._count.is_lost:
+            self._send_common(last)
+        elif last:
+            for other in self._others.values():
+                other.send(0, 0, _LAST)
+        if last:
+            for other in self._others.values():
+                other.close()
+            self._is_over = True
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Tell all that a rank has refused a call, once."""
+        if not self._has_said_lost:
+            self._has_said_lost = True
+            for other in self._others.values():
+                other.say_lost(rank, why.encode())
+            self._count.lose(rank, why)
+
+    def _send_common(self, last: bool) -> None:
+        """Send the calls that all ranks have made, and tell the others."""
         comm, (calls, sent) = self._comm, self._calls
         for rank, (number, digest) in self._told.items():
             if sent <= number <= calls and digest != self._digest(number):
@@ -263,17 +338,12 @@ class Leader(Agreement):
             if few or (self._is_leaving and number > calls):
                 self._refuse(rank)
         common = min([calls, *(number for number, _ in self._told.values())])
-        last = self._is_leaving and len(self._left) == len(self._others)
         if common > sent or last:
             for other in self._others.values():
                 digest = self._digest(common)
                 other.send(common, digest, _LAST if last else _MORE)
         if common > sent:
             _native.send_fused(comm, common)
-        if last:
-            for other in self._others.values():
-                other.close()
-            self._is_over = True
 
     def _digest(self, call: int) -> int:
         digest: int = _native.digest_fused(self._comm, call)

@@ -17,7 +17,7 @@ waits for each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -50,10 +50,6 @@ class Rules(Protocol):
     def nbytes(self) -> int | None:
         """Bytes that the buckets of the open context hold; None: none is open."""
 
-    @property
-    def refused(self) -> str:
-        """Why the latest call was refused that this rank has refused."""
-
     def choose(self, call: Call, bound: Bound) -> object:
         """Return the algorithm of a call; UsageError where nothing can run it."""
 
@@ -74,8 +70,6 @@ class DeviceBuckets:
         """Lane of each device, by its ``id``."""
         self._checked: set[tuple[str, DType]] = set()
         """Reductions and types that need no checks."""
-        self._refused_digest = 0
-        """A hash of the calls that were refused until the latest bucket."""
 
     def add(
         self, call: Call, bound: Bound, most_nbytes: int
@@ -179,28 +173,9 @@ class DeviceBuckets:
         """Return the buckets of a device, made at its first call."""
         found = self.lanes.get(id(device))
         if found is None:
-            made = _Lane(
-                self._group, self._devices, self._rules, device, self._heed_refused
-            )
+            made = _Lane(self._group, self._devices, self._rules, device)
             found = self.lanes[id(device)] = made
         return found
-
-    def _heed_refused(self, digest: int) -> None:
-        """Let calls that were refused on this rank have a place before a bucket.
-
-        The bucket of a rank that has refused none ends there, and the communicator with
-        it. Ranks that have refused calls compare which, since their buckets lack those.
-        """
-        if digest == self._refused_digest:
-            return
-        self._refused_digest = digest
-        comm = self._devices.comm
-        self._group.refuse(UsageError(self._rules.refused))
-        try:
-            comm.comparison.meet_equal("fused", f"refused calls: {digest}")
-        except CommError as error:
-            comm.give_up(str(error))
-            raise
 
     def close(self) -> list[FailedBuckets]:
         """Give streams and memory back; return what is to be given back later.
@@ -225,11 +200,9 @@ class _Lane:
         devices: DeviceCollectives,
         rules: Rules,
         device: Any,
-        heed_refused: Callable[[int], None],
     ) -> None:
         self._engine = group.world.engine
         self._devices, self._rules = devices, rules
-        self._heed_refused = heed_refused
         self._device = device
         self.copies = BucketCopies(device)
         self._under_way: deque[SentBucket] = deque()
@@ -241,16 +214,12 @@ class _Lane:
         """True if somebody can say when the device is done with all collectives."""
         self._is_closed = False
 
-    def send(
-        self, requests: Sequence[FusedDeviceRequest], refused_digest: int
-    ) -> BaseException | None:
+    def send(self, requests: Sequence[FusedDeviceRequest]) -> BaseException | None:
         """Send calls of one type and reduction as one; return what interrupted it.
 
-        Whatever it raises is before the collective has started. ``refused_digest`` is a
-        hash of the calls that this rank has refused until then.
+        Whatever it raises is before the collective has started.
         """
         self.sweep()
-        self._heed_refused(refused_digest)
         parts = [each.part for each in requests if each.part is not None]
         call, bound = self._allreduce(parts)
         try:
@@ -308,10 +277,13 @@ class _Lane:
             return error
         return None
 
-    def fail(self, requests: Sequence[FusedDeviceRequest], why: BaseException) -> None:
-        """End calls that are not sent."""
+    def fail(
+        self, requests: Sequence[FusedDeviceRequest | None], why: BaseException
+    ) -> None:
+        """End calls that are not sent; one that was refused has no request."""
         for each in requests:
-            each.failed_by(why)
+            if each is not None:
+                each.failed_by(why)
 
     def _allreduce(self, parts: Sequence[Part]) -> tuple[Call, Bound]:
         """Return the call that makes a plan for a bucket, before there is a block."""

@@ -34,6 +34,7 @@ from commrt.fusion.agreement import Agreement, Follower, Leader
 from commrt.fusion.device_buckets import DeviceBuckets
 from commrt.fusion.device_requests import FusedDeviceRequest
 from commrt.fusion.failed_buckets import FailedBuckets
+from commrt.fusion.lost_count import LostCount
 from commrt.select.facts import Candidate
 from commrt.vocabulary.checks import as_integer
 from commrt.vocabulary.dtypes import DTYPES, ReduceOp
@@ -67,6 +68,7 @@ class Fusion:
         choose: Callable[[Call, Bound], Candidate],
         plan: Callable[[Call, Bound], Any],
         may_compress: Callable[[], bool],
+        take_place: Callable[[Exception], None],
     ) -> None:
         """Open no context yet; local.
 
@@ -77,12 +79,13 @@ class Fusion:
             plan: returns the plan of such a call on host arrays.
             may_compress: whether a table's rules may compress. They go by a length that
                 a bucket would hide, so there are no buckets of host arrays then.
+            take_place: refuses the next operation, whatever it is.
         """
         self.group, self.devices = group, devices
         self.choose, self._plan = choose, plan
         self._may_compress = may_compress
-        self.refused = ""
-        """Why the latest call within was refused that this rank has refused."""
+        self.count = LostCount(group, take_place)
+        """What becomes of calls once this rank does not know others' buckets."""
         self.context: Fused | None = None
         """The one that is open."""
         self.is_open = False
@@ -249,16 +252,16 @@ class Fusion:
 
         The bucket is refused in turn, with the other calls in it: so all ranks go on
         with the same buckets. Where the reduction is what is wrong, nobody knows which
-        bucket it is. On devices nothing that they have been given is taken back.
+        bucket it is: then nothing more is delivered in the context.
         """
         has_place = False
-        if x.on is None:
-            with contextlib.suppress(UsageError):
-                reduction = ReduceOp.SUM if op is None else reduce_op(op)
-                why = str(error).encode(errors="backslashreplace").decode()
-                has_place = _native.fuse_refused(
-                    self.group, x.count, x.dtype.code, int(reduction), why
-                )
+        with contextlib.suppress(UsageError):
+            reduction = ReduceOp.SUM if op is None else reduce_op(op)
+            why = str(error).encode(errors="backslashreplace").decode()
+            lane = None if x.on is None else self.buckets.lane_of(x.on)
+            has_place = _native.fuse_refused(
+                self.group, lane, x.count, x.dtype.code, int(reduction), why
+            )
         if not has_place:
             self.refuse(error)
 
@@ -274,24 +277,35 @@ class Fusion:
         )
 
     def refuse(self, error: Exception) -> None:
-        """Let the buckets from here on differ from those of ranks that have the call.
+        """Lose count of the buckets: nobody knows in which one others have a call."""
+        agreement = self._agreement
+        if agreement is None:
+            self.count.refuse(error)
+        else:
+            agreement.refuse(str(error))
 
-        It has no number of its own, and is in no bucket here. Ranks whose buckets have
-        it raise MismatchError, as this rank does.
-        """
-        self.refused = str(error)
-        _native.note_refusal_in_fusion(self.group)
+    @property
+    def is_lost(self) -> bool:
+        """True if nothing in the open context is delivered any more."""
+        return self.count.is_lost
+
+    def raise_lost(self) -> None:
+        """Raise the error of a call then; C++ calls this."""
+        raise self.count.error()
 
     # -- sending -----------------------------------------------------------------
 
     def cut(self) -> None:
-        """Send the open buckets before a collective that is in none of them."""
+        """Send the open buckets."""
         _native.cut_fusion(self.group)
+
+    def make_way(self) -> None:
+        """Send the open buckets before a collective that is in none of them."""
+        _native.make_way_in_fusion(self.group)
 
     def have_sent(self, call: int, seconds: float) -> None:
         """Send a call, or wait so long for the ranks to agree that it may be sent."""
-        context = self.context
-        if context is not None and context.agreement is None:
+        if self.is_lost or self._agreement is None:
             self.cut()
         else:
             self.await_cut(call, seconds)
@@ -330,7 +344,9 @@ class Fusion:
     def await_cut(self, call: int, seconds: float) -> None:
         """Look whether ``call`` may be sent, for so long."""
         agreement = self._agreement
-        if agreement is not None:
+        if self.is_lost:
+            self.cut()
+        elif agreement is not None:
             agreement.wait_for(call, seconds)
 
     @property
@@ -387,7 +403,8 @@ class Fused:
             )
         self._entered = True
         if self.time_limit_s is not None:
-            self.agreement = (Follower if comm.rank else Leader)(comm)
+            kind = Follower if comm.rank else Leader
+            self.agreement = kind(comm, self._fusion.count)
         limit = math.inf if self.time_limit_s is None else self.time_limit_s
         _native.open_fusion(comm, self.nbytes, limit)
         self._fusion.enter(self)
@@ -415,6 +432,8 @@ class Fused:
         finally:
             _native.close_fusion(comm)
             self._fusion.leave()
+            if self._fusion.is_lost:
+                self._fusion.count.regain()
 
     def send(self) -> None:
         """Send the open buckets now; collective, after the same calls on all ranks."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -65,8 +65,8 @@ class Comparison:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.before_meeting: Callable[[], object] = lambda: None
-        """Is called before the ranks meet: gives away what is to run before."""
+        self.meeting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The ranks meet in it; it gives away what is to run before."""
         self._derived = 0
         """Groups made of this one so far; equal on ranks whose calls were complete."""
 
@@ -155,7 +155,21 @@ class Comparison:
         Raises MismatchError on all of them if some make another call, and RefusedError
         where a rank's call was refused.
         """
-        self.before_meeting()
+        with self.meeting():
+            rows = self._met(what, said, timeout_s)
+        # One of them may have given up an earlier call that others completed.
+        self._derived = max(row.derived for row in rows)
+        if any(row.what != what for row in rows):
+            lines = [f"  rank {rank}: {row.what}" for rank, row in enumerate(rows)]
+            raise MismatchError(
+                f"collective on {self._group.name}: the ranks disagree on operation; "
+                f"nothing was sent; let all of them make the same call:\n"
+                + "\n".join(lines)
+            )
+        return [row.said for row in rows]
+
+    def _met(self, what: str, said: Any, timeout_s: float | None) -> list[_Said]:
+        """Return what the ranks say, once all are at the same call."""
         group = self._group
         limit = group.timeout_s if timeout_s is None else timeout_s
         key = f"comm{group.identity}/calls"
@@ -169,17 +183,8 @@ class Comparison:
                 )
             ]
             if all(row.number == number for row in rows):
-                break
+                return rows
             self._settle(what, rows, number)
-        # One of them may have given up an earlier call that others completed.
-        self._derived = max(row.derived for row in rows)
-        if any(row.what != what for row in rows):
-            lines = [f"  rank {rank}: {row.what}" for rank, row in enumerate(rows)]
-            raise MismatchError(
-                f"collective on {group.name}: the ranks disagree on operation; nothing "
-                f"was sent; let all of them make the same call:\n" + "\n".join(lines)
-            )
-        return [row.said for row in rows]
 
     def _settle(self, what: str, rows: Sequence[_Said], number: int) -> None:
         """Raise an error where ranks have met at calls of different numbers.

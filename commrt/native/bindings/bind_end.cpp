@@ -27,6 +27,29 @@ void bind_end(nb::module_& m) {
           made.comm->end_with(*origin.comm);
         }, nb::arg("made"), nb::arg("origin"),
         "Let a group that was made from another end where a rank has ended that for all ranks.");
+  m.def("meet_in_context", [](Group& g, bool begins) {
+    const std::lock_guard<std::mutex> lock(g.engine->mutex);
+    ContextEnds& ends = g.comm->refusals.context_ends;
+    begins ? ends.begin_meeting() : ends.end_meeting();
+  }, nb::arg("group"), nb::arg("begins"), "This rank is to meet others within a context, or has.");
+  m.def("lose_context_end", [](Group& g) {
+    const std::lock_guard<std::mutex> lock(g.engine->mutex);
+    g.comm->refusals.context_ends.lose();
+  }, nb::arg("group"),
+     "A context of fused() ends here in which this rank has lost count of operations: asks others.");
+  m.def("find_context_end", [](Group& g) {
+    const std::lock_guard<std::mutex> lock(g.engine->mutex);
+    const ContextEnds::End found = g.comm->refusals.context_ends.find();
+    const bool is_gone = found.count == ContextEnds::Count::Gone;
+    return nb::make_tuple(is_gone ? -1 : static_cast<int64_t>(found.seq),
+                          found.count != ContextEnds::Count::Inside);
+  }, nb::arg("group"),
+     "A number of an operation, and whether it is the one that follows the context: else other ranks\n"
+     "have come to it within. -1: no rank knows any more.");
+  m.def("regain_context_end", [](Group& g) {
+    const std::lock_guard<std::mutex> lock(g.engine->mutex);
+    g.comm->refusals.context_ends.regain();
+  }, nb::arg("group"), "This rank has come to that operation.");
   m.def("limit_end", &limit_end, nb::arg("seconds"), nb::arg("status"), nb::arg("message"),
         "Let this process end after a time, with a message, whatever its threads do.");
 }

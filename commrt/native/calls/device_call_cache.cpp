@@ -88,7 +88,7 @@ nb::object run(nb::handle group_object, const AskedCall& asked) {
   Stream stream = x.stream;
   if (asked.stream != nullptr && !read_stream(asked, x.device, &stream)) return {};
   // Before a collective that is in none of the open buckets.
-  if (group.fusion != nullptr && !group.fusion->cut(group_object)) throw nb::python_error();
+  if (group.fusion != nullptr && !group.fusion->make_way(group_object)) throw nb::python_error();
   try {
     if (entry->sends || !has_out) order_after(group_object, x, stream);
     if (has_out) order_after(group_object, out, stream);

@@ -389,7 +389,11 @@ void bind_fusion(nb::module_& m) {
     if (g.fusion == nullptr) return;
     g.fusion->close(nb::borrow(nb::find(g)));
     forget_timed(g);
+    const bool is_lost = g.fusion->is_lost();
     g.fusion.reset();
+    if (is_lost) return;  // regain_context_end() follows
+    const std::lock_guard<std::mutex> lock(g.engine->mutex);
+    g.comm->refusals.context_ends.note();
   }, nb::arg("group"));
   m.def("fuse", [](nb::handle group, uint64_t in, uint64_t out, int64_t count, int dtype,
                    int redop, nb::handle keep_x, nb::handle keep_out, nb::handle result,
@@ -421,20 +425,29 @@ void bind_fusion(nb::module_& m) {
     Group& g = *nb::inst_ptr<Group>(group);
     if (g.fusion != nullptr && !g.fusion->cut(group)) throw nb::python_error();
   }, nb::arg("group"), "Send the open buckets.");
-  m.def("fuse_refused", [](nb::handle group, int64_t count, int dtype, int redop,
+  m.def("make_way_in_fusion", [](nb::handle group) {
+    Group& g = *nb::inst_ptr<Group>(group);
+    if (g.fusion != nullptr && !g.fusion->make_way(group)) throw nb::python_error();
+  }, nb::arg("group"),
+     "Send the open buckets before a call that is in none. Raises what `raise_lost` of the service\n"
+     "raises where this rank has lost count of them.");
+  m.def("fuse_refused", [](nb::handle group, nb::handle away, int64_t count, int dtype, int redop,
                            const std::string& why) {
     Group& g = *nb::inst_ptr<Group>(group);
     const FusedCall call{static_cast<DType>(dtype), static_cast<RedOp>(redop), count,
                          nullptr, nullptr, nullptr, nullptr, nullptr, 0};
     if (g.fusion == nullptr || !g.fusion->takes(call.nbytes())) return false;
-    if (!g.fusion->add_refused(group, call, why)) throw nb::python_error();
+    const nb::handle of_device = away.is_none() ? nb::handle() : away;
+    if (!g.fusion->add_refused(group, of_device, call, why)) throw nb::python_error();
     return true;
-  }, nb::arg("group"), nb::arg("count"), nb::arg("dtype"), nb::arg("redop"), nb::arg("why"),
+  }, nb::arg("group"), nb::arg("away").none(), nb::arg("count"), nb::arg("dtype"), nb::arg("redop"), nb::arg("why"),
      "Give a call that was refused here its place in a bucket, which `comm.fusion` is to refuse. "
      "False: such a call goes into none.");
-  m.def("note_refusal_in_fusion", [](Group& g) {
-    if (g.fusion != nullptr) g.fusion->note_refusal();
-  }, nb::arg("group"), "Let buckets from now on differ from those of ranks that have the refused call.");
+  m.def("lose_count_in_fusion", [](Group& g, nb::object error) {
+    if (g.fusion != nullptr) g.fusion->lose(error);
+  }, nb::arg("group"), nb::arg("error"),
+     "A call was refused of which nobody knows in which bucket others have it: the error ends the\n"
+     "open calls, and later ones of the context.");
   m.def("fused_calls", [](const Group& g) {
     if (g.fusion == nullptr) return nb::make_tuple(0, 0);
     return nb::make_tuple(g.fusion->num_calls(), g.fusion->num_sent());

@@ -73,7 +73,7 @@ void send(Bucket& bucket) {
     return;
   }
   if (bucket.away.is_valid()) {
-    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays, bucket.noted);
+    const nb::object interrupt = bucket.away.attr("send")(bucket.arrays);
     bucket.left = true;
     bucket.arrays.reset();
     if (!interrupt.is_none()) {
@@ -216,8 +216,7 @@ bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
   bucket.parts->add(call.in, call.out, call.count, merges ? item_size(call.dtype) : 0);
   const double now = agrees_ ? now_s() : 0;
   const uint64_t place = bucket.away.is_valid() ? uint64_t{1} << 63 : 0;
-  const uint64_t kind = place | static_cast<uint64_t>(refused_) << 40 |
-                        static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
+  const uint64_t kind = place | static_cast<uint64_t>(static_cast<int>(call.dtype)) << 32 |
                         static_cast<uint64_t>(static_cast<int>(call.redop));
   digest_ = mix(mix(digest_, kind), static_cast<uint64_t>(call.count));
   if (agrees_) {
@@ -230,16 +229,23 @@ bool Fusion::count(nb::handle group, Bucket& bucket, const FusedCall& call) {
   return !(open_nbytes_ >= full_nbytes_ || (agrees_ && is_due(now))) || fill(group);
 }
 
-bool Fusion::add_refused(nb::handle group, const FusedCall& call, const std::string& why) {
+bool Fusion::add_refused(nb::handle group, nb::handle away, const FusedCall& call,
+                         const std::string& why) {
   if (!make_room(group, call.nbytes())) return false;
-  Bucket* const bucket = bucket_for(group, nb::handle(), call);
+  Bucket* const bucket = bucket_for(group, away, call);
+  if (away.is_valid() && PyList_Append(bucket->arrays.ptr(), Py_None) != 0) return false;
   bucket->refused.push_back({num_calls_, why});
   return count(group, *bucket, call);
 }
 
-void Fusion::note_refusal() {
-  const auto number = static_cast<uint16_t>(mix(refused_, num_calls_ + 1));
-  refused_ = number != 0 ? number : 1;
+void Fusion::lose(const nb::object& error) {
+  if (is_lost()) return;
+  lost_ = error;
+  fail_open(error);
+}
+
+bool Fusion::make_way(nb::handle group) {
+  return cut(group) && (!is_lost() || ask(group, fusion_methods::kRaiseLost));
 }
 
 bool Fusion::is_due(double now) {
@@ -308,6 +314,10 @@ bool look_at_timed(Engine& engine) {
 
 // There is enough to send. While other ranks are late, this rank goes on adding.
 bool Fusion::fill(nb::handle group) {
+  if (is_lost()) {
+    fail_open(lost_);
+    return true;
+  }
   if (!agrees_) return send_before(num_calls_);
   full_nbytes_ = open_nbytes_ + most_nbytes_ / 8;
   return ask(group, fusion_methods::kBucketFull);
@@ -316,6 +326,7 @@ bool Fusion::fill(nb::handle group) {
 bool Fusion::cut(nb::handle group) {
   // The thread that sends a bucket makes calls of its own, which are that bucket.
   if (is_sending_ && sender_ == std::this_thread::get_id()) return true;
+  if (is_lost()) fail_open(lost_);
   if (is_open() &&
       !(agrees_ ? ask(group, fusion_methods::kCutBucket) : send_before(num_calls_))) {
     return false;
@@ -359,10 +370,9 @@ bool Fusion::send_before(uint64_t call) {
         cuts.back().requests = slice(bucket->arrays, 0, static_cast<size_t>(at));
       }
     }
-    const uint64_t until = mix(agrees_ ? digest(call) : digest_, refused_);
+    const uint64_t until = mix(agrees_ ? digest(call) : digest_, 0);
     for (Bucket* bucket : now) {
       bucket->facts = static_cast<uint16_t>(until ^ until >> 16 ^ until >> 32 ^ until >> 48);
-      bucket->noted = refused_;
     }
     queued_.insert(queued_.end(), now.begin(), now.end());
   } catch (...) {
@@ -414,6 +424,7 @@ void Fusion::fail_open(const nb::object& error) {
 }
 
 void Fusion::close(const nb::object& group) {
+  if (is_lost()) fail_open(lost_);
   if (!is_open()) return;
   const char* const why = "a call was made while the context was left: it was not sent; let "
                           "no thread make calls that others do not wait for before they leave";

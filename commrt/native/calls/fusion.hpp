@@ -38,9 +38,7 @@ struct Bucket {
   nb::object request;            // once it is sent
   Request* sent = nullptr;       // the same
   bool left = false;             // `away` has sent it
-  // Once it is on its way: a digest of all calls of the context until then, and Fusion's number of
-  // refused calls.
-  uint16_t facts = 0, noted = 0;
+  uint16_t facts = 0;  // once it is on its way: a digest of all calls of the context until then
   // Calls that were refused here and have a place in it, with the reasons: it is refused as well.
   struct Refused {
     uint64_t call;
@@ -108,10 +106,14 @@ class Fusion {
   // gets a place in this rank's, which is refused in turn: so all ranks cut at the same calls. Where
   // what is wrong made it another one, later buckets' digests differ.
   // False with Python's error set where sending was interrupted.
-  bool add_refused(nb::handle group, const FusedCall& call, const std::string& why);
-  // A call was refused here of which nobody knows how long it is. Where other ranks have made it,
-  // their buckets have it: messages of the buckets that are sent from now on differ.
-  void note_refusal();
+  bool add_refused(nb::handle group, nb::handle away, const FusedCall& call, const std::string& why);
+  // A call was refused here of which nobody knows in which bucket others have it. No bucket is sent
+  // here any more: `error` ends the open calls, and those that come until the context ends.
+  void lose(const nb::object& error);
+  bool is_lost() const { return lost_.is_valid(); }
+  // Sends what was called so far, before a call that is in no bucket. Raises an error where that one
+  // would not have the place in the order of operations that it has on other ranks.
+  bool make_way(nb::handle group);
   // Sends the calls before `call`; the others stay.
   bool send_before(uint64_t call);
   uint64_t num_calls() const { return num_calls_; }
@@ -151,7 +153,7 @@ class Fusion {
   bool is_sending_ = false;
   std::thread::id sender_;
   uint64_t open_nbytes_ = 0, num_calls_ = 0, num_sent_ = 0;
-  uint16_t refused_ = 0;  // a number of the calls that were refused, and of their places
+  nb::object lost_;       // the error of calls once this rank has lost count of buckets
   uint64_t digest_ = 0;  // of all calls
   // Used if the ranks agree where to cut.
   std::vector<uint64_t> digests_{0};

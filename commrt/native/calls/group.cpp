@@ -424,7 +424,7 @@ nb::object run_plan(nb::handle group_object, const PlanPtr& plan, const void* in
   Group& group = *nb::inst_ptr<Group>(group_object);
   // Every rank makes this call after the same ones.
   if (group.fusion != nullptr) {
-    if (!group.fusion->cut(group_object)) throw nb::python_error();
+    if (!group.fusion->make_way(group_object)) throw nb::python_error();
     if (group.comm->broken.load(std::memory_order_relaxed)) {
       group_object.attr(group_methods::kCheckUsable)();
     }

@@ -52,9 +52,10 @@ inline constexpr char kBucketFull[] = "bucket_full";
 inline constexpr char kCutBucket[] = "cut_bucket";
 inline constexpr char kAwaitCut[] = "await_cut";
 inline constexpr char kRefuseBucket[] = "refuse_bucket";
+inline constexpr char kRaiseLost[] = "raise_lost";
 
 inline std::vector<std::string> names() {
-  return {kPlanBucket, kBucketFull, kCutBucket, kAwaitCut, kRefuseBucket};
+  return {kPlanBucket, kBucketFull, kCutBucket, kAwaitCut, kRefuseBucket, kRaiseLost};
 }
 
 }  // namespace commrt::fusion_methods

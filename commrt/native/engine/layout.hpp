@@ -19,6 +19,7 @@ constexpr int kCallLines = 64;     // long operations in flight that show where 
 constexpr int kPacketLines = 16;   // point-to-point packets in flight per ordered pair
 constexpr size_t kPacketBytes = 16384;
 constexpr int kRefusals = 64;      // refused calls per rank that some peer has not looked at
+constexpr uint64_t kContextEnds = 64;  // contexts of fused() that a rank can be ahead of another
 
 // One message. `seq` is written last (release) and polled by the receiver (acquire): on the
 // reader's side the payload is then in the cache line it already holds.
@@ -210,6 +211,18 @@ struct Answer {
   uint64_t begin, end;
 };
 
+// Where a context of fused() ended in the order of operations (context_ends.hpp). `word` is written last.
+struct alignas(16) EndSlot {
+  std::atomic<uint64_t> word, seq;
+  static uint64_t word_of(uint64_t number, bool is_lost) { return 2 * number + 1 + (is_lost ? 0 : 1); }
+};
+struct alignas(kLineBytes) ContextSlots {
+  // Where the rank is in a meeting: the number of the next operation, and how often ranks met before it.
+  std::atomic<uint64_t> meeting;
+  static constexpr int kMeetsBits = 16;
+  EndSlot ends[kContextEnds];
+};
+
 // The first operation that failed on a rank, in one word that only gets smaller; 0: none. Peers
 // whose ranks still compare what they have called (Op::agreement) do not need one that failed
 // by what it had compared: that has been sent, and tells them more.
@@ -231,7 +244,7 @@ struct RegionLayout {
   size_t lane_nbytes = 0;
   size_t calls = 0, probes = 0, acks = 0, lines = 0, more = 0;
   size_t packet_acks = 0, packet_lines = 0, packets = 0, lanes = 0;
-  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0, why = 0, trail = 0;
+  size_t refusals = 0, heard_afar = 0, answers = 0, heard = 0, ends = 0, why = 0, trail = 0;
   size_t nbytes = 0;
 
   RegionLayout() = default;
@@ -249,6 +262,7 @@ struct RegionLayout {
     heard_afar = take(kRefusals * sizeof(Refusal), kLineBytes);
     answers = take(g * kRefusals * sizeof(Answer), kLineBytes);
     heard = take(g * sizeof(Ack), kLineBytes);
+    ends = take(sizeof(ContextSlots), kLineBytes);
     why = take(kWhyBytes, kLineBytes);
     trail = take(kTrails * sizeof(Trail), kLineBytes);
     probes = take(g * sizeof(Ack), kLineBytes);

@@ -164,6 +164,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     return comm_.refusals.stand_ins->hear(source, header.send_id, payload, header.nbytes);
   }
   if (header.kind == PacketKind::Waits) return comm_.far_waits.hear(source, header.send_id, header.recv_id);
+  if (header.kind == PacketKind::ContextEnd) return hear_of_context_end(source, header);
   if (header.kind == PacketKind::Data) {
     const auto it = receiving_.find(header.recv_id);
     if (it == receiving_.end()) return;

@@ -37,9 +37,11 @@ constexpr uint64_t kEagerOverhead = 192;
 // of others, and Ended says that the communicator ends by it. Called has an entry of its trail, in
 // send_id, recv_id, offset and nbytes. Waits has the number and the mark of the call in which a rank
 // waits, in send_id and recv_id. Part says what a rank has done with the library's collective of that
-// number (stand_ins.hpp).
+// number (stand_ins.hpp). ContextEnd asks or says where a context of fused() ended (context_ends.hpp):
+// its number and that of the operation are in send_id and recv_id, and the tag is a Count.
 enum class PacketKind : uint8_t {
-  Eager, Rts, Cts, Data, Credit, Gone, Dropped, Refused, Heard, Left, Ended, Called, Waits, Part
+  Eager, Rts, Cts, Data, Credit, Gone, Dropped, Refused, Heard, Left, Ended, Called, Waits, Part,
+  ContextEnd
 };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
@@ -206,6 +208,8 @@ class P2P {
   void tell_part(int rank, uint64_t seq, const void* head, size_t nbytes, const std::string& rest);
   // Tells such a rank in which call this one waits.
   void tell_waits(int rank, uint64_t seq, uint64_t mark);
+  // Asks such a rank where a context of fused() ended, by a Count that is unknown; or tells it that.
+  void tell_context_end(int rank, uint64_t number, ContextEnds::End end);
   // True if such an answer has not gone. Its caller may make no call for long, so it goes at once.
   bool is_urgent() const { return urgent_; }
   // Tells such a rank that the communicator has ended, from operation `seq` on.
@@ -318,6 +322,7 @@ class P2P {
   bool settle_direct(int peer);
   bool lose(int peer, const char* function, int code);
   void hear_of_end(int source, const PacketHeader& header, const unsigned char* words);
+  void hear_of_context_end(int source, const PacketHeader& header);
   // The next packet of an on-node peer, if there is one.
   const unsigned char* read(const Channel& c, PacketHeader& header) const;
   // True if the payload is in the line. A checksum takes its place there.

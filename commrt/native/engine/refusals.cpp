@@ -132,6 +132,7 @@ void Refusals::look() {
   prune();
   afar.work();
   stand_ins->work();
+  context_ends.look();
   // Peers are to answer, or may ask.
   if (afar.is_busy() || stand_ins->is_busy() || !ended_.empty()) comm_.p2p->look_closely();
   see();
@@ -146,7 +147,7 @@ void Refusals::answer_all(uint64_t seq) {
 
 void Refusals::see() {
   disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty() ||
-             afar.is_busy() || stand_ins->is_busy();
+             afar.is_busy() || stand_ins->is_busy() || context_ends.is_asked();
 }
 
 // Answers all that a member has refused meanwhile.

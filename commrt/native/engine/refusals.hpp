@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "engine/afar.hpp"
+#include "engine/context_ends.hpp"
 #include "engine/layout.hpp"
 #include "engine/number_ranges.hpp"
 
@@ -188,6 +189,7 @@ class Refusals {
 
  public:
   Afar afar{comm_};
+  ContextEnds context_ends{comm_};
   const std::unique_ptr<StandIns> stand_ins;  // where an MPI library runs the calls
 };
 

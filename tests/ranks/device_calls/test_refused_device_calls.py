@@ -271,7 +271,7 @@ def test_buckets_without_the_same_calls_are_no_wrong_sum(
         assert {*said} <= {"RefusedError", "RevokedError", "MismatchError"}
 
 
-def test_a_fused_call_that_all_refuse_is_missing_nowhere(
+def test_a_fused_call_that_all_refuse_ends_its_bucket_alone(
     carrier: tuple[str, Run],
 ) -> None:
     _, run = carrier
@@ -279,21 +279,23 @@ def test_a_fused_call_that_all_refuse_is_missing_nowhere(
     def main(rank: Rank) -> list[float]:
         comm = duplicate(rank)
         wrong = rank.array(np.zeros(5, "f4"))
-        x = [rank.array(np.full(4, float(k), "f4")) for k in range(5)]
+        x = [rank.array(np.full(4, float(k), "f4")) for k in range(6)]
         requests = []
         with comm.fused(nbytes=32):
-            for k in range(5):
+            for k in range(6):
                 with suppress(UsageError):
                     out = wrong if k == 1 else None
                     requests.append(comm.allreduce(x[k], out=out, nonblocking=True))
-        for each in requests:
+        with pytest.raises(RefusedError, match="same bucket"):
+            requests[0].synchronize()
+        for each in requests[1:]:
             each.synchronize()
         seen = [rank.fetch(each) for each in x]
         rank.stream.synchronize()
         comm.free()
         return [float(each()[0]) for each in seen]
 
-    assert run(3, main) == [[0.0, 1.0, 6.0, 9.0, 12.0]] * 3
+    assert run(3, main) == [[0.0, 1.0, 6.0, 9.0, 12.0, 15.0]] * 3
 
 
 def test_buckets_that_lack_different_calls_are_no_wrong_sum(

@@ -124,7 +124,8 @@ bool Op::left_trail() {
     fail(why);  // in the words of whoever has found it
     return false;
   }
-  if (plan->coll == kScatterv && comm->rank == plan->root) comm->refusals.stand_ins->remember(seq, plan);
+  const bool is_root = plan->coll == kScatterv && comm->rank == plan->root;
+  if (is_root || plan->coll == kAlltoallv) comm->refusals.stand_ins->remember(seq, plan);
   if (trail.add(seq, call_mark(plan->mark, seq), call.length, call.hash)) return true;
   fail(trail.why());
   return false;

@@ -205,8 +205,10 @@ void StandIns::describe(const CallTrail::Entry& entry, int rank, Said& said) con
   // It was over without the other rank's part, so nothing was to come from there.
   if (coll == kGatherv && is_root) said.yours = 0;
   if (coll == kScatterv && !is_root) said.mine = 0;
-  for (const auto& [seq, plan] : scattered_) {
-    if (plan != nullptr && seq == entry.seq) said.yours = plan->call.send_counts[static_cast<size_t>(rank)];
+  for (const auto& [seq, plan] : remembered_) {
+    if (plan == nullptr || seq != entry.seq) continue;
+    said.yours = plan->call.send_counts[static_cast<size_t>(rank)];
+    if (coll == kAlltoallv) said.mine = plan->call.recv_counts[static_cast<size_t>(rank)];
   }
   if (coll == kGatherv && !is_root && is_its) {
     said.mine = static_cast<int32_t>(record.count * static_cast<int64_t>(item_size(type_of(said.mark))));

@@ -60,9 +60,10 @@ class StandIns {
   void hear(int rank, uint64_t seq, const unsigned char* said, size_t nbytes);
   // Why another rank has left an operation that this one is about to begin; empty: none has.
   std::string why_left(const Op& op) const;
-  // The root of a scatterv of the library's keeps its counts for a while: it is done before others.
+  // A rank that may be done before others, with counts that these do not know, keeps them for a while:
+  // the root of a scatterv of the library's, and a rank of an alltoallv that gets nothing.
   void remember(uint64_t seq, const std::shared_ptr<const Plan>& plan) {
-    scattered_[num_scattered_++ % kScattered] = {seq, plan};
+    remembered_[num_remembered_++ % kRemembered] = {seq, plan};
   }
   // Does what can be done of all this.
   void work();
@@ -108,9 +109,9 @@ class StandIns {
   std::vector<Place> places_;  // in their order
   std::vector<Told> told_;     // of operations that this rank has not come to
   std::vector<std::shared_ptr<Op>> begun_;  // stand-ins that the library has
-  static constexpr uint64_t kScattered = 16;
-  std::pair<uint64_t, std::shared_ptr<const Plan>> scattered_[kScattered];
-  uint64_t num_scattered_ = 0;
+  static constexpr uint64_t kRemembered = 16;
+  std::pair<uint64_t, std::shared_ptr<const Plan>> remembered_[kRemembered];
+  uint64_t num_remembered_ = 0;
 };
 
 }  // namespace commrt

@@ -67,6 +67,23 @@ def test_drawn_programs_stay_in_step_with_the_library(
     check_found(steps_of(draws, size, where, 60), found)
 
 
+@pytest.mark.parametrize(
+    ("draws", "size", "where", "most"),
+    [
+        # An alltoallv without contents was over before rank 1 refused it.
+        ("693221 2 1,1 0 0", 2, "1,1", 0),
+        # Rank 4 gave the library #30 before #29, behind a call that it had refused.
+        ("1 5 1,3,1 4 0", 5, "1,3,1", 4),
+    ],
+)
+def test_programs_that_came_out_of_step_once_do_not(
+    mpirun: Any, draws: str, size: int, where: str, most: int
+) -> None:
+    program = {"draws": draws, "where": where, "length": 60}
+    found = mpirun(size, run_drawn, env=nodes(where), most=most, **program)
+    check_found(steps_of(draws, size, where, 60), found)
+
+
 # -- one call ------------------------------------------------------------------------
 
 

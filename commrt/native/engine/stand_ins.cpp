@@ -308,8 +308,11 @@ void StandIns::begin(const Place& place, const Said& first) {
   op->bind(plan, scratch.get() + (in_place ? in_nbytes + 1 : 0), scratch.get() + in_nbytes + 1);
   op->tmp_storage = std::move(scratch);
   const MpiTurn turn(comm_.engine.mpi_device());
+  // A pass may be under way that has left an operation where it is: those behind it still wait.
+  const bool was_refused = comm_.native_refused_;
   comm_.native_refused_ = false;
   op->advance_native(kNoLimit);
+  comm_.native_refused_ = comm_.native_refused_ || was_refused;
   if (op->finished()) return;
   begun_.push_back(op);
   comm_.active_.insert(comm_.active_.begin(), std::move(op));

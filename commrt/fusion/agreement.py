@@ -151,7 +151,8 @@ class Agreement(ABC):
     def refuse(self, why: str) -> None:
         """Tell the others that this rank has refused a call that has no place."""
         if not self._count.is_lost:
-            self._refused = why[:_MOST_WORDS].encode(errors="backslashreplace")
+            said = why[:_MOST_WORDS] or "its error has no words"
+            self._refused = said.encode(errors="backslashreplace")
             self._count.lose(self._comm.rank, self._refused.decode())
             self.look()
 

@@ -16,7 +16,7 @@ from relay_by_hand import RanksByHand
 from relay_ranks import RelayRanks
 
 from commrt import algorithms
-from commrt.comm import Communicator
+from commrt.comm import Communicator, core_of
 from commrt.errors import CommError, MismatchError, RefusedError, UsageError
 
 NODES = (
@@ -172,15 +172,24 @@ def test_blocking_calls_stay_in_step(
     """Each rank is a thread that makes one call after the other."""
     rng = random.Random(f"{seed} {carrier} {nodes} {turn}")
     steps = draw_for(nodes, rng, 30)
+    ended: list[int] = []
 
     def main(comm: Communicator) -> Outcomes:
         mine = Outcomes(comm.rank, comm.size)
         heap = comm.empty(_HEAP_ELEMENTS, "float64")
-        for step in steps:
-            used: list[Array] = []
-            mine.note(step, lambda step=step, used=used: step.call(comm, heap, used))
-            for array in used:
-                array.fill(-1e9)
+        try:
+            for step in steps:
+                used: list[Array] = []
+                mine.note(
+                    step, lambda step=step, used=used: step.call(comm, heap, used)
+                )
+                for array in used:
+                    array.fill(-1e9)
+        finally:
+            ended.append(comm.rank)
+        # Others may wait for a rank to hear of a refusal, as it does until it ends.
+        while len(ended) < comm.size:
+            core_of(comm).world.engine.step()
         return mine
 
     with FakeMpi().ranks(nodes) if carrier == "mpi" else RelayRanks(nodes) as ranks:

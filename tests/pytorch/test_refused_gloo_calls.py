@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed  # noqa: F401  gloo runs only where every rank has imported it
 from refused_programs import NAMES, Step, check_found, draw, run_program
 from run_ranks import RunRanks
 

@@ -85,7 +85,7 @@ class Fusion:
         self.choose, self._plan = choose, plan
         self._may_compress = may_compress
         self.count = LostCount(group, take_place)
-        """What becomes of calls once this rank does not know others' buckets."""
+        """Knows whether this rank has lost count of others' buckets."""
         self.context: Fused | None = None
         """The one that is open."""
         self.is_open = False

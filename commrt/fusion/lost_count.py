@@ -21,7 +21,7 @@ __all__ = ["LostCount"]
 
 
 class LostCount:
-    """Whether this rank has lost count in the open context, and why."""
+    """Knows whether this rank has lost count in the open context, and why."""
 
     def __init__(self, group: Channel, take_place: Callable[[Exception], None]) -> None:
         """Have lost nothing; local.

@@ -370,7 +370,7 @@ bool Fusion::send_before(uint64_t call) {
         cuts.back().requests = slice(bucket->arrays, 0, static_cast<size_t>(at));
       }
     }
-    const uint64_t until = mix(agrees_ ? digest(call) : digest_, 0);
+    const uint64_t until = agrees_ ? digest(call) : digest_;
     for (Bucket* bucket : now) {
       bucket->facts = static_cast<uint16_t>(until ^ until >> 16 ^ until >> 32 ^ until >> 48);
     }

@@ -77,7 +77,7 @@ def outcome(call: Callable[[], Any], want: float) -> str:
 
 
 class Context:
-    """What one rank does in a context, and what becomes of it."""
+    """One rank's steps in a context, and the outcome of each."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -279,16 +279,20 @@ def lose(comm: Communicator) -> None:
         comm.allreduce(object(), nonblocking=True)
 
 
-def test_a_rank_that_dies_within_is_named() -> None:
-    def main(comm: Communicator) -> str:
+def test_a_rank_that_fails_within_ends_the_wait_for_it() -> None:
+    said: list[str] = []
+
+    def main(comm: Communicator) -> None:
         if comm.rank == 1:
             raise ValueError("no data")
         with pytest.raises(CommError) as raised:
             lose(comm)
-        return type(raised.value).__name__
+        said.append(str(raised.value))
 
     with pytest.raises(ValueError, match="no data"):
         local.run(2, main)
+    assert len(said) == 1
+    assert "rank 1" in said[0]
 
 
 def test_the_numbers_of_ranks_are_equal_afterwards() -> None:

@@ -64,7 +64,8 @@ class Recovery(Generic[Plain]):
                 comm = comm.shrink()
 
         All operations in flight and all later ones raise RevokedError, here and on the
-        other ranks, and so do those of communicators that were made from this one.
+        other ranks, and so do those of communicators that were made from this one;
+        PeerFailedError instead, in each of these of which a rank has died.
         Then ``shrink()`` gives a new one. Where it has failed already, nothing changes
         here; the other ranks are told.
         """

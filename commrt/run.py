@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from types import FrameType
 from typing import IO
 
 from commrt.bootstrap.directory import DirectoryStore
+from commrt.bootstrap.launcher_words import ENDED, text_of
 from commrt.bootstrap.newcomers import Reception
 from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, UsageError
@@ -183,6 +185,8 @@ class _Job:
         self._ranks: dict[int, _Rank] = {}
         self._restarts = 0
         """How many ranks may still be started again."""
+        self._ended: dict[int, str] = {}
+        """Processes of ranks that have ended, by their first numbers."""
         self._signal = 0
         """The first one that told this job to end."""
         self._printing = threading.Lock()
@@ -269,6 +273,8 @@ class _Job:
             rank = self._ranks[pid]
             code = os.waitstatus_to_exitcode(status)
             rank.process.returncode = code
+            if living and not rank.joins:
+                self._say_ended(rank, rendezvous)
             if code == 0 or rank.is_ended:
                 self._end_those_left(living, rendezvous)
                 continue
@@ -297,6 +303,12 @@ class _Job:
             self._size,
             forgives_kills=bool(keep_going and not self._signal),
         )
+
+    def _say_ended(self, rank: _Rank, rendezvous: str) -> None:
+        """Tell ranks that wait in ``init`` that one comes no more."""
+        process = f"process {rank.process.pid} on {socket.gethostname()}"
+        self._ended.setdefault(rank.number, process)
+        DirectoryStore(rendezvous, self._size).set(ENDED, text_of(self._ended))
 
     def _end_those_left(self, living: set[int], rendezvous: str) -> None:
         """End the processes that wait to join, once nobody is left who could ask them.

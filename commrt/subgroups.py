@@ -368,6 +368,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
             else:
                 identity = agree(label, same)
             made: Any = kind(world, ranks, name, identity, timeout_s=limit, **given)
+        made.timeout_s = limit
         self.adopt(made)
         found: Made = made
         return found

@@ -62,6 +62,11 @@ class KeptValues:
             found = None
         return pack([b"no"] if found is None else [b"ok", found])
 
+    def set(self, key: str, value: str) -> None:
+        """Write a value of the launcher's own."""
+        with self._lock:
+            self._values[key.encode()] = value.encode()
+
     def _do(self, name: bytes, words: list[bytes]) -> bytes | None:
         values = self._values
         if name == b"check":

@@ -28,6 +28,7 @@ from commrt.bootstrap.base import (
 )
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.launcher_store import LauncherStore
+from commrt.bootstrap.launcher_words import ended_ranks
 from commrt.bootstrap.newcomers import Reception
 from commrt.bootstrap.survivors import (
     Decision,
@@ -215,6 +216,11 @@ class StoreBootstrap:
         name = f"{self.prefix}/{key}"
         with self._reaching():
             return bytes(self._store.get(name)) if self._store.check([name]) else None
+
+    def ended(self) -> dict[int, str]:
+        """Return which ranks have ended, and how, as their launcher says."""
+        with self._reaching():
+            return ended_ranks(self._store)
 
     def retire(self, key: str) -> None:
         """Let go of what the ranks have posted under ``key/rank``; local.

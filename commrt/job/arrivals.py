@@ -3,6 +3,7 @@
 
 Each says in the store in which process it is. Who waits for others there asks the
 kernel for those of its machine, and leaves word of what it sees for ranks elsewhere.
+Of ranks that have ended before they came the launcher says so, where it is commrt.run.
 Afterwards the ranks watch each other (liveness.py), and nobody looks into the store.
 """
 
@@ -71,7 +72,8 @@ class Arrivals:
         return {rank: said.decode() for rank, said in words.items() if said is not None}
 
     def _seen(self, ranks: Iterable[int]) -> dict[int, str]:
-        whys = {rank: self._why_ended(rank) for rank in ranks}
+        said = self._bootstrap.ended()
+        whys = {rank: said.get(rank) or self._why_ended(rank) for rank in ranks}
         return {rank: why for rank, why in whys.items() if why}
 
     def _why_ended(self, rank: int) -> str:

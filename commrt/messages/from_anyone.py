@@ -136,7 +136,8 @@ def _why_nobody_sends(group: Group) -> tuple[str, bool]:
     why, by_death = group.known_end(later=True)
     others = (rank for rank in range(group.size) if rank != group.rank)
     if not why and group.size > 1 and all(map(group.who_died, others)):
-        return "all other ranks have left", False
+        died = group.who_died(-1)  # one of them may have done so just now
+        return died or "all other ranks have left", bool(died)
     return why, by_death
 
 

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from commrt.bootstrap.kept_values import KeptValues
+from commrt.bootstrap.launcher_words import ENDED, text_of
 from commrt.errors import BackendError
 from commrt.running.agent import ALIVE_EVERY_S
 from commrt.running.endings import KEPT_NBYTES, describe_end, status_of_job
@@ -73,6 +74,7 @@ class JobOnHosts:
         self._hosts, self._shell, self._launch = hosts, shell, launch
         self._ranks = {n: _Rank(n, host) for host in hosts for n in host.ranks}
         self._events: SimpleQueue[Any] = SimpleQueue()
+        self._values = KeptValues()
         self._remotes: dict[int, Remote] = {}
         self._alive_at = 0.0
         self._signal = 0
@@ -87,11 +89,10 @@ class JobOnHosts:
         Raises BackendError where a host does not answer.
         """
         before = {one: signal.signal(one, self._forward) for one in FORWARDED}
-        values = KeptValues()
         try:
             for host in self._hosts:
                 self._remotes[host.number] = Remote(
-                    host, self._shell, values, self._events, sys.stderr.buffer
+                    host, self._shell, self._values, self._events, sys.stderr.buffer
                 )
             places = self._meet_hosts()
             if not self._signal:
@@ -214,6 +215,12 @@ class JobOnHosts:
 
     def _end_of(self, rank: _Rank, code: int) -> None:
         rank.code = code
+        ended = {
+            one.number: f"process {one.process} on {one.host.name}"
+            for one in self._ranks.values()
+            if one.code is not None
+        }
+        self._values.set(ENDED, text_of(ended))
         for kind in [*rank.begun]:
             self._print(rank, kind, b"\n")
         if code == 0:

@@ -16,7 +16,7 @@ from commrt.bootstrap.store import StoreBootstrap
 from commrt.errors import PeerFailedError
 from commrt.launch.detect import detect
 
-__all__ = ["begins", "check_heard"]
+__all__ = ["begins", "check_heard", "comes"]
 
 
 def die_before_exchange(number: int) -> None:
@@ -36,6 +36,17 @@ def begins(dies: int, number: int) -> str:
     """Return what a rank hears whose peer dies in ``init``."""
     if detect().rank == dies:
         die_before_exchange(number)
+    with pytest.raises(PeerFailedError) as raised:
+        commrt.init()
+    return str(raised.value)
+
+
+def comes(dies: int, how: str) -> str:
+    """Return what a rank hears in ``init`` whose peer ends before it comes there."""
+    if detect().rank == dies:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
     with pytest.raises(PeerFailedError) as raised:
         commrt.init()
     return str(raised.value)

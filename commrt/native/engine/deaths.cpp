@@ -223,8 +223,12 @@ void P2P::hear_of_end(int source, const PacketHeader& header, const unsigned cha
     const std::string told(reinterpret_cast<const char*>(words), header.nbytes);
     why = comm_.words_of_difference(told.empty() ? why : told);
   }
-  const bool by_death = header.recv_id != 0;
-  if (by_death) {
+  bool by_death = header.recv_id != 0;
+  if (cause == FailureCause::Revoked && !by_death) {
+    const std::string died = comm_.who_died(-1, true);
+    by_death = !died.empty();
+    if (by_death) why = died;
+  } else if (by_death) {
     const int dead = static_cast<int>((header.recv_id - 1) % comm_.links_.size());
     comm_.said_dead_ = static_cast<uint32_t>(header.recv_id);
     why = comm_.who_died_as_told(dead, source);

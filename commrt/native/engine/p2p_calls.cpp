@@ -285,10 +285,12 @@ bool P2P::fail_one(const std::shared_ptr<Op>& op) {
   if (its.cause.load(std::memory_order_relaxed) == FailureCause::Difference) {
     comm_.break_down(comm_.words_of_difference(comm_.why_of(comm_.member_of(peer))));
   }
+  const uint32_t dead = its.failed_by_death.load(std::memory_order_relaxed);
+  if (dead != 0) comm_.said_dead_ = dead;  // others hear it from here
   give_up(op, "rank " + std::to_string(peer) + " gave up at operation #" +
                   std::to_string(Failure::seq_of(at)) +
                   " and makes no matching call any more: " + comm_.why_of(comm_.member_of(peer)),
-          its.failed_by_death.load(std::memory_order_relaxed) != 0);
+          dead != 0);
   return true;
 }
 
@@ -299,9 +301,13 @@ bool P2P::fail_after_revoke(const std::shared_ptr<Op>& op) {
   if (who < 0) return false;
   if (task.peer != comm_.rank) drain(task.peer);
   if (op->finished() || task.stage == Stage::Matched) return op->finished();
+  // Whoever revokes it may do so since a rank has died. Then this rank says so, too.
+  const GaveUp found = comm_.who_gave_up(comm_.next_seq, false, false);
   forget(op);
-  give_up(op, "rank " + std::to_string(who) + " has ended it for all ranks: " +
-                  comm_.why_of(comm_.member_of(who)));
+  give_up(op, found.has_died ? found.why
+                             : "rank " + std::to_string(who) + " has ended it for all ranks: " +
+                                   comm_.why_of(comm_.member_of(who)),
+          found.has_died);
   return true;
 }
 

@@ -41,6 +41,12 @@ void Comm::revoke(const std::string& why) {
     if (!op->is_over()) first = std::min(first, op->seq);
   }
   if (arena != nullptr) header(member_of(rank))->revoked.store(true, std::memory_order_relaxed);
+  // All ranks name one that has died, whoever of them has noticed that.
+  if (!broken.load(std::memory_order_relaxed)) {
+    if (liveness_ != nullptr) liveness_->look(true);
+    const GaveUp found = who_gave_up(next_seq, false, false);
+    if (found.has_died) break_down(found.why + ", and " + why, true);
+  }
   end_everywhere(first, why);
   p2p->take_all_back("this rank gave up: " + failure);
 }
@@ -62,6 +68,7 @@ bool Comm::ends_with_origin() {
     next = from.origin_.get();
     const int who = from.arena == nullptr ? -1 : from.who_revoked();
     if (who < 0 && !from.was_revoked) continue;
+    if (liveness_ != nullptr && liveness_->look(true) && !who_died().empty()) return false;
     const std::string made = "it was made from " + from.name + ", and ";
     revoke(made + (who < 0 ? from.failure
                            : "rank " + std::to_string(who) + " has ended that for all ranks: " +

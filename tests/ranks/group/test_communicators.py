@@ -289,3 +289,26 @@ def test_a_communicator_that_cannot_be_made_leaves_nothing(
     assert run(2, rank_main) == [3.0, 3.0]
     gc.collect()
     assert ignored == []
+
+
+@pytest.mark.parametrize("limit_s", [250.0, 299.5])
+def test_a_communicator_begins_with_the_limit_of_its_origin(limit_s: float) -> None:
+    def rank_main(comm: Any) -> None:
+        comm.timeout_s = limit_s
+        cart = comm.cart((comm.size,))
+        made = [
+            comm.split(0),
+            comm.dup(),
+            comm.create_group([*range(comm.size)]),
+            cart,
+            cart.sub(0),
+            comm.dup().dup(),
+            comm.graph([1 - comm.rank], [1 - comm.rank]),
+            comm.mesh({"a": comm.size})["a"],
+        ]
+        assert [each.timeout_s for each in made] == [limit_s] * len(made)
+        made[1].timeout_s = 280.0
+        assert made[1].dup().timeout_s == 280.0
+        assert comm.timeout_s == limit_s
+
+    run(2, rank_main)

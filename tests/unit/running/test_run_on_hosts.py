@@ -207,6 +207,25 @@ def test_who_keeps_going_on_hosts(program) -> None:
     assert "the others were ended" not in done.stderr
 
 
+@pytest.mark.parametrize("ends", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_ranks_on_hosts_hear_of_one_that_never_came(program, ends: str) -> None:
+    text = f"""
+import os
+if os.environ["RANK"] == "1":
+    {ends}
+import commrt
+try:
+    commrt.init()
+except commrt.errors.PeerFailedError as error:
+    print(error, flush=True)
+"""
+    done = run("--hosts", "a:2,b:1", "--keep-going", program(text))
+    assert done.returncode == 0, done.stderr
+    says = [line for line in done.stdout.splitlines() if "has ended" in line]
+    assert len(says) == 2
+    assert all("rank 1 does not arrive, because process" in line for line in says)
+
+
 def test_signals_reach_ranks_of_hosts(program) -> None:
     with launched("--hosts", "h1,h2", program(COUNTS_SIGNALS)) as job:
         assert job.stdout is not None

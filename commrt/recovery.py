@@ -170,7 +170,7 @@ class Recovery(Generic[Plain]):
         comm = self._comm
         if comm.is_over:
             return False
-        is_known = bool(comm.who_died()) or comm.failed_by_death
+        is_known = bool(comm.who_died()) or comm.known_end()[1]
         return is_known or any(each.has_lost_a_rank() for each in self._descendants())
 
     def founder(self, name: str) -> Founder[Plain]:

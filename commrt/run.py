@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
 
+from commrt.bootstrap.claim import claims_of
 from commrt.bootstrap.directory import DirectoryStore
 from commrt.bootstrap.launcher_words import ENDED, text_of
 from commrt.bootstrap.newcomers import Reception
@@ -203,10 +204,9 @@ class _Job:
             before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
             try:
                 environ = _environment(self._size)
-                joins = dict(environ, COMMRT_JOIN="1")
                 for number in range(self._size):
                     self._start(number, environ, rendezvous)
-                return self._wait(keep_going, joins, rendezvous)
+                return self._wait(keep_going, environ, rendezvous)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 self._kill()
@@ -258,10 +258,10 @@ class _Job:
                     to.write(piece)
                     to.flush()
 
-    def _wait(self, keep_going: bool, joins: dict[str, str], rendezvous: str) -> int:
+    def _wait(self, keep_going: bool, environ: dict[str, str], rendezvous: str) -> int:
         """Wait for all ranks; return the launcher's exit status.
 
-        ``joins``: variables of those that are started again.
+        ``environ``: variables of those that are started again.
         """
         failed: list[tuple[_Rank, int]] = []
         living = set(self._ranks)
@@ -273,17 +273,25 @@ class _Job:
             rank = self._ranks[pid]
             code = os.waitstatus_to_exitcode(status)
             rank.process.returncode = code
+            again = code != 0 and self._restarts and living and not self._signal
+            if again and not rank.is_ended and not self._has_come(rank, rendezvous):
+                self._restarts -= 1
+                self._report(rank, code, "; it is started again, before the others met")
+                living.add(self._start(rank.number, environ, rendezvous).process.pid)
+                continue
             if living and not rank.joins:
                 self._say_ended(rank, rendezvous)
             if code == 0 or rank.is_ended:
                 self._end_those_left(living, rendezvous)
                 continue
-            if self._restarts and living and not self._signal:
+            if again:
                 self._restarts -= 1
                 self._report(rank, code, "; it is started again, to join the others")
-                again = self._start(rank.number, joins, rendezvous)
-                again.joins = True
-                living.add(again.process.pid)
+                joins = self._start(
+                    rank.number, {**environ, "COMMRT_JOIN": "1"}, rendezvous
+                )
+                joins.joins = True
+                living.add(joins.process.pid)
                 continue
             failed.append((rank, code))
             self._end_those_left(living, rendezvous)
@@ -303,6 +311,11 @@ class _Job:
             self._size,
             forgives_kills=bool(keep_going and not self._signal),
         )
+
+    def _has_come(self, rank: _Rank, rendezvous: str) -> bool:
+        """Return whether a rank has come to ``init``, where others count on it."""
+        store = DirectoryStore(rendezvous, self._size)
+        return rank.joins or store.check([claims_of(rank.number)])
 
     def _say_ended(self, rank: _Rank, rendezvous: str) -> None:
         """Tell ranks that wait in ``init`` that one comes no more."""

@@ -15,10 +15,15 @@ from commrt.errors import UsageError
 from commrt.launch.detect import LaunchInfo
 from commrt.launch.rank_process import Process, is_running
 
-__all__ = ["claim_rank"]
+__all__ = ["claim_rank", "claims_of"]
 
 _LIMIT_S = 10.0
 """Seconds in which the process that came first says its name, unless it died."""
+
+
+def claims_of(rank: int) -> str:
+    """Return the key of a counter of the processes that came to be a rank."""
+    return f"commrt/claims/{rank}"
 
 
 def claim_rank(store: Any, launch: LaunchInfo) -> None:
@@ -27,7 +32,7 @@ def claim_rank(store: Any, launch: LaunchInfo) -> None:
     Programs that one rank runs one after the other follow each other in it. Raises
     UsageError where another process has it and runs.
     """
-    claims = f"commrt/claims/{launch.rank}"
+    claims = claims_of(launch.rank)
     own = store.add(claims, 1)
     me = Process(os.getpid()).name
     earlier = (_holder(store, f"{claims}/{number}") for number in range(1, own))

@@ -304,6 +304,12 @@ DIES_ALWAYS = """
 import os, signal, sys
 with open(sys.argv[1], "a") as file:
     file.write(f"{os.environ['RANK']}:{os.environ.get('COMMRT_JOIN', '0')} ")
+comes = sys.argv[2] == "comes"
+if os.environ["RANK"] == "1" and (not comes or "COMMRT_JOIN" in os.environ):
+    os.kill(os.getpid(), signal.SIGKILL)
+if comes:
+    import commrt
+    commrt.init()
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 while len(open(sys.argv[1]).read().split()) < 5:
@@ -311,13 +317,36 @@ while len(open(sys.argv[1]).read().split()) < 5:
 """
 
 
+@pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_dies_is_started_again_so_many_times(
+    script, tmp_path: Path, comes: bool
+) -> None:
+    """One that has not come to ``init`` yet is no newcomer as it starts again."""
+    said = str(tmp_path / "said")
+    when = "comes" if comes else "before"
+    done = run("-n", "2", "--restarts", "3", script(DIES_ALWAYS), said, when)
+    again = ["1:1"] * 3 if comes else ["1:0"] * 3
+    assert sorted(Path(said).read_text().split()) == ["0:0", "1:0", *again]
+    why = "to join the others" if comes else "before the others met"
+    assert done.stderr.count(f"it is started again, {why}") == 3
+    assert done.returncode == 0, done.stderr
+
+
+DIES_ONCE = """
+import os, sys
+if os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    os._exit(3)
+import commrt
+print(commrt.init().allgather_object(os.environ.get("COMMRT_JOIN")))
+"""
+
+
+def test_ranks_wait_in_init_for_one_that_is_started_again(
     script, tmp_path: Path
 ) -> None:
-    said = tmp_path / "said"
-    done = run("-n", "2", "--restarts", "3", script(DIES_ALWAYS), str(said))
-    assert sorted(said.read_text().split()) == ["0:0", "1:0", "1:1", "1:1", "1:1"]
-    assert done.stderr.count("it is started again, to join the others") == 3
+    done = run("-n", "3", "--restarts", "1", script(DIES_ONCE), str(tmp_path / "died"))
+    assert done.stdout.split("\n")[:3] == ["[None, None, None]"] * 3
     assert done.returncode == 0, done.stderr
 
 

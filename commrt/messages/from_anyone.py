@@ -117,7 +117,7 @@ def _await(
             if (found := _look_once(group, look)) is not None:
                 return found
             why, by_death = end
-            if by_death:  # the communicator has failed, and its origin's shrink() can go
+            if by_death:  # so that shrink() of its origin knows it, too
                 group.set_failure(why, by_death=True)
             raise (PeerFailedError if by_death else RevokedError)(
                 f"{what} on {group.name}, rank {group.rank}: {why}; no message with "

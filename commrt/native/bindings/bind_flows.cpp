@@ -173,6 +173,7 @@ void bind_simulation(nb::module_& m) {
            nb::arg("events"),
            "Handle up to so many events; return whether nothing is left to happen.")
       .def_prop_ro("num_done", [](Simulation& self) { return self.run().num_done(); })
+      .def_prop_ro("time_us", [](Simulation& self) { return self.run().last_done(); })
       .def_prop_ro("num_events", [](Simulation& self) { return self.run().num_events(); })
       .def_prop_ro("num_shared", [](Simulation& self) { return self.run().sharing().num_shared(); })
       .def("messages", &messages, "Return the columns of all messages.")

@@ -160,7 +160,7 @@ void FlowSimulation::work(std::int64_t place, double time_us, Kind then, std::in
 }
 
 void FlowSimulation::finish(std::int64_t place) {
-  done_[place] = now_;
+  done_[place] = last_done_ = now_;
   ++num_done_;
   // The last of them first, so that they run in the order of the program.
   for (std::int64_t at = followers_.starts[place + 1] - 1; at >= followers_.starts[place]; --at) {

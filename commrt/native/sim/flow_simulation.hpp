@@ -63,7 +63,8 @@ class FlowSimulation {
 
   std::int64_t num_done() const { return num_done_; }
   std::int64_t num_events() const { return num_events_; }
-  double now() const { return now_; }
+  // Time at which the last step was done.
+  double last_done() const { return last_done_; }
   const std::vector<double>& ready() const { return ready_; }
   const std::vector<double>& done() const { return done_; }
   const std::vector<std::int64_t>& causes() const { return causes_; }
@@ -134,7 +135,7 @@ class FlowSimulation {
   std::vector<std::int64_t> todo_;
   std::vector<Event> events_;  // a heap
   std::int64_t next_number_ = 0, num_done_ = 0, num_events_ = 0;
-  double now_ = 0;
+  double now_ = 0, last_done_ = 0;
 };
 
 }  // namespace commrt

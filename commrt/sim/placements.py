@@ -11,7 +11,7 @@ from commrt.errors import UsageError
 from commrt.files.read import Kind, read_text
 from commrt.sim.topologies.network import Ints, Network
 
-__all__ = ["place"]
+__all__ = ["machines", "place"]
 
 _FILE = Kind("placement", "a host for each rank, one a line", 4_000_000, UsageError)
 
@@ -46,11 +46,7 @@ def place(network: Network, ranks: int, how: str = "block") -> Ints:
     if kind == "block" and not rest:
         return hosts[:ranks]
     if kind == "cyclic" and not rest:
-        each = network.hosts_per_node
-        if each == 1:
-            # Machines of one host: their switches take turns.
-            return _by_switch(network, hosts)[:ranks]
-        return hosts.reshape(-1, each).T.ravel()[:ranks]
+        return _in_turn(machines(network), hosts)[:ranks]
     if kind == "random" and (not rest or rest.isdecimal()):
         drawn = np.random.default_rng(int(rest or 0)).permutation(hosts)
         return drawn[:ranks]
@@ -59,18 +55,30 @@ def place(network: Network, ranks: int, how: str = "block") -> Ints:
     )
 
 
-def _by_switch(network: Network, hosts: Ints) -> Ints:
-    """Return the hosts so that those of one switch are far apart."""
+def machines(network: Network) -> Ints:
+    """Return for each host the number of its machine, or of its switch.
+
+    Hosts that are GPUs share a machine. Where every machine is one host, those of one
+    switch count as near each other.
+    """
+    hosts = np.arange(network.num_hosts, dtype=np.int64)
+    if network.hosts_per_node > 1:
+        return hosts // network.hosts_per_node
     links = network.links
     switch = np.zeros(network.num_hosts, np.int64)
-    out = links.tails < network.num_hosts
+    out = (links.tails >= 0) & (links.tails < network.num_hosts)
     switch[links.tails[out]] = links.heads[out]
-    # The place of each host among those of its switch, then the switch.
-    order = np.argsort(switch, kind="stable")
-    starts = np.searchsorted(switch[order], switch[order])
-    turn = np.empty(network.num_hosts, np.int64)
-    turn[order] = np.arange(network.num_hosts) - starts
-    return hosts[np.lexsort((switch, turn))]
+    return switch
+
+
+def _in_turn(machine: Ints, hosts: Ints) -> Ints:
+    """Return the hosts so that machines take turns."""
+    order = np.argsort(machine, kind="stable")
+    # The place of each host among those of its machine.
+    starts = np.searchsorted(machine[order], machine[order])
+    turn = np.empty_like(hosts)
+    turn[order] = np.arange(len(hosts)) - starts
+    return hosts[np.lexsort((machine, turn))]
 
 
 def _from_file(network: Network, ranks: int, path: Path) -> Ints:

@@ -77,12 +77,12 @@ def _parser() -> argparse.ArgumentParser:
                      help="the operation (allreduce)")  # fmt: skip
     run.add_argument("--ranks", type=int, required=True, help="number of ranks")
     run.add_argument("--bytes", default="1MiB",
-                     help="lengths of the full vector, as 64KiB,1MiB (1MiB)")  # fmt: skip
+                     help="lengths of the vector, as 64KiB,1MiB (1MiB)")  # fmt: skip
     run.add_argument("--itemsize", type=int, default=4, help="bytes an element (4)")
     run.add_argument("--root", type=int, default=0, help="a rank (0)")
     run.add_argument("--params", default="", help="parameters, as k=8,parts=4")
     run.add_argument("--placement", default="block",
-                     help="block, cyclic, random, random:SEED or file:PATH")  # fmt: skip
+                     help="block, cyclic, random:SEED or file:PATH")  # fmt: skip
     run.add_argument("--unverified", action="store_true",
                      help="simulate without proving the schedule first")  # fmt: skip
     for name, text in _COSTS.items():
@@ -149,8 +149,7 @@ def _run(args: argparse.Namespace) -> int:
             verify(schedule)
         runs = [
             simulate(
-                *(schedule, network, nbytes),
-                **{"hosts": hosts, "itemsize": args.itemsize, "costs": costs},
+                *(schedule, network, nbytes, hosts), itemsize=args.itemsize, costs=costs
             )
             for nbytes in lengths
         ]

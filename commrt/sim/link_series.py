@@ -33,9 +33,7 @@ def crossings(run: Simulated) -> Crossings:
     messages = run.messages
     source = run.hosts[run.ranks_of(messages.send)]
     target = run.hosts[run.ranks_of(messages.recv)]
-    pairs, own = np.unique(
-        source * run.network.num_hosts + target, return_inverse=True
-    )
+    pairs, own = np.unique(source * run.network.num_hosts + target, return_inverse=True)
     ways = run.network.find_ways(*np.divmod(pairs, run.network.num_hosts))
     way = ways.of_pair[own] + messages.way
     hops = ways.starts[way + 1] - ways.starts[way]

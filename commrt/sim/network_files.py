@@ -159,7 +159,9 @@ def _converted(kind: Any, value: Value) -> Any:
     if origin in (Union, types.UnionType):
         if value.data == "null":
             return None
-        return _converted(next(x for x in get_args(kind) if x is not types.NoneType), value)
+        return _converted(
+            next(x for x in get_args(kind) if x is not types.NoneType), value
+        )
     if origin is tuple:
         return tuple(_converted(get_args(kind)[0], one) for one in value.items())
     if kind is Cable:
@@ -171,7 +173,7 @@ def _converted(kind: Any, value: Value) -> Any:
 
 
 def _cable(parts: dict[str, Value], value: Value) -> Cable:
-    """Return a cable from its rate, latency and bundle; what is missing has defaults."""
+    """Return a cable from its rate, latency and bundle; each has a default."""
     usual = Cable()
     rate, latency = parts.get("rate"), parts.get("latency")
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from xml.parsers import expat
 from xml.sax.saxutils import quoteattr
@@ -64,7 +64,9 @@ def read_platform(text: str, source: str) -> Graph:
         parser.Parse(text, True)
     except expat.ExpatError as error:
         problem = expat.errors.messages[error.code]
-        raise UsageError(f"{source}, line {error.lineno}: not XML: {problem}") from error
+        raise UsageError(
+            f"{source}, line {error.lineno}: not XML: {problem}"
+        ) from error
     return reader.graph()
 
 
@@ -115,10 +117,9 @@ class _Reader:
                 if len(links) == 1 and tail in self._zone_of and head in self._zone_of:
                     ends.setdefault(links[0], (tail, head))
         return [
-            NamedLink(
-                *ends.get(number, ("", "")),
-                *(one.rate, one.flow_rate, one.latency_us, one.name),
-            )
+            replace(one, tail=ends[number][0], head=ends[number][1])
+            if number in ends
+            else one
             for number, one in enumerate(self._links)
         ]
 
@@ -128,7 +129,9 @@ class _Reader:
 
     def entity(self, name: str, *_: Any) -> None:
         """Refuse an entity: a short text may stand for a very long one."""
-        raise self.wrong(f"the document declares the entity {shown(name)}; write it out")
+        raise self.wrong(
+            f"the document declares the entity {shown(name)}; write it out"
+        )
 
     def start(self, tag: str, given: Mapping[str, str]) -> None:
         """Take an element."""
@@ -283,9 +286,9 @@ class _Reader:
         )[: 1 + both]:
             if ends in zone.routes and links is ahead:
                 raise self.wrong(f"a second route from {ends[0]} to {ends[1]}")
-            zone.routes.setdefault(ends, links)  # type: ignore[arg-type]
+            zone.routes.setdefault(ends, links)
             if "gw_src" in given or "gw_dst" in given:
-                zone.gateways.setdefault(ends, doors)  # type: ignore[arg-type]
+                zone.gateways.setdefault(ends, doors)
 
     def _backbone(self, given: Mapping[str, str]) -> None:
         self._new_link(given)
@@ -315,7 +318,9 @@ class _Reader:
         if "bb_bw" in given:
             policy = given.get("bb_sharing_policy", "SHARED")
             lat = given.get("bb_lat", "0")
-            middle = [self._add_link(f"{name}_backbone", given["bb_bw"], lat, policy).up]
+            middle = [
+                self._add_link(f"{name}_backbone", given["bb_bw"], lat, policy).up
+            ]
         for number in self._radical(self._need(given, "radical")):
             host = f"{prefix}{number}{suffix}"
             self._add_node(host, zone, self._hosts)
@@ -394,7 +399,9 @@ def platform_xml(network: Network) -> str:
         )
         steps.append(step)
     names = [quoteattr(network.node_name(host)) for host in range(hosts)]
-    for pair, (one, other) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+    for pair, (one, other) in enumerate(
+        zip(source.tolist(), target.tolist(), strict=True)
+    ):
         way = ways.of_pair[pair]
         found = ways.links[ways.starts[way] : ways.starts[way + 1]]
         lines.append(

@@ -16,7 +16,7 @@ _TIMES_US = {"ps": 1e-6, "ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def parse_rate(text: str, bare: str | None = None) -> float:
-    """Return bytes per microsecond from ``100gbit``, ``12.5GB/s``, ``10Gbps``, ``1GBps``.
+    """Return bytes per microsecond from ``100gbit``, ``12.5GB/s``, ``1GBps``.
 
     Args:
         text: a number and a unit; a small ``b`` is a bit, a capital one a byte.

@@ -46,7 +46,7 @@ class Messages:
     posted_us: Floats
     """Time at which the sender was ready."""
     begun_us: Floats
-    """Time at which it left; later than ``posted_us`` where it waited for its receive."""
+    """Time at which it left: after ``posted_us`` where it waited for its receive."""
     flowing_us: Floats
     """Time at which its first byte arrived."""
     ended_us: Floats
@@ -117,7 +117,7 @@ class Simulated:
 
     @cached_property
     def bases(self) -> Ints:
-        """The number of each rank's first step, and of all steps together at the end."""
+        """The number of each rank's first step, and in the end that of all steps."""
         lengths = [len(program.steps) for program in self.schedule.programs()]
         return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
@@ -149,15 +149,17 @@ class Simulated:
         source, target = self.hosts[ranks]
         found = self.network.find_ways(np.array([source]), np.array([target]))
         way = int(self.messages.way[message])
-        return [int(link) for link in found.links[found.starts[way] : found.starts[way + 1]]]
+        return [
+            int(link) for link in found.links[found.starts[way] : found.starts[way + 1]]
+        ]
 
 
 def simulate(
     schedule: Schedule,
     network: Network,
     nbytes: int,
-    *,
     hosts: Ints | None = None,
+    *,
     itemsize: int = 4,
     costs: Costs | None = None,
     planted_bug: str = "none",

@@ -36,7 +36,7 @@ class Value:
         return UsageError(f"{self.place}: {problem}")
 
     def mapping(self, known: Iterable[str], needed: Iterable[str]) -> dict[str, Value]:
-        """Return the values by name, or raise UsageError for unknown or missing ones."""
+        """Return the values by name; UsageError for unknown or missing ones."""
         if not isinstance(self.data, Mapping):
             raise self.wrong(f"expected a mapping with {', '.join(known)}")
         for key, value in self.data.items():

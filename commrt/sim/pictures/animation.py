@@ -29,16 +29,19 @@ canvas { border: 1px solid #ccc; max-width: 100% }
 input { width: 60% }
 </style></head><body>
 <h1 style="font-size: 17px">TITLE</h1>
-<p>Simulated, not measured. Links have the colour of their load: pale is idle, red is full.</p>
+<p>Simulated, not measured. A link has the colour of its load: pale is idle, red is
+full.</p>
 <p><button id="play">Pause</button>
 <input id="frame" type="range" min="0" value="0" aria-label="time">
 <span id="time"></span></p>
-<canvas id="map" width="1100" height="620" role="img" aria-label="loads of links"></canvas>
+<canvas id="map" width="1100" height="620" role="img" aria-label="loads of links">
+</canvas>
 <script type="application/json" id="data">DATA</script>
 <script>
 const data = JSON.parse(document.getElementById("data").textContent);
 const map = document.getElementById("map").getContext("2d");
-const slider = document.getElementById("frame"), button = document.getElementById("play");
+const slider = document.getElementById("frame");
+const button = document.getElementById("play");
 slider.max = data.frames.length - 1;
 let playing = true;
 function draw() {
@@ -58,7 +61,10 @@ function draw() {
   });
   document.getElementById("time").textContent = data.times[frame] + " (simulated)";
 }
-button.onclick = () => { playing = !playing; button.textContent = playing ? "Pause" : "Play"; };
+button.onclick = () => {
+  playing = !playing;
+  button.textContent = playing ? "Pause" : "Play";
+};
 slider.oninput = () => { playing = false; button.textContent = "Play"; draw(); };
 setInterval(() => {
   if (!playing) return;

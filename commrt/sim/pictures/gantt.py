@@ -29,7 +29,7 @@ def gantt(run: Simulated, links: int = 16) -> str:
 
     Args:
         run: what to draw.
-        links: lanes of links, the busiest ones.
+        links: lanes of links, those that most flows share.
 
     Raises:
         UsageError: there are more ranks or messages than a picture can show.
@@ -50,7 +50,12 @@ def gantt(run: Simulated, links: int = 16) -> str:
         y = _TOP + rank * _LANE
         parts.append(label(_LEFT - 6, y + 11, f"rank {rank}", "end", 9))
         parts.append(rect(_LEFT, y + _LANE - 1, _WIDTH, 0.4, "#ddd"))
-    columns = (messages.begun_us, messages.flowing_us, messages.ended_us, messages.nbytes)
+    columns = (
+        messages.begun_us,
+        messages.flowing_us,
+        messages.ended_us,
+        messages.nbytes,
+    )
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for number, (begun, flowing, ended, nbytes) in enumerate(rows):
         hint = (
@@ -94,9 +99,12 @@ def _head(run: Simulated) -> list[str]:
 
 def _link_lanes(run: Simulated, count: int, top: float) -> list[str]:
     series = link_series(run, _SPANS)
-    busiest = np.argsort(-series.mean(axis=1), kind="stable")[:count]
-    parts = [label(_LEFT, top + 4, "the busiest links (simulated load)", size=10)]
-    parts.append(legend(_LEFT + _WIDTH - 160, top - 4, 160))
+    shared, mean = run.links.peak_flows, series.mean(axis=1)
+    busiest = np.lexsort((-mean, -shared))[:count]
+    parts = [
+        label(_LEFT, top + 4, "links that most flows share (simulated load)", size=10)
+    ]
+    parts.append(legend(_LEFT + _WIDTH - 160, 16, 160))
     for row, link in enumerate(busiest.tolist()):
         y = top + (row + 1) * _LINK_LANE
         name = run.network.link_name(link)

@@ -31,7 +31,11 @@ def heat_map(run: Simulated) -> str:
     Raises:
         UsageError: there are more nodes than a picture can show.
     """
-    network, places, used = run.network, positions(run.network, _WIDTH, _HEIGHT), loads(run)
+    network, places, used = (
+        run.network,
+        positions(run.network, _WIDTH, _HEIGHT),
+        loads(run),
+    )
     schedule = run.schedule
     nbytes = nbytes_text(run.num_elements * run.itemsize)
     title = (
@@ -59,7 +63,9 @@ def heat_map(run: Simulated) -> str:
             f"{int(run.links.peak_flows[link])} flows (simulated)"
         )
         ends = (points[0], points[1] + _TOP, points[2], points[3] + _TOP)
-        parts.append(line(ends, heat(float(used[link])), 1 + 2 * float(used[link]), hint))
+        parts.append(
+            line(ends, heat(float(used[link])), 1 + 2 * float(used[link]), hint)
+        )
     for node, (x, y) in enumerate(places.tolist()):
         size, colour = (3, "#444") if node < network.num_hosts else (6, "#000")
         hint = network.node_name(node)

@@ -29,8 +29,8 @@ _SIDE_US = 7.5
 
 _KNOWN = (
     "known (author's run scripts and platform, a talk's slides): loop networks with "
-    "8 or 16 hosts a switch and 2 cables a shortcut, EDR 12.5 GB/s, cable 26 ns, switch "
-    "90 ns, spine 400 ns, 7.5 us on either side of a message; 128 to 1,024 nodes",
+    "8 or 16 hosts a switch and 2 cables a shortcut, EDR 12.5 GB/s, cable 26 ns, "
+    "switch 90 ns, spine 400 ns, 7.5 us on either side of a message; 128 to 512 nodes",
     "chosen here: lengths, a full fat tree of 36-port switches with static routing as "
     "the other network, no cost of reductions, block placement",
     "published (a talk's slide, settings not printed there): shifted halving-doubling "
@@ -106,8 +106,12 @@ def study_dln(quick: bool = False) -> Iterator[str]:
         f"{'DLN ring':>10}{'DLN HD':>8}{'ring DLN/FT':>13}"
     )
     worst: list[str] = []
-    sizes = ((128, 8),) if quick else tuple(
-        (ranks, hosts) for ranks in (128, 256, 512, 1024) for hosts in (8, 16)
+    sizes = (
+        ((128, 8),)
+        if quick
+        else tuple(
+            (ranks, hosts) for ranks in (128, 256, 512, 1024) for hosts in (8, 16)
+        )
     )
     lengths = [_MIB, 32 * _MIB] if quick else [1 << n for n in range(20, 29, 2)]
     for ranks, hosts in sizes:

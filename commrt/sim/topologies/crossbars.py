@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks with nothing between hosts to wait for: a star, and a cable for each pair."""
+"""Networks with one switch, and with none: a star, and a cable for each pair."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Star:
 
         def ways(source: Ints, target: Ints) -> Ways:
             apart = source != target
-            columns = [np.where(apart, up[source], -1), np.where(apart, down[target], -1)]
+            columns = [
+                np.where(apart, up[source], -1),
+                np.where(apart, down[target], -1),
+            ]
             return ways_of_columns(columns, len(source))
 
         return Network(

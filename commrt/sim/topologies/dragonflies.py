@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dragonfly: groups of routers, all joined within a group, and each group to each other.
+"""Dragonfly: groups of routers, all joined within a group, and all groups joined.
 
 Kim, Dally, Scott and Abts, "Technology-driven, highly-scalable dragonfly topology"
 (ISCA 2008). Routing is minimal: to the router that has the cable to the other group,

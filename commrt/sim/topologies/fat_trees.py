@@ -43,7 +43,7 @@ class FatTree:
     """A fat tree, from the hosts up."""
 
     down: tuple[int, ...]
-    """Nodes below each node of level 1, 2, ...; their product is the number of hosts."""
+    """Nodes below each node of level 1, 2, ...; their product is the hosts."""
     up: tuple[int, ...]
     """Nodes above each node of level 0, 1, ...; the first is 1: hosts have one port."""
     cables: tuple[Cable, ...] = field(default_factory=lambda: (Cable(),))

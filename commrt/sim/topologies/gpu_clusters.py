@@ -85,7 +85,9 @@ class GpuCluster:
             far = ~near
             by = source
             if self.relays:
-                same_rail = source - source % gpus + target % gpus // per_card * per_card
+                same_rail = (
+                    source - source % gpus + target % gpus // per_card * per_card
+                )
                 of_card = card[source] % cards == card[target] % cards
                 by = np.where(far & ~of_card, same_rail, source)
             relayed = (near & (source != target)) | (by != source)

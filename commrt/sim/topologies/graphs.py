@@ -110,7 +110,7 @@ class _Finder:
         self._trees: dict[int, dict[int, int]] = {}
 
     def check_connected(self) -> None:
-        """Raise UsageError if the first host cannot reach another, or not be reached."""
+        """Raise UsageError if the first host and another cannot reach each other."""
         if self._graph.route is not None:
             for host in range(1, self._num_hosts):
                 self._way(0, host)

@@ -58,7 +58,9 @@ class LoopNetwork:
             [np.full(count, -1)]
             + [
                 build.add(
-                    num_hosts + switches, num_hosts + (switches + jump) % count, self.cable
+                    num_hosts + switches,
+                    num_hosts + (switches + jump) % count,
+                    self.cable,
                 )
                 for jump in jumps
             ]
@@ -79,10 +81,12 @@ class LoopNetwork:
 
         return Network(
             f"distributed loop network of {count} switches, {each} hosts each, "
-            f"{self.cable.bundle} cables a shortcut",
+            f"shortcuts of {self.cable.bundle}",
             *(num_hosts, num_hosts + count),
             lambda node: f"h{node}" if node < num_hosts else f"sw{node - num_hosts}",
-            *(build.links(), ways, (0, num_hosts)),
+            build.links(),
+            ways,
+            (0, num_hosts),
             drawing="ring",
         )
 
@@ -96,7 +100,7 @@ def _jumps(count: int) -> list[int]:
 
 
 def _paths(count: int, jumps: list[int]) -> Ints:
-    """Return for each distance the jumps on a shortest way, by number from 1; 0: none."""
+    """Return the jumps to each distance, by number from 1, 0 for none."""
     before = {0: (0, 0)}
     todo = deque([0])
     while todo:

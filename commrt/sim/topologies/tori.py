@@ -2,9 +2,9 @@
 """Tori and meshes of any number of dimensions.
 
 Each router has one host and a cable to its neighbours in each dimension. A message goes
-along one dimension after the other (dimension-order routing: Dally and Seitz, "Deadlock-
-free message routing in multiprocessor interconnection networks", IEEE Transactions on
-Computers C-36, 1987), the shorter way round; of two equal ways the rising one.
+along one dimension after the other, the shorter way round; of two equal ways the rising
+one. This is dimension-order routing: Dally and Seitz, "Deadlock-free message routing in
+multiprocessor interconnection networks", IEEE Transactions on Computers C-36, 1987.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from commrt.schedule.ir import Schedule
 from commrt.sim.link_series import crossings
 from commrt.sim.network_files import load_network
 from commrt.sim.simulate import Simulated, simulate
+from commrt.sim.topologies.graphs import Graph, NamedLink
 from commrt.sim.topologies.network import Network
 
 # Ranks and networks: uneven ones, shared links, bundles, one rank alone.
@@ -30,7 +31,20 @@ CASES = {
 NAMES = ("ring", "halving_doubling", "recursive_doubling", "double_tree", "direct")
 
 
+def uneven_star(number: int) -> Network:
+    """Return hosts around a switch; each cable is faster than the one before."""
+    hosts = [f"h{host}" for host in range(number)]
+    links = []
+    for host, name in enumerate(hosts):
+        rate = 1000.0 * (1 + 3 * host)
+        links.append(NamedLink(name, "sw", rate, rate, 1.0))
+        links.append(NamedLink("sw", name, rate, rate, 1.0))
+    return Graph("uneven star", hosts, ["sw"], links).network()
+
+
 def network_of(kind: str, number: int) -> Network:
+    if kind == "uneven":
+        return uneven_star(number)
     return load_network(CASES[kind][0].format(number)).network
 
 
@@ -43,6 +57,7 @@ def schedule_on(network: Network, name: str) -> Schedule:
 networks = st.sampled_from(
     [(kind, number) for kind, (_, numbers) in CASES.items() for number in numbers]
 )
+fixed_ways = networks.filter(lambda one: one[0] != "adaptive")
 # Few bytes, none, many that are no multiple of the ranks.
 lengths = st.sampled_from([0, 4, 60, 4096, 400_012, 4_000_000])
 
@@ -84,7 +99,7 @@ def check_messages(run: Simulated) -> None:
     assert found == expected
 
 
-@given(networks, st.sampled_from(NAMES), lengths)
+@given(networks | st.just(("uneven", 5)), st.sampled_from(NAMES), lengths)
 @settings(max_examples=60)
 def test_links_carry_what_messages_bring_and_no_more_than_they_can(
     where: tuple[str, int], name: str, nbytes: int
@@ -95,7 +110,9 @@ def test_links_carry_what_messages_bring_and_no_more_than_they_can(
     check_messages(run)
 
 
-@given(networks.filter(lambda one: one[0] != "adaptive"), st.sampled_from(NAMES))
+@given(
+    fixed_ways | st.tuples(st.just("uneven"), st.integers(1, 6)), st.sampled_from(NAMES)
+)
 @settings(max_examples=25)
 def test_times_equal_those_of_a_simulator_without_shortcuts(
     where: tuple[str, int], name: str
@@ -164,6 +181,7 @@ def test_only_flows_that_share_links_are_given_rates_anew() -> None:
 
 # Flows that are held back at different links, and some that end long before others.
 UNEVEN = (
+    ("uneven", 5, "direct"),
     ("tree", 3, "direct"),
     ("torus", 5, "halving_doubling"),
     ("dragonfly", 5, "double_tree"),

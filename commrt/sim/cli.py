@@ -204,13 +204,11 @@ def _print_table(
         print(f"{name:{width}}{times}")
     if len(names) > 1:
         best = [
-            min(range(len(names)), key=lambda row, n=column: results[row][n].time_us)
-            for column in range(len(lengths))
+            f"{min(zip((run.time_us for run in runs), names, strict=True))[1]} "
+            f"({nbytes_text(nbytes)})"
+            for nbytes, runs in zip(lengths, zip(*results, strict=True), strict=True)
         ]
-        print("fastest, simulated: " + ", ".join(
-            f"{names[row]} ({nbytes_text(nbytes)})"
-            for row, nbytes in zip(best, lengths, strict=True)
-        ))  # fmt: skip
+        print(f"fastest, simulated: {', '.join(best)}")
 
 
 def _write(args: argparse.Namespace, results: list[list[Simulated]]) -> None:

@@ -63,11 +63,11 @@ def link_series(run: Simulated, bins: int) -> Floats:
     rate = nbytes[moves] / span
     count = len(run.network.links)
     width = run.time_us / bins if run.time_us else 1.0
-    before = np.zeros(count)
+    before: Floats = np.zeros(count)
     found = np.empty((count, bins))
     for number in range(bins):
         passed_by = rate * np.clip(width * (number + 1) - start, 0, span)
-        total = np.bincount(link, passed_by, minlength=count)
+        total = np.bincount(link, passed_by, minlength=count).astype(np.float64)
         found[:, number] = (total - before) / width
         before = total
     capacity = run.network.links.shared_rate

@@ -125,13 +125,14 @@ void FairSharing::share() {
     Link& link = links_[which];
     if (link.open == 0) continue;
     const double share = std::max(link.left, 0.0) / link.open;
-    if (share > rate && !planted.is(PlantedInSharing::NothingLeftOver)) {
+    const bool outdated = planted.is(PlantedInSharing::NothingLeftOver);
+    if (share > rate && !outdated) {
       push(share, which);
       continue;
     }
     for (const OfLink& one : link.flows) {
       if (!flows_[one.flow].open) continue;
-      fix(one.flow, share, which, load(which));
+      fix(one.flow, outdated ? rate : share, which, load(which));
       --open;
     }
   }

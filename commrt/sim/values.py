@@ -18,6 +18,7 @@ from commrt.errors import UsageError, shown, suggest
 
 __all__ = ["Value", "from_inline", "from_yaml"]
 
+_TAGS = {"str", "int", "float", "bool", "null", "timestamp", "seq", "map"}
 _MOST_DEEP = 12
 _MOST_VALUES = 400_000
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -116,7 +117,7 @@ class _Reader:
         self._seen.add(id(node))
         if depth > _MOST_DEEP or len(self._seen) > _MOST_VALUES:
             raise here.wrong("more values, or deeper ones, than any network needs")
-        if not node.tag.startswith("tag:yaml.org,2002:"):
+        if node.tag.rpartition(":")[2] not in _TAGS:
             raise here.wrong(f"tags are not allowed: {node.tag}; leave it out")
         if isinstance(node, yaml.ScalarNode):
             return Value(str(node.value), place)

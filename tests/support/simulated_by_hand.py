@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from commrt.schedule.execute import match
 from commrt.schedule.ir import Op, Schedule
 from commrt.sim.topologies.network import Network
 
-__all__ = ["fair_rates", "messages_of", "time_by_hand"]
+__all__ = ["ends_by_hand", "fair_rates", "messages_of"]
 
 Place = tuple[int, int]
 
@@ -78,8 +76,10 @@ def messages_of(
     return found
 
 
-def time_by_hand(schedule: Schedule, network: Network, nbytes: int) -> float:
-    """Return the simulated time in microseconds, with rank i on host i."""
+def ends_by_hand(
+    schedule: Schedule, network: Network, nbytes: int
+) -> dict[Place, float]:
+    """Return when each message has arrived, in microseconds; rank i is on host i."""
     programs = schedule.programs()
     messages = messages_of(schedule, nbytes // 4, 4)
     by_recv = {recv: send for send, (recv, _) in messages.items()}
@@ -95,7 +95,8 @@ def time_by_hand(schedule: Schedule, network: Network, nbytes: int) -> float:
     links = network.links
     rates, limits = links.shared_rate.tolist(), links.flow_rate.tolist()
     ways = {send: network.way(send[0], recv[0]) for send, (recv, _) in messages.items()}
-    now = last = 0.0
+    ends: dict[Place, float] = {}
+    now = 0.0
     while True:
         progress = True
         while progress:
@@ -106,7 +107,7 @@ def time_by_hand(schedule: Schedule, network: Network, nbytes: int) -> float:
                 if place in by_recv and by_recv[place] not in arrived:
                     continue
                 done.add(place)
-                progress, last = True, now
+                progress = True
                 if place in messages:
                     latent[place] = now + float(links.latency_us[ways[place]].sum())
         for send in [
@@ -119,6 +120,7 @@ def time_by_hand(schedule: Schedule, network: Network, nbytes: int) -> float:
             for send in ended:
                 del left[send]
                 arrived.add(send)
+                ends[send] = now
             continue
         if not left and not latent:
             break
@@ -130,4 +132,4 @@ def time_by_hand(schedule: Schedule, network: Network, nbytes: int) -> float:
             left[send] = 0.0 if over else rest - speeds[send] * (after - now)
         now = after
     assert len(done) == len(waits)
-    return float(np.float64(last))
+    return ends

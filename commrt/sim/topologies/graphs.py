@@ -66,8 +66,9 @@ class Graph:
         names = [*self.hosts, *self.switches]
         numbers: dict[str, int] = {}
         for name in names:
-            if numbers.setdefault(name, len(numbers)) != len(numbers) - 1:
+            if name in numbers:
                 raise UsageError(f"node {shown(name)} is given twice; rename one")
+            numbers[name] = len(numbers)
         for link in self.links:
             for end in (link.tail, link.head):
                 if end not in numbers and self.route is None:

@@ -81,7 +81,7 @@ costs: {send_overhead_us: 0.5, eager_nbytes: 8192, handshake: true}
 
 REFUSED = {
     "": "the file is empty",
-    "hosts: [a": r"line 1: not YAML",
+    "hosts: [a": r"line 2: not YAML",
     "{}": "hosts is missing",
     "kind: tors\ndims: [3]": "line 1, kind: unknown kind of network 'tors'; did you",
     "kind: star\nhosts: 0": "hosts is 0; expected 1 or more",

@@ -260,7 +260,10 @@ def _networks(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     write_file(Path(args.out), platform_xml(load_network(args.topology).network))
-    print(f"{args.out}: written; run SimGrid with --cfg=network/model:CM02")
+    print(
+        f"{args.out}: written; run SimGrid with --cfg=network/model:CM02 "
+        f"--cfg=network/crosstraffic:0"
+    )
     return 0
 
 

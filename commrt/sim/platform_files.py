@@ -351,8 +351,9 @@ class _Reader:
 def platform_xml(network: Network) -> str:
     """Return a network as a platform of SimGrid with a route for every two hosts.
 
-    Each way is the network's first one: adaptive routing is not written. To get the
-    same times there, run SimGrid with ``--cfg=network/model:CM02``.
+    Each way is the network's first one: adaptive routing is not written. SimGrid has
+    the same times with ``--cfg=network/model:CM02 --cfg=network/crosstraffic:0`` where
+    all ways have one latency; it gives flows with a shorter one more of a link.
 
     Raises:
         UsageError: the file would have more than some millions of lines.

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -97,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         ("json", "results for programs"),
     ):
         run.add_argument(f"--{name}", metavar="FILE", help=f"write a {text}")
+    run.add_argument("--timings", action="store_true",
+                     help="print how long the work here took (measured)")  # fmt: skip
     run.add_argument("--explain", action="store_true",
                      help="tell the critical path in words")  # fmt: skip
     known = commands.add_parser("networks", help="list kinds of networks and presets")
@@ -144,15 +148,22 @@ def _run(args: argparse.Namespace) -> int:
         print(f"  {note}")
     results: list[list[Simulated]] = []
     for name in names:
+        clock = _Clock(name)
         schedule = _schedule(args, name, params[name], machines(network)[hosts])
+        schedule.programs()
+        clock.lap("recording the schedule")
         if not args.unverified:
             verify(schedule)
+            clock.lap("proving it")
         runs = [
             simulate(
                 *(schedule, network, nbytes, hosts), itemsize=args.itemsize, costs=costs
             )
             for nbytes in lengths
         ]
+        clock.lap(f"simulating {len(runs)} x {len(runs[0].messages.send):,} messages")
+        if args.timings:
+            print(clock.text())
         results.append(runs)
     _print_table(names, lengths, results)
     if args.explain:
@@ -160,6 +171,26 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(describe(run, critical_path(run))))
     _write(args, results)
     return 0
+
+
+class _Clock:
+    """Times of this process's own work."""
+
+    def __init__(self, name: str) -> None:
+        self._parts: list[str] = []
+        self._name = name
+        self._last = time.perf_counter()
+
+    def lap(self, what: str) -> None:
+        """Count the time since the last lap for ``what``."""
+        now = time.perf_counter()
+        self._parts.append(f"{what} {now - self._last:.1f} s")
+        self._last = now
+
+    def text(self) -> str:
+        """Return all laps, and the most memory that the process ever had."""
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        return f"{self._name}, measured here: {', '.join(self._parts)}, {most} MiB"
 
 
 def _costs(described: Described, args: argparse.Namespace) -> Costs:

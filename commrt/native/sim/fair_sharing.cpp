@@ -48,7 +48,7 @@ void FairSharing::remove(std::int32_t slot) {
     list[flow.places[hop]] = moved;
     flows_[moved.flow].places[moved.hop] = flow.places[hop];
     list.pop_back();
-    if (!planted.is(PlantedInSharing::LeaversForgotten)) touch(flow.links[hop]);
+    if (!has(PlantedInSharing::LeaversForgotten)) touch(flow.links[hop]);
   }
   flow.links.clear();
   free_.push_back(slot);
@@ -125,7 +125,7 @@ void FairSharing::share() {
     Link& link = links_[which];
     if (link.open == 0) continue;
     const double share = std::max(link.left, 0.0) / link.open;
-    const bool outdated = planted.is(PlantedInSharing::NothingLeftOver);
+    const bool outdated = has(PlantedInSharing::NothingLeftOver);
     if (share > rate && !outdated) {
       push(share, which);
       continue;
@@ -167,7 +167,7 @@ void FairSharing::fix(std::int32_t slot, double rate, std::int32_t bottleneck,
 
 double FairSharing::capacity(std::int32_t link) const {
   const double flows = load(link);
-  if (planted.is(PlantedInSharing::LinkTooFast) && flows > 2) return 1.5 * rates_.shared[link];
+  if (has(PlantedInSharing::LinkTooFast) && flows > 2) return 1.5 * rates_.shared[link];
   return rates_.shared[link] / (1 + penalty_ * (1 - 1 / flows));
 }
 

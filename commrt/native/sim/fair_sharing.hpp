@@ -53,6 +53,7 @@ class FairSharing {
   std::int64_t num_shared() const { return num_shared_; }
 
   PlantedBug<PlantedInSharing> planted;
+  bool has(PlantedInSharing bug) const { return planted.is(bug); }
 
  private:
   struct OfLink {

@@ -31,8 +31,8 @@ _KNOWN = (
     "known (author's run scripts and platform, a talk's slides): loop networks with "
     "8 or 16 hosts a switch and 2 cables a shortcut, EDR 12.5 GB/s, cable 26 ns, "
     "switch 90 ns, spine 400 ns, 7.5 us on either side of a message; 128 to 512 nodes",
-    "chosen here: lengths, a full fat tree of 36-port switches with static routing as "
-    "the other network, no cost of reductions, block placement",
+    "chosen here: lengths, 1,024 ranks, a full fat tree of 36-port switches with "
+    "static routing as the other network, no cost of reductions, block placement",
     "published (a talk's slide, settings not printed there): shifted halving-doubling "
     "takes 31, 71 and 90 % less than the ring on the fat tree, about 50 % less than "
     "halving-doubling there, about 25 % less than halving-doubling on the loop "

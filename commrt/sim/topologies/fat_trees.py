@@ -59,7 +59,7 @@ class FatTree:
     def network(self) -> Network:
         """Return the network."""
         build = LinkBuilder()
-        tree = self.link(build, np.arange(self.check()), self.num_hosts)
+        tree = self.wire(build, np.arange(self.check()), self.num_hosts)
 
         def name(node: int) -> str:
             return f"h{node}" if node < self.num_hosts else tree.switch_name(node)
@@ -97,7 +97,7 @@ class FatTree:
         check_links(2 * self.num_hosts)
         return self.num_hosts
 
-    def link(self, build: LinkBuilder, ports: Ints, first_switch: int) -> TreeLinks:
+    def wire(self, build: LinkBuilder, ports: Ints, first_switch: int) -> TreeLinks:
         """Add the switches above these ports, and their links."""
         cables = self.cables * (len(self.down) // len(self.cables))
         return TreeLinks(self, build, ports, first_switch, cables)

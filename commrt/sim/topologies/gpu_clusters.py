@@ -75,7 +75,7 @@ class GpuCluster:
             port = (unit * cards + rail) * self.unit + place
         card_at = np.empty(num_ports, np.int64)
         card_at[port] = np.arange(num_ports)
-        tree = self.fabric.link(build, first_card + card_at, first_card + num_ports)
+        tree = self.fabric.wire(build, first_card + card_at, first_card + num_ports)
 
         def ways(source: Ints, target: Ints) -> Ways:
             each = tree.num_ways

@@ -29,6 +29,7 @@ from commrt.sim.topologies.network import (
     Ways,
     check_count,
     check_links,
+    every_way,
     ways_of_columns,
 )
 
@@ -189,8 +190,7 @@ class TreeLinks:
     def ways(self, source: Ints, target: Ints) -> Ways:
         """Return the ways from ports to ports."""
         each = self.num_ways
-        turn = np.tile(np.arange(each), len(source))
-        columns = self.columns(np.repeat(source, each), np.repeat(target, each), turn)
+        columns = self.columns(*every_way(source, target, each))
         return ways_of_columns(columns, len(source), each)
 
 

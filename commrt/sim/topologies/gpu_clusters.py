@@ -28,6 +28,7 @@ from commrt.sim.topologies.network import (
     Ways,
     check_count,
     check_links,
+    every_way,
     ways_of_columns,
 )
 
@@ -79,8 +80,7 @@ class GpuCluster:
 
         def ways(source: Ints, target: Ints) -> Ways:
             each = tree.num_ways
-            source, target = np.repeat(source, each), np.repeat(target, each)
-            turn = np.tile(np.arange(each), len(source) // max(each, 1))
+            source, target, turn = every_way(source, target, each)
             near = source // gpus == target // gpus
             far = ~near
             by = source

@@ -27,8 +27,6 @@ from commrt.sim.topologies.network import (
 
 __all__ = ["LoopNetwork"]
 
-MOST_SWITCHES = 1 << 16
-
 
 @dataclass(frozen=True)
 class LoopNetwork:

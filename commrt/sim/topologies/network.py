@@ -27,11 +27,15 @@ __all__ = [
     "Network",
     "Ways",
     "check_count",
+    "check_links",
+    "every_way",
     "ways_of_columns",
 ]
 
 MOST_LINKS = 4_000_000
 """Links of one network. More need gigabytes, and are a slip of the pen as a rule."""
+MOST_WAYS = 20_000_000
+"""Ways of all pairs of ranks together."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -169,6 +173,22 @@ class LinkBuilder:
             column(lambda c: 1000.0 * c.gbytes_per_s),
             column(lambda c: c.latency_us),
         )
+
+
+def every_way(source: Ints, target: Ints, each: int) -> tuple[Ints, Ints, Ints]:
+    """Return source, target and number of each way of each pair.
+
+    Raises:
+        UsageError: there are more ways than memory should hold.
+    """
+    if len(source) * each > MOST_WAYS:
+        raise UsageError(
+            f"{len(source):,} pairs of hosts with {each} ways each; at most "
+            f"{MOST_WAYS:,} ways can be simulated, so take static routing or fewer "
+            f"ranks"
+        )
+    turn = np.tile(np.arange(each, dtype=np.int64), len(source))
+    return np.repeat(source, each), np.repeat(target, each), turn
 
 
 def ways_of_columns(columns: Columns, num_pairs: int, each: int = 1) -> Ways:

@@ -231,6 +231,13 @@ def test_networks_that_cannot_be_are_refused(network: object, problem: str) -> N
         shape.network()
 
 
+def test_more_ways_than_memory_holds_are_refused() -> None:
+    network = FatTree((32, 32), (1, 64), routing="adaptive").network()
+    source, target = all_pairs(1024)
+    with pytest.raises(UsageError, match="take static routing or fewer ranks"):
+        network.find_ways(source, target)
+
+
 @pytest.mark.parametrize(
     ("rate", "latency", "bundle"),
     [(0, 1, 1), (-1, 1, 1), (float("inf"), 1, 1), (1, -1, 1), (1, 1, 0)],

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt import algorithms
+from commrt.algorithms import _registry
 from commrt.sim.cli import main
 from commrt.sim.costs import Costs
 from commrt.sim.critical_path import critical_path, describe, shares
@@ -204,8 +205,9 @@ def not_a_sum_of_all(b):
 
 
 def test_a_wrong_algorithm_is_not_simulated_unless_asked(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_registry, "_ALGORITHMS", dict(_registry._ALGORITHMS))
     path = tmp_path / "wrong.py"
     path.write_text(WRONG)
     named = ("run", f"{path}:not_a_sum_of_all", "--topology", "star:hosts=2")

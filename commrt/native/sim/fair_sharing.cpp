@@ -10,6 +10,12 @@
 
 namespace commrt {
 
+namespace {
+
+constexpr double kRounding = 1e-12;
+
+}  // namespace
+
 COMMRT_NAMES_OF_BUGS(PlantedInSharing, "nothing_left_over", "leavers_forgotten", "link_too_fast")
 
 FairSharing::FairSharing(LinkRates links, double penalty)
@@ -34,9 +40,12 @@ std::int32_t FairSharing::add(const std::int32_t* begin, const std::int32_t* end
     flow.places.push_back(static_cast<std::int32_t>(link.flows.size()));
     link.flows.push_back({slot, static_cast<std::int32_t>(hop)});
     link.peak_flows = std::max(link.peak_flows, load(flow.links[hop]));
-    flow.limit = std::min(flow.limit, rates_.per_flow[flow.links[hop]]);
-    touch(flow.links[hop]);
+    const std::int32_t at = flow.links[hop];
+    flow.limit = std::min({flow.limit, rates_.per_flow[at], rates_.shared[at]});
+    touch(at);
   }
+  for (std::int32_t at : flow.links) links_[at].limits += flow.limit;
+  fresh_.push_back(slot);
   return slot;
 }
 
@@ -48,22 +57,38 @@ void FairSharing::remove(std::int32_t slot) {
     list[flow.places[hop]] = moved;
     flows_[moved.flow].places[moved.hop] = flow.places[hop];
     list.pop_back();
+    Link& left = links_[flow.links[hop]];
+    left.limits = list.empty() ? 0 : left.limits - flow.limit;
+    left.carried = list.empty() ? 0 : left.carried - flow.rate;
     if (!has(PlantedInSharing::LeaversForgotten)) touch(flow.links[hop]);
   }
   flow.links.clear();
+  flow.rate = 0;
   free_.push_back(slot);
 }
 
 const std::vector<std::int32_t>& FairSharing::settle() {
   changed_.clear();
   ++round_;
-  for (std::int32_t link : touched_) {
-    links_[link].touched = false;
-    if (links_[link].seen == round_) continue;
-    find_component(link);
-    share();
+  for (std::int32_t at : touched_) {
+    links_[at].touched = false;
+    links_[at].tight = is_tight(at);
+  }
+  for (std::int32_t at : touched_) {
+    Link& link = links_[at];
+    // What was tight has held flows back until now.
+    if (link.tight || link.was_tight)
+      for (const OfLink& one : link.flows) take(one.flow);
+    link.was_tight = link.tight;
+    find_component();
+  }
+  for (std::int32_t slot : fresh_) {
+    if (!flows_[slot].links.empty()) take(slot);
+    find_component();
   }
   touched_.clear();
+  fresh_.clear();
+  carry();
   return changed_;
 }
 
@@ -73,55 +98,77 @@ void FairSharing::touch(std::int32_t link) {
   touched_.push_back(link);
 }
 
-void FairSharing::find_component(std::int32_t first) {
-  component_links_.assign(1, first);
-  component_flows_.clear();
-  links_[first].seen = round_;
-  for (std::size_t at = 0; at < component_links_.size(); ++at) {
-    for (const OfLink& one : links_[component_links_[at]].flows) {
-      Flow& flow = flows_[one.flow];
-      if (flow.seen == round_) continue;
-      flow.seen = round_;
-      component_flows_.push_back(one.flow);
-      for (std::int32_t link : flow.links) {
-        if (links_[link].seen == round_) continue;
-        links_[link].seen = round_;
-        component_links_.push_back(link);
-      }
+bool FairSharing::is_tight(std::int32_t at) const {
+  const Link& link = links_[at];
+  return !link.flows.empty() && !(link.limits <= capacity(at) * (1 + kRounding));
+}
+
+void FairSharing::take(std::int32_t slot) {
+  if (flows_[slot].seen == round_) return;
+  flows_[slot].seen = round_;
+  component_flows_.push_back(slot);
+}
+
+void FairSharing::find_component() {
+  if (component_flows_.empty()) return;
+  component_links_.clear();
+  for (std::size_t at = 0; at < component_flows_.size(); ++at) {
+    for (std::int32_t number : flows_[component_flows_[at]].links) {
+      Link& link = links_[number];
+      if (!link.tight || link.seen == round_) continue;
+      link.seen = round_;
+      component_links_.push_back(number);
+      for (const OfLink& one : link.flows) take(one.flow);
     }
   }
+  share();
+  component_flows_.clear();
+}
+
+// Adds up what links carry now, and remembers the most.
+void FairSharing::carry() {
+  for (std::int32_t slot : changed_)
+    for (std::int32_t at : flows_[slot].links)
+      if (std::isfinite(flows_[slot].rate))
+        links_[at].carried += flows_[slot].rate - flows_[slot].before;
+  for (std::int32_t slot : changed_)
+    for (std::int32_t at : flows_[slot].links)
+      links_[at].peak_rate = std::max(links_[at].peak_rate, links_[at].carried);
 }
 
 void FairSharing::share() {
-  const auto num_links = static_cast<std::int32_t>(links_.size());
   num_shared_ += static_cast<std::int64_t>(component_flows_.size());
   offers_.clear();
+  limited_.clear();
   for (std::int32_t at : component_links_) {
     Link& link = links_[at];
-    if (link.flows.empty()) continue;
     link.open = load(at);
     link.left = capacity(at);
-    if (std::isfinite(link.left)) offers_.push_back({link.left / link.open, at});
+    offers_.push_back({link.left / link.open, at});
   }
   for (std::int32_t slot : component_flows_) {
     Flow& flow = flows_[slot];
     flow.open = true;
     flow.before = flow.rate;
-    if (std::isfinite(flow.limit)) offers_.push_back({flow.limit, num_links + slot});
+    if (std::isfinite(flow.limit)) limited_.push_back({flow.limit, slot});
   }
   std::make_heap(offers_.begin(), offers_.end(), std::greater<>());
-  std::size_t open = component_flows_.size();
-  while (open > 0 && !offers_.empty()) {
-    const auto [rate, which] = offers_.front();
-    std::pop_heap(offers_.begin(), offers_.end(), std::greater<>());
-    offers_.pop_back();
-    if (which >= num_links) {
-      const std::int32_t slot = which - num_links;
+  if (!std::is_sorted(limited_.begin(), limited_.end()))
+    std::sort(limited_.begin(), limited_.end());
+  std::size_t open = component_flows_.size(), next = 0;
+  while (open > 0 && !(offers_.empty() && next == limited_.size())) {
+    const bool by_limit = next < limited_.size() &&
+                          (offers_.empty() || limited_[next].first <= offers_.front().first);
+    if (by_limit) {
+      const auto [limit, slot] = limited_[next++];
       if (!flows_[slot].open) continue;
-      fix(slot, rate, -1, 1);
+      fix(slot, limit, -1, 1);
       --open;
       continue;
     }
+    const auto [rate, which] = offers_.front();
+    std::pop_heap(offers_.begin(), offers_.end(), std::greater<>());
+    offers_.pop_back();
     Link& link = links_[which];
     if (link.open == 0) continue;
     const double share = std::max(link.left, 0.0) / link.open;
@@ -138,11 +185,6 @@ void FairSharing::share() {
   }
   for (std::int32_t slot : component_flows_)  // links without a limit
     if (flows_[slot].open) fix(slot, std::numeric_limits<double>::infinity(), -1, 1);
-  for (std::int32_t at : component_links_) {
-    double sum = 0;
-    for (const OfLink& one : links_[at].flows) sum += flows_[one.flow].rate;
-    links_[at].peak_rate = std::max(links_[at].peak_rate, sum);
-  }
   for (std::int32_t slot : component_flows_)
     if (flows_[slot].rate != flows_[slot].before) changed_.push_back(slot);
 }
@@ -160,8 +202,10 @@ void FairSharing::fix(std::int32_t slot, double rate, std::int32_t bottleneck,
   flow.bottleneck = bottleneck;
   flow.sharers = sharers;
   for (std::int32_t at : flow.links) {
-    --links_[at].open;
-    if (std::isfinite(links_[at].left)) links_[at].left -= rate;
+    Link& link = links_[at];
+    if (!link.tight) continue;
+    --link.open;
+    link.left -= rate;
   }
 }
 

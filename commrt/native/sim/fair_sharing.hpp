@@ -60,14 +60,20 @@ class FairSharing {
     std::int32_t flow;
     std::int32_t hop;
   };
+  // A link is tight if its flows could be faster together than it is. No other link holds a flow
+  // back, whatever the rest does, so only tight links make flows depend on each other.
   struct Link {
-    std::vector<OfLink> flows;
     double left = 0;
+    double limits = 0;  // of its flows, all together
+    double carried = 0; // likewise their rates
     double peak_rate = 0;
+    std::int64_t seen = 0;
     std::int32_t open = 0;  // flows without a rate yet
     std::int32_t peak_flows = 0;
-    std::int64_t seen = 0;
     bool touched = false;
+    bool tight = false;
+    bool was_tight = false;  // when rates were found last
+    std::vector<OfLink> flows;
   };
   struct Flow {
     std::vector<std::int32_t> links;
@@ -80,10 +86,14 @@ class FairSharing {
     std::int64_t seen = 0;
     bool open = false;
   };
-  using Offer = std::pair<double, std::int32_t>;  // rate; a link, or a flow after all links
+  using Offer = std::pair<double, std::int32_t>;  // rate; a link, or a flow
 
   void touch(std::int32_t link);
-  void find_component(std::int32_t link);
+  // Adds a flow to the component, or all that depends on those that are in it.
+  void take(std::int32_t slot);
+  void find_component();
+  bool is_tight(std::int32_t link) const;
+  void carry();
   void share();
   void push(double rate, std::int32_t which);
   void fix(std::int32_t slot, double rate, std::int32_t bottleneck, std::int32_t sharers);
@@ -93,9 +103,10 @@ class FairSharing {
   double penalty_;
   std::vector<Link> links_;
   std::vector<Flow> flows_;
-  std::vector<std::int32_t> free_, touched_, changed_;
+  std::vector<std::int32_t> free_, touched_, changed_, fresh_;
   std::vector<std::int32_t> component_links_, component_flows_;
-  std::vector<Offer> offers_;
+  std::vector<Offer> offers_;   // of links: a heap
+  std::vector<Offer> limited_;  // of flows, rising
   std::int64_t round_ = 0;
   std::int64_t num_shared_ = 0;
 };

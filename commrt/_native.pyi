@@ -652,6 +652,50 @@ class FaultRule:
         text: str,
     ) -> None: ...
 
+class FlowSimulation:
+    """A schedule on a network, event by event."""
+
+    def __init__(
+        self,
+        *,
+        programs: list[Any],
+        bounds: list[Any],
+        bounds_of_rank: NDArray[Any],
+        itemsize: int,
+        shared: NDArray[Any],
+        per_flow: NDArray[Any],
+        latencies: NDArray[Any],
+        pairs: NDArray[Any],
+        peers: NDArray[Any],
+        ways: NDArray[Any],
+        starts: NDArray[Any],
+        links: NDArray[Any],
+        costs: SimulatedCosts,
+    ) -> None: ...
+    def advance(self, events: int) -> bool:
+        """Handle up to so many events; return whether nothing is left to happen."""
+
+    def links(self) -> dict[str, Any]:
+        """Return the columns of all links."""
+
+    def messages(self) -> dict[str, Any]:
+        """Return the columns of all messages."""
+
+    @property
+    def num_done(self) -> int: ...
+    @property
+    def num_events(self) -> int: ...
+    @property
+    def num_shared(self) -> int: ...
+    def plant_bug(self, name: str) -> None:
+        """Let the sharing of links be wrong, for tests."""
+
+    def steps(self) -> dict[str, Any]:
+        """Return the columns of the steps of all ranks."""
+
+    @property
+    def time_us(self) -> float: ...
+
 class Front:
     """What a program holds of a group: its methods, and none of its parts."""
 
@@ -1893,6 +1937,47 @@ class SimWorld:
     def violations(self) -> list[str]:
         """The first 64 violations that were found."""
 
+class SimulatedCosts:
+    """Costs beside those of links."""
+
+    def __init__(self) -> None: ...
+    @property
+    def contention_penalty(self) -> float: ...
+    @contention_penalty.setter
+    def contention_penalty(self, arg: float, /) -> None: ...
+    @property
+    def copy_us_per_byte(self) -> float: ...
+    @copy_us_per_byte.setter
+    def copy_us_per_byte(self, arg: float, /) -> None: ...
+    @property
+    def eager_nbytes(self) -> int: ...
+    @eager_nbytes.setter
+    def eager_nbytes(self, arg: int, /) -> None: ...
+    @property
+    def handshake(self) -> bool: ...
+    @handshake.setter
+    def handshake(self, arg: bool, /) -> None: ...
+    @property
+    def local_latency_us(self) -> float: ...
+    @local_latency_us.setter
+    def local_latency_us(self, arg: float, /) -> None: ...
+    @property
+    def local_rate(self) -> float: ...
+    @local_rate.setter
+    def local_rate(self, arg: float, /) -> None: ...
+    @property
+    def receive_overhead_us(self) -> float: ...
+    @receive_overhead_us.setter
+    def receive_overhead_us(self, arg: float, /) -> None: ...
+    @property
+    def reduce_us_per_byte(self) -> float: ...
+    @reduce_us_per_byte.setter
+    def reduce_us_per_byte(self, arg: float, /) -> None: ...
+    @property
+    def send_overhead_us(self) -> float: ...
+    @send_overhead_us.setter
+    def send_overhead_us(self, arg: float, /) -> None: ...
+
 class SpaceTable:
     """The spaces of one rank."""
 
@@ -2793,6 +2878,9 @@ def planted_nccl_bugs() -> list[str]:
 
 def planted_peer_bugs() -> list[str]:
     """Names of the bugs that tests can plant in calls over memory of peers."""
+
+def planted_sharing_bugs() -> list[str]:
+    """Return the names of the bugs that plant_bug() knows."""
 
 def rank_states(group: Group) -> list[Any]:
     """For each rank: (rank, what it does, collectives that it has started, the

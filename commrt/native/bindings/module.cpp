@@ -34,6 +34,7 @@ NB_MODULE(_native, m) {
   commrt::bind_device(m);
   commrt::bind_programs(m);
   commrt::bind_schedules(m);
+  commrt::bind_flows(m);
   commrt::bind_nccl(m);
   commrt::bind_device_work(m);
   commrt::bind_device_request(m);

@@ -41,26 +41,6 @@ Ends ends_of(const StepColumns& steps, bool sends) {
   return made;
 }
 
-// Who waits for each step, of all ranks.
-struct Followers {
-  std::vector<std::int64_t> starts;
-  std::vector<std::int64_t> steps;
-
-  explicit Followers(const AllSteps& all) : starts(static_cast<std::size_t>(num_steps(all)) + 1) {
-    for (const RankSteps& own : all)
-      for (std::int32_t dep : own.steps->deps().values) ++starts[own.base + dep + 1];
-    for (std::size_t i = 1; i < starts.size(); ++i) starts[i] += starts[i - 1];
-    steps.resize(static_cast<std::size_t>(starts.back()));
-    std::vector<std::int64_t> next(starts.begin(), starts.end() - 1);
-    for (const RankSteps& own : all) {
-      const IndexRows& deps = own.steps->deps();
-      for (std::int32_t index = 0; index < own.steps->size(); ++index)
-        for (const auto* dep = deps.begin(index); dep != deps.end(index); ++dep)
-          steps[next[own.base + *dep]++] = own.base + index;
-    }
-  }
-};
-
 class Run {
  public:
   Run(const AllSteps& all, const std::vector<std::int64_t>& partners)
@@ -175,6 +155,21 @@ class Run {
 
 std::int64_t num_steps(const AllSteps& all) {
   return all.empty() ? 0 : all.back().base + all.back().steps->size();
+}
+
+Followers::Followers(const AllSteps& all)
+    : starts(static_cast<std::size_t>(num_steps(all)) + 1) {
+  for (const RankSteps& own : all)
+    for (std::int32_t dep : own.steps->deps().values) ++starts[own.base + dep + 1];
+  for (std::size_t i = 1; i < starts.size(); ++i) starts[i] += starts[i - 1];
+  steps.resize(static_cast<std::size_t>(starts.back()));
+  std::vector<std::int64_t> next(starts.begin(), starts.end() - 1);
+  for (const RankSteps& own : all) {
+    const IndexRows& deps = own.steps->deps();
+    for (std::int32_t index = 0; index < own.steps->size(); ++index)
+      for (const auto* dep = deps.begin(index); dep != deps.end(index); ++dep)
+        steps[next[own.base + *dep]++] = own.base + index;
+  }
 }
 
 std::vector<std::int64_t> match_messages(const AllSteps& all) {

@@ -22,6 +22,14 @@ std::int64_t num_steps(const AllSteps& all);
 // its k-th receive. Throws ScheduleFault "unmatched".
 std::vector<std::int64_t> match_messages(const AllSteps& all);
 
+// Who waits for each step, of all ranks.
+struct Followers {
+  std::vector<std::int64_t> starts;
+  std::vector<std::int64_t> steps;
+
+  explicit Followers(const AllSteps& all);
+};
+
 struct Events {
   std::vector<std::int64_t> done;     // a receive, or a local step
   std::vector<std::int64_t> sent_by;  // the receive's send, or -1

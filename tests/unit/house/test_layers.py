@@ -41,7 +41,10 @@ LAYERS = (
     ),
     ("torch",),
     ("layers", "elastic"),
-    ("tuning", "bench", "commands", "examples", "tables", "run", "__main__", "running"),
+    (
+        *("tuning", "bench", "commands", "examples", "tables"),
+        *("run", "__main__", "running", "sim"),
+    ),
     ("cluster",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -16,7 +16,7 @@ NATIVE = Path(__file__).parents[3] / "commrt" / "native"
 LAYERS = (
     ("types", "planted_bugs", "gil", "python_callbacks"),
     ("kernels", "recording", "nccl", "schedules"),
-    ("devices",),
+    ("devices", "sim"),
     ("engine", "arrays"),
     ("device_calls",),
     ("staging", "peer_memory", "library_calls"),

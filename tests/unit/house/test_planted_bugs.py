@@ -27,6 +27,7 @@ LISTS = {
     "PlantedInMpi": _native.planted_mpi_bugs,
     "NcclPlanted": _native.planted_nccl_bugs,
     "PlantedInExchange": _native.planted_peer_bugs,
+    "PlantedInSharing": _native.planted_sharing_bugs,
 }
 # Its one function calls do_wrong() where it has a bug.
 HARNESS = """

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of simulated runs: SVG, and one page of HTML that moves."""

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         ("gantt", "chart of ranks and links over time (SVG)"),
         ("heat", "map of the network with the load of its links (SVG)"),
         ("animation", "page that plays the run (HTML)"),
-        ("json", "results for programs"),
+        ("json", "document for programs (JSON)"),
     ):
         run.add_argument(f"--{name}", metavar="FILE", help=f"write a {text}")
     run.add_argument("--timings", action="store_true",

@@ -22,6 +22,7 @@ from commrt.schedule.ir import ParamValue, Schedule
 from commrt.schedule.verify import verify
 from commrt.sim.costs import Costs
 from commrt.sim.critical_path import critical_path, describe
+from commrt.sim.goal import goal_text
 from commrt.sim.network_files import KINDS, Described, load_network, preset_names
 from commrt.sim.pictures.animation import animation
 from commrt.sim.pictures.gantt import gantt
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         ("gantt", "chart of ranks and links over time (SVG)"),
         ("heat", "map of the network with the load of its links (SVG)"),
         ("animation", "page that plays the run (HTML)"),
+        ("goal", "schedule in GOAL, for LogGOPSim and ATLAHS"),
         ("json", "document for programs (JSON)"),
     ):
         run.add_argument(f"--{name}", metavar="FILE", help=f"write a {text}")
@@ -134,7 +136,8 @@ def _run(args: argparse.Namespace) -> int:
     hosts = place(described.network, args.ranks, args.placement)
     names = [load(name) for name in args.algorithms]
     params = _params_of(args, names)
-    pictures = [one for one in ("gantt", "heat", "animation") if getattr(args, one)]
+    asks = "gantt", "heat", "animation", "goal"
+    pictures = [one for one in asks if getattr(args, one)]
     if (pictures or args.explain) and (len(names), len(lengths)) != (1, 1):
         asked = [f"--{one}" for one in pictures] or ["--explain"]
         raise UsageError(
@@ -169,7 +172,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.explain:
         run = results[0][0]
         print("\n".join(describe(run, critical_path(run))))
-    _write(args, results)
+    _write(args, results, costs)
     return 0
 
 
@@ -242,7 +245,9 @@ def _print_table(
         print(f"fastest, simulated: {', '.join(best)}")
 
 
-def _write(args: argparse.Namespace, results: list[list[Simulated]]) -> None:
+def _write(
+    args: argparse.Namespace, results: list[list[Simulated]], costs: Costs
+) -> None:
     run = results[0][0]
     for path, make in (
         (args.gantt, gantt),
@@ -252,6 +257,10 @@ def _write(args: argparse.Namespace, results: list[list[Simulated]]) -> None:
         if path:
             write_file(Path(path), make(run))
             print(f"{path}: written, simulated")
+    if args.goal:
+        text = goal_text(run.schedule, run.num_elements, run.itemsize, costs)
+        write_file(Path(args.goal), text)
+        print(f"{args.goal}: written")
     if args.json:
         rows = [_record(run) for runs in results for run in runs]
         write_file(Path(args.json), json.dumps(rows, indent=1) + "\n")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules in GOAL, the language of LogGOPSim and ATLAHS.
 
-T. Hoefler, C. Siebert, A. Lumsdaine, "Group Operation Assembly Language - a flexible way
-to express collective communication", ICPP 2009; T. Hoefler, T. Schneider, A. Lumsdaine,
-"LogGOPSim - simulating large-scale applications in the LogGOPS model", LSAP 2010.
+T. Hoefler, C. Siebert, A. Lumsdaine, "Group Operation Assembly Language - a flexible
+way to express collective communication", ICPP 2009; T. Hoefler, T. Schneider, A.
+Lumsdaine, "LogGOPSim - simulating large-scale applications in the LogGOPS model", LSAP
+2010.
 
 Each step of a rank is a line, and each wait of one step for another is one, too. A
 receive that reduces is two lines: the receive, and the work that waits for it. The k-th

@@ -94,6 +94,14 @@ def test_each_operation_has_one_for_latency_and_one_for_bandwidth(coll: str) -> 
         ("allreduce", "swing", lambda p: 2 * log2(p), lambda p: 2 - 2 / p),
         ("scatter", "binomial", log2, lambda p: 1 - 1 / p),
         ("gather", "binomial", log2, lambda p: 1 - 1 / p),
+        ("allreduce", "bine", lambda p: 2 * log2(p), lambda p: 2 - 2 / p),
+        ("bcast", "bine", log2, log2),
+        ("reduce", "bine", log2, log2),
+        ("allgather", "bine", log2, lambda p: 1 - 1 / p),
+        ("reduce_scatter", "bine", log2, lambda p: 1 - 1 / p),
+        ("alltoall", "bine", log2, lambda p: log2(p) / 2),
+        ("scatter", "bine", log2, lambda p: 1 - 1 / p),
+        ("gather", "bine", log2, lambda p: 1 - 1 / p),
     ],
 )
 def test_costs_are_those_of_the_textbook(

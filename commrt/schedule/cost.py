@@ -2,6 +2,7 @@
 """Cost of a schedule between nodes with one port each.
 
 time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
+       + beta taper far N
 
 *Rounds* is how long the messages take, each one round from start to end, if a port can
 start another one after a quarter of a round. *Moved* and *reduced* are bytes of the
@@ -13,6 +14,13 @@ fragment's count.
 Ranks that share a node share its port. A message between them takes a part of a round,
 and a part of beta on the core of either end. On a node all of that follows one another:
 the time of the busiest core comes on top of the port's.
+
+*Far* is the mean over the nodes of the bytes that each sends, a byte to the other side
+of the ring of nodes counted once, and one to a nearer node by its part of that way. One
+switch carries all alike. A larger network has fewer links between switches than to
+nodes, and neighbours in number share a switch more often than not. How many is unknown
+here, so the *taper* is small: it decides where all else is nearly alike. Up to eight
+nodes count as those of one switch: there nothing is far.
 
 The counts do not depend on the message length and are kept per schedule. On one node
 there are no ports, and cores move the data: `core_cost`.
@@ -38,6 +46,11 @@ CHUNK_NBYTES = 131072
 READER_SHARE = 0.25
 """Cost of a further reader of a value to its writer, as a part of the copy: the cache
 that holds the value serves its readers one after the other."""
+TAPER = 0.05
+"""Cost of a byte that crosses to the other side of all nodes, beyond that of its ports:
+a guess, large enough to tell apart what takes as long on one switch."""
+ONE_SWITCH = 8
+"""Most nodes of which none is far from another one."""
 ROUNDING = 1e-9
 """Largest relative difference of sums of parts in floating point."""
 
@@ -58,6 +71,9 @@ class Counts:
     """Time of the bytes beyond ``moved``, were messages free, in times of N bytes."""
     largest: float
     """Bytes of the largest message."""
+    far: float
+    """Mean of the bytes that a node sends, each in times of half the ring of nodes; 0
+    on one switch."""
 
 
 _COUNTS: WeakKeyDictionary[Schedule, dict[OnNode | None, Counts]] = WeakKeyDictionary()
@@ -71,7 +87,9 @@ def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
         partners = match(programs)
         steps = [list(program.steps) for program in programs]
         width = [widths(program) for program in programs]
-        ranks = [_rank_counts(program, on_node) for program in programs]
+        nodes = on_node.nodes if on_node else tuple(range(schedule.size))
+        num = max(nodes) + 1
+        ranks = [_rank_counts(program, on_node, num) for program in programs]
         moved = _moved(ranks)
         ends = play(steps, partners, width, MESSAGE_SHARE, on_node)
         if not ends.complete:
@@ -85,6 +103,7 @@ def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
             ends.rounds,
             fill if fill > ROUNDING else 0.0,
             max(one.largest for one in ranks),
+            sum(one.far for one in ranks) / num if num > ONE_SWITCH else 0.0,
         )
     return known[on_node]
 
@@ -106,14 +125,18 @@ class _RankCounts(NamedTuple):
     """Moved on the node, in times of bytes between nodes."""
     reduced: float
     largest: float
+    far: float
+    """Sent, in times of half the ring of nodes."""
 
 
-def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
-    """Return the work of one rank, from its program alone."""
+def _rank_counts(
+    program: RankProgram, on_node: OnNode | None, num: int
+) -> _RankCounts:
+    """Return the work of one rank, from its program alone; ``num`` nodes there are."""
     width = widths(program)
-    nodes = on_node.nodes if on_node else range(program.rank + 1)
+    nodes = on_node.nodes if on_node else range(num)
     own = nodes[program.rank]
-    sends = receives = sent = received = core = reduced = largest = 0.0
+    sends = receives = sent = received = core = reduced = largest = way = 0.0
     before: Slice | None = None
     for op, src, dst, peer, *_ in program.steps:
         where = src if op is Op.SEND else dst
@@ -128,6 +151,8 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
                 core += part * near.beta * (READER_SHARE if src == before else 1)
             else:
                 sent += part
+                away = abs(nodes[peer] - own)
+                way += part * min(away, num - away)
         elif op in (Op.RECV, Op.RRED):
             receives += length
             if near:
@@ -138,7 +163,8 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
         if op in (Op.RRED, Op.RED):
             reduced += part
     messages = max(sends, receives)
-    return _RankCounts(own, messages, sent, received, core, reduced, largest)
+    far = way / max(1, num // 2)
+    return _RankCounts(own, messages, sent, received, core, reduced, largest, far)
 
 
 def _moved(ranks: Iterable[_RankCounts]) -> float:
@@ -176,7 +202,7 @@ def cost(
     filling = found.fill * min(nbytes, fragment)
     return (
         alpha_us * found.rounds
-        + beta_us_per_byte * (found.moved * nbytes + filling)
+        + beta_us_per_byte * ((found.moved + TAPER * found.far) * nbytes + filling)
         + gamma_us_per_byte * found.reduced * nbytes
     )
 
@@ -191,7 +217,8 @@ def floor(
     on_node: OnNode | None = None,
 ) -> float:
     """Return a lower bound of ``cost``, from the programs of some ranks alone."""
-    found = [_rank_counts(schedule.program(rank), on_node) for rank in ranks]
+    num = max(on_node.nodes) + 1 if on_node else schedule.size
+    found = [_rank_counts(schedule.program(rank), on_node, num) for rank in ranks]
     shortest = on_node.alpha if on_node else 1
     messages = max(one.messages for one in found)
     return (

@@ -7,8 +7,9 @@ import pytest
 
 from commrt import algorithms
 from commrt.algorithms.bine import TOP, Node, distance, tree
-from commrt.schedule.cost import counts
-from commrt.schedule.ir import Op, Schedule
+from commrt.schedule.cost import cost, counts
+from commrt.schedule.ir import Op, ParamValue, Schedule
+from commrt.select.model import cheapest
 from commrt.vocabulary.operations import operation
 
 SIZES = [*range(1, 40), 64, 100, 127, 128]
@@ -147,3 +148,46 @@ def test_all_others_than_the_root_receive_a_long_broadcast_once(size: int) -> No
             got = [step.dst for step in program.steps if step.op is Op.RECV]
             blocks = sum(one.hi - one.lo for one in got if one is not None)
             assert blocks == (0 if program.rank == root else size)
+
+
+# -- the default -----------------------------------------------------------------------
+
+
+def chosen(coll: str, size: int, nbytes: int) -> str:
+    """The cheapest schedule between so many nodes with a rank each, simplest first."""
+
+    def price(found: tuple[str, dict[str, ParamValue]]) -> float:
+        name, params = found
+        root = size // 3 if operation(coll).has_root else 0
+        return cost(
+            algorithms.schedule(coll, name, size, root, params), nbytes, 6, 1e-3, 1e-5
+        )
+
+    found = [
+        (name, params)
+        for name in algorithms.simplest_first(coll, algorithms.names(coll, size))
+        for params in algorithms.offered_params(coll, name, size)
+    ]
+    return cheapest(found, price)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("coll", "few"),
+    [
+        ("bcast", "binomial"),
+        ("reduce", "binomial"),
+        ("gather", "direct"),
+        ("scatter", "direct"),
+    ],
+)
+def test_many_nodes_take_near_partners_where_all_else_is_alike(
+    coll: str, few: str
+) -> None:
+    assert chosen(coll, 64, 1024) == "bine"
+    # On one switch nothing is far: the simplest one of equals stays.
+    assert chosen(coll, 8, 1024) == few
+
+
+def test_many_nodes_halve_with_the_nearest_rank_first() -> None:
+    assert chosen("reduce_scatter", 64, 1 << 20) == "bine"
+    assert chosen("allgather", 64, 1 << 16) == "bine"

@@ -19,7 +19,7 @@ the time of the busiest core comes on top of the port's.
 of the ring of nodes counted once, and one to a nearer node by its part of that way. One
 switch carries all alike. A larger network has fewer links between switches than to
 nodes, and neighbours in number share a switch more often than not. How many is unknown
-here, so the *taper* is small: it decides where all else is nearly alike. Up to eight
+here, so the *taper* is small: it decides where all else is nearly alike. Up to four
 nodes count as those of one switch: there nothing is far.
 
 The counts do not depend on the message length and are kept per schedule. On one node
@@ -49,7 +49,7 @@ that holds the value serves its readers one after the other."""
 TAPER = 0.05
 """Cost of a byte that crosses to the other side of all nodes, beyond that of its ports:
 a guess, large enough to tell apart what takes as long on one switch."""
-ONE_SWITCH = 8
+ONE_SWITCH = 4
 """Most nodes of which none is far from another one."""
 ROUNDING = 1e-9
 """Largest relative difference of sums of parts in floating point."""
@@ -129,9 +129,7 @@ class _RankCounts(NamedTuple):
     """Sent, in times of half the ring of nodes."""
 
 
-def _rank_counts(
-    program: RankProgram, on_node: OnNode | None, num: int
-) -> _RankCounts:
+def _rank_counts(program: RankProgram, on_node: OnNode | None, num: int) -> _RankCounts:
     """Return the work of one rank, from its program alone; ``num`` nodes there are."""
     width = widths(program)
     nodes = on_node.nodes if on_node else range(num)

@@ -76,7 +76,8 @@ class Tree(NamedTuple):
 
 def distance(step: int) -> int:
     """Return 1, 1, 3, 5, 11, ...: how far partners of a step are apart."""
-    return abs(sum((-2) ** term for term in range(step + 1)))
+    total: int = sum((-2) ** term for term in range(step + 1))
+    return abs(total)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ import pytest
 
 from commrt import algorithms
 from commrt.algorithms.bine import TOP, Node, distance, tree
-from commrt.schedule.cost import cost, counts
+from commrt.schedule.cost import OnNode, cost, counts
 from commrt.schedule.ir import Op, ParamValue, Schedule
 from commrt.select.model import cheapest
 from commrt.vocabulary.operations import operation
@@ -184,3 +184,17 @@ def test_many_nodes_take_near_partners_where_all_else_is_alike(coll: str) -> Non
 def test_many_nodes_halve_with_the_nearest_rank_first(size: int) -> None:
     assert chosen("reduce_scatter", size, 1 << 20) == "bine"
     assert chosen("allgather", size, 1 << 20) == "bine"
+
+
+def test_far_bytes_are_counted_by_their_way_round_the_nodes() -> None:
+    # A ring's bytes go one node on; of 16 nodes the farthest is 8 away.
+    ring = counts(algorithms.schedule("allgather", "ring", 16))
+    assert ring.far == pytest.approx(15 / 16 / 8)
+    direct = counts(algorithms.schedule("allgather", "direct", 16))
+    ways = [min(way, 16 - way) for way in range(16)]
+    assert direct.far == pytest.approx(sum(ways) / 16 / 8)
+    # Nodes of 4 ranks: the same ring crosses from node to node once in four messages.
+    nodes = tuple(rank // 4 for rank in range(64))
+    among = counts(algorithms.schedule("allgather", "ring", 64), OnNode(nodes, 0.1, 0))
+    assert among.far == pytest.approx(63 / 64 / 8)
+    assert counts(algorithms.schedule("allgather", "ring", 4)).far == 0

@@ -502,3 +502,23 @@ def test_the_model_picks_two_levels_on_full_nodes_and_flat_ones_on_small(
     assert "two_level" in {cheapest(full, 1 << shift, 8) for shift in (10, 16, 20)}
     # Ranks that share a core pay for every further round.
     assert cheapest(parse_nodes((2, 2)), 8, 1) != "two_level"
+
+
+@pytest.mark.parametrize(
+    "coll", ["allreduce", "bcast", "reduce", "reduce_scatter", "gather", "scatter"]
+)
+def test_a_few_nodes_exchange_short_vectors_directly(coll: str) -> None:
+    """Three messages at once are over before two that wait for each other."""
+    nodes = parse_nodes((4, 4, 4, 4))
+    root = 5 if operation(coll).has_root else None
+    query, facts = Query(coll, 8, root=root), facts_of(nodes)
+    took = {
+        params["among"]: predicted_us(
+            facts, query, Candidate("mpi", "two_level", params)
+        )
+        for params in algorithms.offered_params(coll, "two_level", 16, nodes)
+        if params.get("leaders", 1) == 1
+    }
+    direct = took.pop("direct")
+    assert took
+    assert direct < 0.9 * min(took.values())

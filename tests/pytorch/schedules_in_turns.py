@@ -23,7 +23,8 @@ import torch.distributed  # noqa: F401 - with it, gloo's own collectives are can
 import commrt
 from commrt.vocabulary.operations import operation
 
-TIMES = 4
+LONG_NBYTES, FEW_TIMES, MANY_TIMES = 1 << 16, 4, 20
+"""Calls of each algorithm that are timed, from so many bytes on, and below."""
 
 
 def wish(text: str) -> dict[str, Any]:
@@ -56,11 +57,12 @@ def main() -> None:
     """Print a line for each algorithm."""
     coll, nbytes, names = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     comm = commrt.init()
+    turns = FEW_TIMES if nbytes >= LONG_NBYTES else MANY_TIMES
     x = np.ones(nbytes // 4 // comm.size * comm.size, np.float32)
     root = {"root": 0} if operation(coll).has_root else {}
     calls = [partial(getattr(comm, coll), x, **root, **wish(name)) for name in names]
     found: list[list[tuple[float, float]]] = [[] for _ in names]
-    for turn in range(TIMES + 1):
+    for turn in range(turns + 1):
         for at in np.roll(range(len(names)), -turn):
             one = took_ms(comm, calls[at])
             if turn:

@@ -5,10 +5,11 @@ time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
        + beta taper far N
 
 *Rounds* is how long the messages take, each one round from start to end, if a port can
-start another one after a quarter of a round. *Moved* and *reduced* are bytes of the
-busiest node and rank (what it sends or what it receives, whichever is more). Further
-bytes lie on the path where nothing overlaps them, as on the way down a tree: *fill*.
-Long vectors run in fragments that follow one another: of those bytes only one
+start another one after a quarter of a round. Where the way is long, that is sooner: no
+port is busy for more than 10 us with an empty message. *Moved* and *reduced* are bytes
+of the busiest node and rank (what it sends or what it receives, whichever is more).
+Further bytes lie on the path where nothing overlaps them, as on the way down a tree:
+*fill*. Long vectors run in fragments that follow one another: of those bytes only one
 fragment's count.
 
 Ranks that share a node share its port. A message between them takes a part of a round,
@@ -41,6 +42,9 @@ __all__ = ["READER_SHARE", "Counts", "OnNode", "cost", "counts", "floor", "width
 
 MESSAGE_SHARE = 0.25
 """Part of alpha that a message costs its ranks even when others overlap it."""
+_BUSY_US = 10.0
+"""Longest such time: what system calls and copies of a short message take. The rest of
+a long alpha is time on the way."""
 CHUNK_NBYTES = 131072
 """Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
 READER_SHARE = 0.25
@@ -76,13 +80,23 @@ class Counts:
     on one switch."""
 
 
-_COUNTS: WeakKeyDictionary[Schedule, dict[OnNode | None, Counts]] = WeakKeyDictionary()
+_Setting = tuple[OnNode | None, float]
+_COUNTS: WeakKeyDictionary[Schedule, dict[_Setting, Counts]] = WeakKeyDictionary()
 
 
-def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
-    """Return the counts of ``schedule``; the first call runs it symbolically."""
+def counts(
+    schedule: Schedule, on_node: OnNode | None = None, share: float = MESSAGE_SHARE
+) -> Counts:
+    """Return the counts of ``schedule``; the first call runs it symbolically.
+
+    Args:
+        schedule: what to count.
+        on_node: which ranks share nodes; None: no two do.
+        share: how long an empty message keeps the ports busy, as part of its time.
+    """
     known = _COUNTS.setdefault(schedule, {})
-    if on_node not in known:
+    setting = on_node, share
+    if setting not in known:
         programs = schedule.programs()
         partners = match(programs)
         steps = [list(program.steps) for program in programs]
@@ -91,12 +105,12 @@ def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
         num = max(nodes) + 1
         ranks = [_rank_counts(program, on_node, num) for program in programs]
         moved = _moved(ranks)
-        ends = play(steps, partners, width, MESSAGE_SHARE, on_node)
+        ends = play(steps, partners, width, share, on_node)
         if not ends.complete:
             for _ in Execution(programs):
                 pass  # says who waits for whom
         fill = ends.data - moved
-        known[on_node] = Counts(
+        known[setting] = Counts(
             ends.steps,
             moved,
             max(one.reduced for one in ranks),
@@ -105,7 +119,12 @@ def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
             max(one.largest for one in ranks),
             sum(one.far for one in ranks) / num if num > ONE_SWITCH else 0.0,
         )
-    return known[on_node]
+    return known[setting]
+
+
+def _share(alpha_us: float) -> float:
+    """Return how long an empty message keeps the ports busy, as part of its time."""
+    return min(MESSAGE_SHARE, _BUSY_US / alpha_us) if alpha_us else MESSAGE_SHARE
 
 
 def widths(program: RankProgram) -> list[float]:
@@ -195,7 +214,7 @@ def cost(
         gamma_us_per_byte: time per byte reduced.
         on_node: which ranks share nodes; None: no two do.
     """
-    found = counts(schedule, on_node)
+    found = counts(schedule, on_node, _share(alpha_us))
     fragment = CHUNK_NBYTES / found.largest if found.largest else nbytes
     filling = found.fill * min(nbytes, fragment)
     return (
@@ -220,7 +239,7 @@ def floor(
     shortest = on_node.alpha if on_node else 1
     messages = max(one.messages for one in found)
     return (
-        alpha_us * max(MESSAGE_SHARE * messages, min(messages, shortest))
+        alpha_us * max(_share(alpha_us) * messages, min(messages, shortest))
         + beta_us_per_byte * _moved(found) * nbytes
         + gamma_us_per_byte * max(one.reduced for one in found) * nbytes
     )

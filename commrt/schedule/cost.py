@@ -50,7 +50,7 @@ CHUNK_NBYTES = 131072
 READER_SHARE = 0.25
 """Cost of a further reader of a value to its writer, as a part of the copy: the cache
 that holds the value serves its readers one after the other."""
-TAPER = 0.05
+TAPER = 0.02
 """Cost of a byte that crosses to the other side of all nodes, beyond that of its ports:
 a guess, large enough to tell apart what takes as long on one switch."""
 ONE_SWITCH = 4

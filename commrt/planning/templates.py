@@ -231,9 +231,9 @@ def _relayed_chunks(spec: PlanSpec, staged: bool) -> tuple[int, int, int]:
 
     Then the bytes of the full vector beyond which messages are longer, and how long.
     Messages of gloo (``staged``) are dear, and those that it carries with their
-    announcement (native/engine/relay.hpp) save a round. On two pretended nodes a sum of 64 MiB in
-    messages of 1 MiB took 0.8 of the time of such ones, a reduce-scatter of 8 MiB in
-    messages of 4 MiB 0.7, an all-gather and an all-to-all 0.5 to 0.6.
+    announcement (native/engine/relay.hpp) save a round. On two pretended nodes a sum
+    of 64 MiB in messages of 1 MiB took 0.8 of the time of such ones, a reduce-scatter
+    of 8 MiB in messages of 4 MiB 0.7, an all-gather and an all-to-all 0.5 to 0.6.
     """
     if not staged:
         return _DIRECT_CHUNK, _NEVER, _DIRECT_CHUNK

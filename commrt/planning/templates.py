@@ -176,9 +176,7 @@ def schedule_template(comm: Ranks, spec: PlanSpec) -> _native.PlanTemplate:
     chunk = bound.chunk_nbytes(transport.chunk)
     long_from, long_chunk = _NEVER, chunk
     if comm.is_relayed and transport.chunk == "auto":
-        relay = comm.world.relay
-        staged = relay is None or relay.is_staged
-        chunk, long_from, long_chunk = _relayed_chunks(spec, staged)
+        chunk, long_from, long_chunk = _relayed_chunks(spec, comm.is_staged)
     factor, integer_factor, divisor = scaling(spec, comm.size)
     # Nobody knows an alltoallv's whole length: its buffers are ordinary ones.
     shows = spec.op.rule_bytes != "any"

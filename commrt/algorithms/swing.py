@@ -34,9 +34,10 @@ allreduce", NSDI 2024, sections 3 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from commrt.algorithms._fold import Fold
 from commrt.algorithms._registry import algorithm
@@ -100,6 +101,13 @@ class Swing:
         """Return whether ``rank`` keeps the second half of its blocks in a step."""
         return self._classes[step + 1][rank] != self._classes[step][rank]
 
+    def place(self, rank: int) -> int:
+        """Return the place of the block that ``rank`` is left with at the end."""
+        found = 0
+        for step in range(self.steps):
+            found = 2 * found + self.keeps_high(rank, step)
+        return found
+
 
 def _in_turn(shape: tuple[int, ...], first: int) -> Iterator[tuple[int, int]]:
     """Yield dimension and number of its step, the dimensions in turn."""
@@ -158,11 +166,18 @@ def _by_name_only(size: int, params: Mapping[str, ParamValue]) -> bool:
 )
 def allreduce(b: Builder) -> None:
     """Exchange with the rank 1, 1, 3, 5, 11, ... away, on one side and the other."""
-    fold = Fold(b)
     torus = b.params["torus"]
-    shape = (fold.num,) if torus == _RING else tuple(map(int, torus.split("x")))
+    num = 1 << (b.size.bit_length() - 1)
+    shape = (num,) if torus == _RING else tuple(map(int, torus.split("x")))
     ports = 2 * len(shape) if b.params["ports"] == "all" else 1
-    halving = b.params["form"] == "halving"
+    exchange_all(b, shape, ports, halving=b.params["form"] == "halving")
+
+
+def exchange_all(
+    b: Builder, shape: tuple[int, ...], ports: int, *, halving: bool
+) -> None:
+    """Record an allreduce on a torus of ``shape``, its vector cut for so many ports."""
+    fold = Fold(b)
     b.blocks(ports * fold.num if halving else ports)
     if fold.folded:
         b.send(b.inp[:], b.rank - 1)
@@ -176,30 +191,56 @@ def allreduce(b: Builder) -> None:
     group = fold.group()
     for port in range(ports):
         if halving:
-            _halving(group, swing(shape, port), parts.part(port))
+            pattern, mine = swing(shape, port), parts.part(port)
+            double(group, halve(group, pattern, mine))
         else:
             b.copy(parts[port], _whole(group, swing(shape, port), known, port))
     if fold.folds:
         b.send(b.out[:], b.rank + 1)
 
 
-def _halving(b: Builder, pattern: Swing, mine: Buffer) -> None:
-    """Halve with partner after partner, then double backwards."""
+class Round(NamedTuple):
+    """One exchange of the halving: with whom, what the rank kept, what it sent."""
+
+    peer: int
+    kept: Slice
+    sent: Slice
+
+
+def halve(
+    b: Builder,
+    pattern: Swing,
+    mine: Buffer,
+    at: Callable[[int, int], slice] = slice,
+) -> list[Round]:
+    """Leave the sum of one part of ``mine`` on each rank; return the exchanges.
+
+    Args:
+        b: ranks, as many as the pattern has.
+        pattern: the partners.
+        mine: blocks to halve: those at places ``[lo, hi)`` are ``mine[at(lo, hi)]``.
+        at: blocks of a range of places; one block each, if left out.
+    """
     lo, hi = 0, pattern.size
-    rounds: list[tuple[int, Slice, Slice]] = []
+    rounds: list[Round] = []
     for step in range(pattern.steps):
         peer, middle = pattern.peer(b.rank, step), (lo + hi) // 2
-        low, high = mine[lo:middle], mine[middle:hi]
+        low, high = mine[at(lo, middle)], mine[at(middle, hi)]
         if pattern.keeps_high(b.rank, step):
-            kept, given, lo = high, low, middle
+            kept, sent, lo = high, low, middle
         else:
-            kept, given, hi = low, high, middle
-        b.send(given, peer)
+            kept, sent, hi = low, high, middle
+        b.send(sent, peer)
         b.rred(kept, peer)
-        rounds.append((peer, kept, given))
-    for peer, kept, given in reversed(rounds):
-        b.send(kept, peer)
-        b.recv(given, peer)
+        rounds.append(Round(peer, kept, sent))
+    return rounds
+
+
+def double(b: Builder, rounds: Sequence[Round]) -> None:
+    """Undo the halving: exchange finished parts with the same partners, backwards."""
+    for one in reversed(rounds):
+        b.send(one.kept, one.peer)
+        b.recv(one.sent, one.peer)
 
 
 def _whole(b: Builder, pattern: Swing, buf: Buffer, port: int) -> Slice:

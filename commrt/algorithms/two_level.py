@@ -188,7 +188,7 @@ def _inside_sizes(levels: Levels) -> set[int]:
     complexity=160,
     params=_choices(("reduce", "bcast"), "allreduce", "recursive_doubling"),
     spans_nodes=True,
-    offered=_offered("recursive_doubling", "halving_doubling", "ring"),
+    offered=_offered("recursive_doubling", "halving_doubling", "ring", "direct"),
     latency=True,
     bandwidth=True,
 )
@@ -244,7 +244,9 @@ def _bcast_inside(b: Builder, levels: Levels, blocks: int) -> None:
     complexity=160,
     params=_choices(("reduce",), "reduce", "binomial"),
     spans_nodes=True,
-    offered=_offered("binomial", "halving_doubling", "chain"),
+    offered=_offered(
+        *("bine", "halving_doubling", "chain", "direct", "reduce_scatter_gather")
+    ),
     latency=True,
     bandwidth=True,
 )
@@ -283,7 +285,9 @@ def reduce(b: Builder) -> None:
     complexity=160,
     params=_choices(("bcast",), "bcast", "binomial"),
     spans_nodes=True,
-    offered=_offered("binomial", "halving_doubling", "chain"),
+    offered=_offered(
+        *("bine", "halving_doubling", "chain", "direct", "scatter_allgather")
+    ),
     latency=True,
     bandwidth=True,
 )
@@ -378,7 +382,7 @@ def allgather(b: Builder) -> None:
     complexity=160,
     params=_choices(("reduce",), "reduce_scatter", "pairwise"),
     spans_nodes=True,
-    offered=_offered("pairwise", "halving_doubling", "ring"),
+    offered=_offered("pairwise", "halving_doubling", "ring", "direct"),
     latency=True,
     bandwidth=True,
 )

@@ -305,6 +305,12 @@ class Group(_native.Group):
         return self.world.relay is not None and len(self.node_members) < self.size
 
     @property
+    def is_staged(self) -> bool:
+        """True if its relay copies messages on both sides, as gloo's does."""
+        relay = self.world.relay
+        return relay is None or relay.is_staged
+
+    @property
     def _asked(self) -> Asked | None:
         """Carries questions to this group's ranks of other nodes, if there are any."""
         if len(self.node_members) == self.size:

@@ -48,6 +48,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def is_staged(self) -> bool:
+        """True if its relay copies messages on both sides, as gloo's does."""
+        ...
+
+    @property
     def has_heap(self) -> bool:
         """True if there is symmetric memory; the same on all ranks of a node."""
         ...

@@ -2,17 +2,26 @@
 """Cost of a schedule between nodes with one port each.
 
 time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
+       + beta taper far N
 
 *Rounds* is how long the messages take, each one round from start to end, if a port can
-start another one after a quarter of a round. *Moved* and *reduced* are bytes of the
-busiest node and rank (what it sends or what it receives, whichever is more). Further
-bytes lie on the path where nothing overlaps them, as on the way down a tree: *fill*.
-Long vectors run in fragments that follow one another: of those bytes only one
+start another one after a quarter of a round. Where the way is long, that is sooner: no
+port is busy for more than 10 us with an empty message. *Moved* and *reduced* are bytes
+of the busiest node and rank (what it sends or what it receives, whichever is more).
+Further bytes lie on the path where nothing overlaps them, as on the way down a tree:
+*fill*. Long vectors run in fragments that follow one another: of those bytes only one
 fragment's count.
 
 Ranks that share a node share its port. A message between them takes a part of a round,
 and a part of beta on the core of either end. On a node all of that follows one another:
 the time of the busiest core comes on top of the port's.
+
+*Far* is the mean over the nodes of the bytes that each sends, a byte to the other side
+of the ring of nodes counted once, and one to a nearer node by its part of that way. One
+switch carries all alike. A larger network has fewer links between switches than to
+nodes, and neighbours in number share a switch more often than not. How many is unknown
+here, so the *taper* is small: it decides where all else is nearly alike. Up to four
+nodes count as those of one switch: there nothing is far.
 
 The counts do not depend on the message length and are kept per schedule. On one node
 there are no ports, and cores move the data: `core_cost`.
@@ -33,11 +42,19 @@ __all__ = ["READER_SHARE", "Counts", "OnNode", "cost", "counts", "floor", "width
 
 MESSAGE_SHARE = 0.25
 """Part of alpha that a message costs its ranks even when others overlap it."""
+_BUSY_US = 10.0
+"""Longest such time: what system calls and copies of a short message take. The rest of
+a long alpha is time on the way."""
 CHUNK_NBYTES = 131072
 """Bytes of a fragment's largest message; the default of the transport's ``chunk``."""
 READER_SHARE = 0.25
 """Cost of a further reader of a value to its writer, as a part of the copy: the cache
 that holds the value serves its readers one after the other."""
+TAPER = 0.02
+"""Cost of a byte that crosses to the other side of all nodes, beyond that of its ports:
+a guess, large enough to tell apart what takes as long on one switch."""
+ONE_SWITCH = 4
+"""Most nodes of which none is far from another one."""
 ROUNDING = 1e-9
 """Largest relative difference of sums of parts in floating point."""
 
@@ -58,35 +75,56 @@ class Counts:
     """Time of the bytes beyond ``moved``, were messages free, in times of N bytes."""
     largest: float
     """Bytes of the largest message."""
+    far: float
+    """Mean of the bytes that a node sends, each in times of half the ring of nodes; 0
+    on one switch."""
 
 
-_COUNTS: WeakKeyDictionary[Schedule, dict[OnNode | None, Counts]] = WeakKeyDictionary()
+_Setting = tuple[OnNode | None, float]
+_COUNTS: WeakKeyDictionary[Schedule, dict[_Setting, Counts]] = WeakKeyDictionary()
 
 
-def counts(schedule: Schedule, on_node: OnNode | None = None) -> Counts:
-    """Return the counts of ``schedule``; the first call runs it symbolically."""
+def counts(
+    schedule: Schedule, on_node: OnNode | None = None, share: float = MESSAGE_SHARE
+) -> Counts:
+    """Return the counts of ``schedule``; the first call runs it symbolically.
+
+    Args:
+        schedule: what to count.
+        on_node: which ranks share nodes; None: no two do.
+        share: how long an empty message keeps the ports busy, as part of its time.
+    """
     known = _COUNTS.setdefault(schedule, {})
-    if on_node not in known:
+    setting = on_node, share
+    if setting not in known:
         programs = schedule.programs()
         partners = match(programs)
         steps = [list(program.steps) for program in programs]
         width = [widths(program) for program in programs]
-        ranks = [_rank_counts(program, on_node) for program in programs]
+        nodes = on_node.nodes if on_node else tuple(range(schedule.size))
+        num = max(nodes) + 1
+        ranks = [_rank_counts(program, on_node, num) for program in programs]
         moved = _moved(ranks)
-        ends = play(steps, partners, width, MESSAGE_SHARE, on_node)
+        ends = play(steps, partners, width, share, on_node)
         if not ends.complete:
             for _ in Execution(programs):
                 pass  # says who waits for whom
         fill = ends.data - moved
-        known[on_node] = Counts(
+        known[setting] = Counts(
             ends.steps,
             moved,
             max(one.reduced for one in ranks),
             ends.rounds,
             fill if fill > ROUNDING else 0.0,
             max(one.largest for one in ranks),
+            sum(one.far for one in ranks) / num if num > ONE_SWITCH else 0.0,
         )
-    return known[on_node]
+    return known[setting]
+
+
+def _share(alpha_us: float) -> float:
+    """Return how long an empty message keeps the ports busy, as part of its time."""
+    return min(MESSAGE_SHARE, _BUSY_US / alpha_us) if alpha_us else MESSAGE_SHARE
 
 
 def widths(program: RankProgram) -> list[float]:
@@ -106,14 +144,16 @@ class _RankCounts(NamedTuple):
     """Moved on the node, in times of bytes between nodes."""
     reduced: float
     largest: float
+    far: float
+    """Sent, in times of half the ring of nodes."""
 
 
-def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
-    """Return the work of one rank, from its program alone."""
+def _rank_counts(program: RankProgram, on_node: OnNode | None, num: int) -> _RankCounts:
+    """Return the work of one rank, from its program alone; ``num`` nodes there are."""
     width = widths(program)
-    nodes = on_node.nodes if on_node else range(program.rank + 1)
+    nodes = on_node.nodes if on_node else range(num)
     own = nodes[program.rank]
-    sends = receives = sent = received = core = reduced = largest = 0.0
+    sends = receives = sent = received = core = reduced = largest = way = 0.0
     before: Slice | None = None
     for op, src, dst, peer, *_ in program.steps:
         where = src if op is Op.SEND else dst
@@ -128,6 +168,8 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
                 core += part * near.beta * (READER_SHARE if src == before else 1)
             else:
                 sent += part
+                away = abs(nodes[peer] - own)
+                way += part * min(away, num - away)
         elif op in (Op.RECV, Op.RRED):
             receives += length
             if near:
@@ -138,7 +180,8 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None) -> _RankCounts:
         if op in (Op.RRED, Op.RED):
             reduced += part
     messages = max(sends, receives)
-    return _RankCounts(own, messages, sent, received, core, reduced, largest)
+    far = way / max(1, num // 2)
+    return _RankCounts(own, messages, sent, received, core, reduced, largest, far)
 
 
 def _moved(ranks: Iterable[_RankCounts]) -> float:
@@ -171,12 +214,12 @@ def cost(
         gamma_us_per_byte: time per byte reduced.
         on_node: which ranks share nodes; None: no two do.
     """
-    found = counts(schedule, on_node)
+    found = counts(schedule, on_node, _share(alpha_us))
     fragment = CHUNK_NBYTES / found.largest if found.largest else nbytes
     filling = found.fill * min(nbytes, fragment)
     return (
         alpha_us * found.rounds
-        + beta_us_per_byte * (found.moved * nbytes + filling)
+        + beta_us_per_byte * ((found.moved + TAPER * found.far) * nbytes + filling)
         + gamma_us_per_byte * found.reduced * nbytes
     )
 
@@ -191,11 +234,12 @@ def floor(
     on_node: OnNode | None = None,
 ) -> float:
     """Return a lower bound of ``cost``, from the programs of some ranks alone."""
-    found = [_rank_counts(schedule.program(rank), on_node) for rank in ranks]
+    num = max(on_node.nodes) + 1 if on_node else schedule.size
+    found = [_rank_counts(schedule.program(rank), on_node, num) for rank in ranks]
     shortest = on_node.alpha if on_node else 1
     messages = max(one.messages for one in found)
     return (
-        alpha_us * max(MESSAGE_SHARE * messages, min(messages, shortest))
+        alpha_us * max(_share(alpha_us) * messages, min(messages, shortest))
         + beta_us_per_byte * _moved(found) * nbytes
         + gamma_us_per_byte * max(one.reduced for one in found) * nbytes
     )

@@ -13,7 +13,14 @@ from commrt import algorithms
 from commrt.errors import UsageError
 from commrt.schedule.builder import Builder
 from commrt.schedule.core_cost import core_counts
-from commrt.schedule.cost import CHUNK_NBYTES, MESSAGE_SHARE, cost, counts
+from commrt.schedule.cost import (
+    CHUNK_NBYTES,
+    MESSAGE_SHARE,
+    TAPER,
+    cost,
+    counts,
+    floor,
+)
 from commrt.schedule.ir import Op
 from commrt.schedule.verify import verify
 from commrt.schedule.verify_lowered import verify_lowered
@@ -94,6 +101,14 @@ def test_each_operation_has_one_for_latency_and_one_for_bandwidth(coll: str) -> 
         ("allreduce", "swing", lambda p: 2 * log2(p), lambda p: 2 - 2 / p),
         ("scatter", "binomial", log2, lambda p: 1 - 1 / p),
         ("gather", "binomial", log2, lambda p: 1 - 1 / p),
+        ("allreduce", "bine", lambda p: 2 * log2(p), lambda p: 2 - 2 / p),
+        ("bcast", "bine", log2, log2),
+        ("reduce", "bine", log2, log2),
+        ("allgather", "bine", log2, lambda p: 1 - 1 / p),
+        ("reduce_scatter", "bine", log2, lambda p: 1 - 1 / p),
+        ("alltoall", "bine", log2, lambda p: log2(p) / 2),
+        ("scatter", "bine", log2, lambda p: 1 - 1 / p),
+        ("gather", "bine", log2, lambda p: 1 - 1 / p),
     ],
 )
 def test_costs_are_those_of_the_textbook(
@@ -138,6 +153,18 @@ def test_cost_prefers_few_steps_for_short_and_few_bytes_for_long_vectors() -> No
     assert cost(ring, 0, 1.0, 1.0, 1.0) == counts(ring).steps
 
 
+def test_on_a_long_way_many_messages_at_once_take_little_more_than_one() -> None:
+    direct = algorithms.schedule("allreduce", "direct", 16, 0, {"shots": 1})
+    doubling = algorithms.schedule("allreduce", "recursive_doubling", 16)
+    near, far = 20.0, 2000.0
+    assert cost(direct, 8, near, 0, 0) == near * (1 + 14 * MESSAGE_SHARE)
+    assert cost(direct, 8, far, 0, 0) == pytest.approx(far + 14 * 10)
+    assert cost(doubling, 8, near, 0, 0) < cost(direct, 8, near, 0, 0)
+    assert cost(direct, 8, far, 0, 0) < cost(doubling, 8, far, 0, 0)
+    for alpha in (near, far):
+        assert floor(direct, [0, 1], 8, alpha, 0, 0) <= cost(direct, 8, alpha, 0, 0)
+
+
 def test_cost_of_a_tree_counts_the_way_down_once_per_fragment() -> None:
     chain = algorithms.schedule("bcast", "chain", 5)
     found = counts(chain)
@@ -145,8 +172,13 @@ def test_cost_of_a_tree_counts_the_way_down_once_per_fragment() -> None:
     assert (found.moved, found.rounds) == (1, 4 + 7 * MESSAGE_SHARE)
     assert found.fill == pytest.approx(3 / 8)
     short, long = CHUNK_NBYTES, 64 * CHUNK_NBYTES
-    assert cost(chain, short, 0, 1, 0) == pytest.approx(short * 11 / 8)
-    assert cost(chain, long, 0, 1, 0) == pytest.approx(long + 3 * CHUNK_NBYTES)
+    # Four nodes send it on to the next one, half of the way round.
+    assert found.far == pytest.approx(4 / 5 / 2)
+    far = TAPER * found.far
+    assert cost(chain, short, 0, 1, 0) == pytest.approx(short * (11 / 8 + far))
+    assert cost(chain, long, 0, 1, 0) == pytest.approx(
+        long * (1 + far) + 3 * CHUNK_NBYTES
+    )
 
 
 def test_cost_takes_the_usual_fragments() -> None:

@@ -49,7 +49,8 @@ COLLS = [
 
 def test_the_operations_that_have_one() -> None:
     assert [
-        *("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
+        *("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall"),
+        *("gather", "scatter"),
     ] == COLLS
 
 
@@ -123,8 +124,9 @@ def test_every_combination_is_right(coll: str, size: int, seed: int) -> None:
 @pytest.mark.parametrize("coll", COLLS)
 def test_right_on_many_ranks(coll: str, counts: tuple[int, ...]) -> None:
     nodes = parse_nodes(counts)
-    for leaders in (1, 4, "all"):
-        params = {"leaders": leaders}
+    choices = algorithms.param_choices(coll, "two_level", len(nodes), nodes)
+    for leaders in (1, 4, "all") if "leaders" in choices else (None,):
+        params = {} if leaders is None else {"leaders": leaders}
         prove(algorithms.schedule(coll, "two_level", len(nodes), 5, params, nodes))
 
 
@@ -220,6 +222,41 @@ def test_between_nodes_go_as_few_messages_as_there_are_leaders(
         schedule = algorithms.schedule(coll, "two_level", 8, 0, params, nodes)
         found = between(schedule)
         assert found == (messages * stripes, pytest.approx(part)), leaders
+
+
+@pytest.mark.parametrize("coll", ["gather", "scatter"])
+def test_a_node_sends_or_receives_all_of_its_blocks_at_once(coll: str) -> None:
+    for root in range(8):
+        nodes = parse_nodes((3, 4, 1))
+        schedule = algorithms.schedule(coll, "two_level", 8, root, nodes=nodes)
+        home = nodes[root]
+        messages = {
+            (nodes[program.rank], nodes[step.peer], step.src.hi - step.src.lo)
+            for program in schedule.programs()
+            for step in program.steps
+            if step.op is Op.SEND and step.src is not None
+            if nodes[step.peer] != nodes[program.rank]
+        }
+        others = [(node, own) for node, own in enumerate((3, 4, 1)) if node != home]
+        assert messages == {
+            (node, home, own) if coll == "gather" else (home, node, own)
+            for node, own in others
+        }
+
+
+@pytest.mark.parametrize("coll", ["gather", "scatter"])
+def test_the_root_needs_no_copies_where_ranks_of_a_node_are_neighbours(
+    coll: str,
+) -> None:
+    in_order, in_turn = (
+        algorithms.schedule(coll, "two_level", 6, 2, nodes=nodes)
+        for nodes in (parse_nodes((2, 2, 2)), (0, 1, 2, 0, 1, 2))
+    )
+    copies = [
+        sum(step.op is Op.COPY for step in one.program(2).steps)
+        for one in (in_order, in_turn)
+    ]
+    assert copies[0] <= 2 < copies[1]
 
 
 def test_every_rank_of_a_node_leads_a_stripe() -> None:
@@ -465,3 +502,23 @@ def test_the_model_picks_two_levels_on_full_nodes_and_flat_ones_on_small(
     assert "two_level" in {cheapest(full, 1 << shift, 8) for shift in (10, 16, 20)}
     # Ranks that share a core pay for every further round.
     assert cheapest(parse_nodes((2, 2)), 8, 1) != "two_level"
+
+
+@pytest.mark.parametrize(
+    "coll", ["allreduce", "bcast", "reduce", "reduce_scatter", "gather", "scatter"]
+)
+def test_a_few_nodes_exchange_short_vectors_directly(coll: str) -> None:
+    """Three messages at once are over before two that wait for each other."""
+    nodes = parse_nodes((4, 4, 4, 4))
+    root = 5 if operation(coll).has_root else None
+    query, facts = Query(coll, 8, root=root), facts_of(nodes)
+    took = {
+        params["among"]: predicted_us(
+            facts, query, Candidate("mpi", "two_level", params)
+        )
+        for params in algorithms.offered_params(coll, "two_level", 16, nodes)
+        if params.get("leaders", 1) == 1
+    }
+    direct = took.pop("direct")
+    assert took
+    assert direct < 0.9 * min(took.values())

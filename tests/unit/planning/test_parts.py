@@ -32,9 +32,9 @@ def test_the_plain_operations_schedules_are_offered() -> None:
         plain = operation(coll).vector_of
         assert plain is not None
         lacks = set(algorithms.names(plain)) - set(algorithms.names(coll))
-        # Bruck's alltoall stores one rank's blocks for another, which cannot know them.
-        bruck = {"dissemination"} if plain == "alltoall" else set()
-        assert lacks - {"two_level"} == bruck
+        # These store one rank's blocks for another, which cannot know them.
+        stores = {"bine", "dissemination"} if plain == "alltoall" else set()
+        assert lacks - {"two_level"} == stores
 
 
 @pytest.mark.parametrize(("coll", "name"), EVERY)

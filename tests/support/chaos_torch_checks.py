@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 Lines = Sequence[Mapping[str, Any]]
-_MORE = {"threads": 1, "descriptors": 24, "segments": 4}
+_MORE = {"threads": 1, "descriptors": 24, "segments": 8}
 """So much more than in its first world may a process hold: not as much as changes."""
 _CHAIN = 2000
 """Steps of a world that are taken again at most, to compare the next world's begin."""
@@ -204,7 +204,8 @@ def check_held(said: Mapping[int, Lines]) -> list[str]:
 
     A process keeps descriptors of the processes that it met when ranks joined last, so
     that what it holds depends on how the ranks have changed. Rank 0 hosts torch's
-    store, and is compared with itself. What a change leaves behind adds up: a job has
+    store, and is compared with itself. With the number of ranks the segments of their
+    groups change: from four to nine. What a change leaves behind adds up: a job has
     some twenty.
     """
     found = []

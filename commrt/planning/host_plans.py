@@ -92,8 +92,9 @@ class TransportParams:
     chunk: int | str = "auto"
     """Wanted bytes per message of a fragment; ``auto``: 131072 where data flows one
     way, so that its receiver begins early, and 262144 where ranks exchange as many
-    messages as they get; where gloo connects nodes 262144, of vectors beyond 1 MiB
-    4 MiB, and of those that an allreduce adds up 1 MiB beyond 2 MiB."""
+    messages as they get; where connections of commrt's own join nodes 65536; where
+    gloo does 262144, of vectors beyond 1 MiB 4 MiB, and of those that an allreduce adds
+    up 1 MiB beyond 2 MiB."""
     store: str = "auto"
     """Writes that are non-temporal: none (``plain``), results (``stream``), shared
     slots (``stream_slots``), both (``stream_both``). ``auto`` starts with plain slots

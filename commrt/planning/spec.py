@@ -44,7 +44,7 @@ class Ranks(Protocol):
 
     @property
     def is_relayed(self) -> bool:
-        """True if gloo carries messages to ranks on other nodes."""
+        """True if a relay carries messages to ranks on other nodes: no MPI does."""
         ...
 
     @property

@@ -191,6 +191,8 @@ class Group(_native.Group):
         checks = env.read_str("COMMRT_DEBUG") != "off"
         every = env.read_float("COMMRT_COMPARE_EVERY")
         self.compare_every = 0 if checks else int(every)
+        self.is_staged = world.relay is None or world.relay.is_staged
+        """True if its relay copies messages on both sides, as gloo's does."""
         self.arena: Arena | None = None
         self.own_refusals: Latest = Latest()
         """Why this rank's last refused calls were, by their numbers."""
@@ -303,12 +305,6 @@ class Group(_native.Group):
     def is_relayed(self) -> bool:
         """True if messages to ranks on other nodes go without MPI."""
         return self.world.relay is not None and len(self.node_members) < self.size
-
-    @property
-    def is_staged(self) -> bool:
-        """True if its relay copies messages on both sides, as gloo's does."""
-        relay = self.world.relay
-        return relay is None or relay.is_staged
 
     @property
     def _asked(self) -> Asked | None:
@@ -485,8 +481,7 @@ class Group(_native.Group):
     ) -> None:
         """Raise RevokedError or PeerFailedError where a rank has ended the group.
 
-        ``ranks``: these are waited for; None: all. ``deaths``: a dead rank ends it,
-        too.
+        ``ranks``: these are waited for; None: all. ``deaths``: a dead one ends it.
         """
         why, by_death = self.known_end()
         if not why or not self._has_end(ranks):
@@ -502,9 +497,8 @@ class Group(_native.Group):
 
     def _others_gave_up(self) -> bool:
         """Return whether another rank of this node has given the group up."""
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        near = filter(self.shares_memory_with, others)
-        return any(map(self.has_given_up, near))
+        near = filter(self.shares_memory_with, range(self.size))
+        return any(rank != self.rank and self.has_given_up(rank) for rank in near)
 
     def _has_end(self, ranks: Sequence[int] | None) -> bool:
         """Return whether one of these ranks may have ended the group."""

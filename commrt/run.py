@@ -288,7 +288,7 @@ class _Job:
                 self._restarts -= 1
                 self._report(rank, code, "; it is started again, to join the others")
                 joins = self._start(
-                    rank.number, {**environ, "COMMRT_JOIN": "1"}, rendezvous
+                    rank.number, dict(environ, COMMRT_JOIN="1"), rendezvous
                 )
                 joins.joins = True
                 living.add(joins.process.pid)

@@ -64,8 +64,8 @@ class Recovery(Generic[Plain]):
                 comm = comm.shrink()
 
         All operations in flight and all later ones raise RevokedError, here and on the
-        other ranks, and so do those of communicators that were made from this one;
-        PeerFailedError instead, in each of these of which a rank has died.
+        other ranks, and so do those of communicators that were made from this one.
+        Where a rank of such a communicator has died, they raise PeerFailedError.
         Then ``shrink()`` gives a new one. Where it has failed already, nothing changes
         here; the other ranks are told.
         """

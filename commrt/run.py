@@ -314,14 +314,23 @@ class _Job:
 
     def _has_come(self, rank: _Rank, rendezvous: str) -> bool:
         """Return whether a rank has come to ``init``, where others count on it."""
-        store = DirectoryStore(rendezvous, self._size)
-        return rank.joins or store.check([claims_of(rank.number)])
+        store = self._store(rendezvous)
+        return rank.joins or store is None or store.check([claims_of(rank.number)])
 
     def _say_ended(self, rank: _Rank, rendezvous: str) -> None:
         """Tell ranks that wait in ``init`` that one comes no more."""
         process = f"process {rank.process.pid} on {socket.gethostname()}"
         self._ended.setdefault(rank.number, process)
-        DirectoryStore(rendezvous, self._size).set(ENDED, text_of(self._ended))
+        store = self._store(rendezvous)
+        with contextlib.suppress(OSError):  # a full disk must not end those that run
+            if store is not None:
+                store.set(ENDED, text_of(self._ended))
+
+    def _store(self, rendezvous: str) -> DirectoryStore | None:
+        """Return where the ranks meet; None where somebody has removed the folder."""
+        with contextlib.suppress(CommError):
+            return DirectoryStore(rendezvous, self._size)
+        return None
 
     def _end_those_left(self, living: set[int], rendezvous: str) -> None:
         """End the processes that wait to join, once nobody is left who could ask them.
@@ -331,7 +340,8 @@ class _Job:
         left = [self._ranks[pid] for pid in living]
         if not left or not all(rank.joins and not rank.is_ended for rank in left):
             return
-        asked = Reception(DirectoryStore(rendezvous, self._size)).invited()
+        store = self._store(rendezvous)
+        asked = set() if store is None else Reception(store).invited()
         if any(Process(rank.process.pid).name in asked for rank in left):
             return
         for rank in left:

@@ -332,6 +332,30 @@ def test_a_rank_that_dies_is_started_again_so_many_times(
     assert done.returncode == 0, done.stderr
 
 
+LOSES_ITS_FOLDER = """
+import os, shutil, sys
+if os.environ["RANK"] == "1":
+    if "COMMRT_JOIN" in os.environ:
+        os._exit(0)
+    shutil.rmtree(os.environ["COMMRT_MEETING"])
+    os._exit(5)
+while os.path.exists(os.environ["COMMRT_MEETING"]):
+    os.sched_yield()
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "status"), [("--keep-going", 5), ("--restarts=1", 0)]
+)
+def test_a_launcher_without_its_folder_goes_on(
+    script, option: str, status: int
+) -> None:
+    done = run("-n", "2", option, script(LOSES_ITS_FOLDER))
+    assert (done.returncode, done.stdout) == (status, "goes on\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 DIES_ONCE = """
 import os, sys
 if os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):

@@ -35,8 +35,9 @@ are uneven, but up to 2.3 of them where groups are powers of two, so only who na
 gets these, and alltoall.
 
 De Sensi, Pasqualoni, Piarulli, Bonato, Ba, Turisini, Domke and Hoefler, "Bine Trees:
-Enhancing Collective Operations by Optimizing Communication Locality", SC 2025, sections
-2 to 4: trees with halving distance, butterflies with doubling distance.
+Enhancing Collective Operations by Optimizing Communication Locality", SC 2025: trees
+with halving distance, butterflies with doubling distance. The partners are those of the
+authors' public code; the paper itself was not read in full.
 """
 
 from __future__ import annotations

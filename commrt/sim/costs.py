@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Costs:
-    """What ranks and transports add to the time on links. All default to nothing.
+    """Costs that ranks and transports add to the time on links; none, if left out.
 
     Overheads and reductions occupy the rank's one core, one after the other. They are
     the ``o`` of LogP (Culler et al., "LogP: towards a realistic model of parallel

@@ -26,7 +26,7 @@ class Leg:
     peer: int
     """The rank that receives; -1 for a local step."""
     text: str
-    """What happens, as the schedule's verifier words it."""
+    """The step in the words of the schedule's verifier."""
     message: int
     """Its number, or -1."""
 
@@ -92,9 +92,9 @@ class Shares:
 
     latency_us: float
     bytes_us: float
-    """What the bytes would have taken, had each message been alone."""
+    """Time that the bytes would have taken, had each message been alone."""
     sharing_us: float
-    """What they took longer, since links were shared."""
+    """Time that sharing links added to that."""
     work_us: float
     """Overheads, reductions and copies."""
     waiting_us: float

@@ -76,7 +76,7 @@ const std::vector<std::int32_t>& FairSharing::settle() {
   }
   for (std::int32_t at : touched_) {
     Link& link = links_[at];
-    // What was tight has held flows back until now.
+    // A link that was tight has held flows back until now.
     if (link.tight || link.was_tight)
       for (const OfLink& one : link.flows) take(one.flow);
     link.was_tight = link.tight;

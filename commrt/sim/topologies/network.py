@@ -46,7 +46,7 @@ Drawing = Literal["tiers", "ring", "grid"]
 
 @dataclass(frozen=True)
 class Cable:
-    """What joins two nodes, both ways alike.
+    """A connection of two nodes, both ways alike.
 
     Raises:
         UsageError: a rate that is not above 0, a negative latency, or no cable.

@@ -1202,6 +1202,15 @@ class MpiDevicePlan:
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
 
+    @property
+    def words(self) -> str:
+        """How a rank that has refused such a call makes it; set before a start. Empty:
+        it cannot.
+        """
+
+    @words.setter
+    def words(self, arg: str, /) -> None: ...
+
 class MpiWork(DeviceWork):
     """A communicator's operations of MPI on device memory."""
 
@@ -1401,6 +1410,15 @@ class NcclPlan:
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
 
+    @property
+    def words(self) -> str:
+        """How a rank that has refused such a call makes it; set before a start. Empty:
+        it cannot.
+        """
+
+    @words.setter
+    def words(self, arg: str, /) -> None: ...
+
 class NcclWork(DeviceWork):
     """A communicator's operations by NCCL."""
 
@@ -1469,6 +1487,15 @@ class PeerPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
+
+    @property
+    def words(self) -> str:
+        """How a rank that has refused such a call makes it; set before a start. Empty:
+        it cannot.
+        """
+
+    @words.setter
+    def words(self, arg: str, /) -> None: ...
 
 class PeerWork(DeviceWork):
     """A communicator's operations over memory of peers."""
@@ -2048,6 +2075,15 @@ class StagedPlan:
     def pieces(self) -> int:
         """Parts that are copied and combined one after the other."""
 
+    @property
+    def words(self) -> str:
+        """How a rank that has refused such a call makes it; set before a start. Empty:
+        it cannot.
+        """
+
+    @words.setter
+    def words(self, arg: str, /) -> None: ...
+
 class Stager(DeviceWork):
     """A communicator's collectives on one device."""
 
@@ -2242,6 +2278,11 @@ def ask_for_flights(
     at most so long.
     """
 
+def ask_of_device(group: Group, reason: str) -> None:
+    """This rank refuses its next call, which others may have given to devices:
+    asks them.
+    """
+
 def attach_library(
     group: Group,
     *,
@@ -2397,6 +2438,9 @@ def digest_fused(group: Group, call: int) -> int:
     """Digest of the calls before `call`; equal on all ranks."""
 
 def drop_ended(arg: Engine, /) -> None: ...
+def end_question(group: Group) -> None:
+    """Nothing is asked any more."""
+
 def end_stand_ins(group: Group) -> None:
     """Say that this rank makes no more calls in the place of those that it has
     refused.
@@ -2915,6 +2959,11 @@ def register_numpy_type(arg0: int, arg1: int, /) -> None: ...
 def remember_reduction(name: Any, code: int) -> None:
     """Let the operations take this very object for the reduction of that code."""
 
+def said_of_device(group: Group) -> list[Any]:
+    """What the ranks say to that: 0 nothing yet, 1 refused, 2 given to a device, 3
+    another kind of call; and the words of its plan.
+    """
+
 def send_fused(group: Group, call: int) -> None:
     """Send the buckets of the calls before `call`."""
 
@@ -3057,6 +3106,11 @@ def staged_plan(
 
 def stream_steps() -> list[str]:
     """Names of a program's steps, by their codes."""
+
+def take_untold(group: Group) -> str:
+    """Return once what the program is to hear of calls that failed unseen; empty:
+    nothing.
+    """
 
 def view_of_numpy(arg: Any, /) -> Any:
     """(address, count, dtype code, writable) of a plain numpy array, else None."""

@@ -140,7 +140,7 @@ class Core(Channel):
             choose=self.selection.choose,
             plan=self.host.plan,
             may_compress=lambda: self.compression.is_open,
-            take_place=super().refuse,
+            take_place=self._take_next,
         )
         self.symmetric = SymmetricMemory(self, self._forget_reach)
         self._resources.callback(self.symmetric.close)
@@ -199,6 +199,7 @@ class Core(Channel):
             if fused is not None:
                 return fused
         on_host = self.devices.carrier_on_host(args, arguments)
+        self.devices.notice(args, arguments)
         return on_host or self.compression.carrier(arguments)
 
     def _as_fused(
@@ -227,7 +228,31 @@ class Core(Channel):
         with suppress(CommError):
             self._cut_buckets()
         if not self.fusion.is_lost:
+            self._take_place(error)
+
+    def _take_place(self, error: Exception) -> None:
+        """Refuse the next operation, whatever it is on other ranks."""
+        refused = self.devices.refused
+        if refused.may_concern:
+            refused.refuse(error, super().refuse)
+        else:
             super().refuse(error)
+
+    def _take_next(self, error: Exception) -> None:
+        """Do the same, and wait until it has its place."""
+        self._take_place(error)
+        self.devices.refused.settle()
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a collective that the engine did not recognise at a glance."""
+        made = super()._call(name, args, kwargs)
+        self.devices.refused.raise_untold(made)
+        return made
+
+    def check_usable(self) -> None:
+        """Raise the error of its end unless it can be used; come to the next call."""
+        super().check_usable()
+        self.devices.refused.settle()
 
     def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
         """Return name and identity of a channel of the same ranks; collective."""

@@ -106,6 +106,9 @@ class RefusedError(MismatchError):
     """
 
     on_all_ranks = True
+    made: Any = None
+    """Where the program had not asked for the end of that operation on a device: the
+    request or the output of the call that raises this, which has been made; or None."""
 
 
 class TimeoutError_(CommError, builtins.TimeoutError):

@@ -199,6 +199,10 @@ class Channel(Group, Operations):
         if isinstance(error, Exception):
             self.comparison.refuse(name, error, None)
 
+    def look_at_calls(self, *, always: bool) -> None:
+        """Let Python look at every call, or at those that the engine does not know."""
+        self._slow = always or self.closed is not None
+
     # -- ending ------------------------------------------------------------------
 
     def free(self) -> None:

@@ -21,6 +21,7 @@ from commrt.arrays.device import (
     device_number,
     seems_on_device,
 )
+from commrt.arrays.host import view_anywhere
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.calls.channel import Channel
@@ -34,6 +35,7 @@ from commrt.device_calls.host_collectives import (
 )
 from commrt.device_calls.host_thread import HostChannel, HostJobs, RefusedOnHost
 from commrt.device_calls.host_work import HostCall, start_host_call
+from commrt.device_calls.refused_calls import RefusedCalls, words_of
 from commrt.device_calls.requests import DeviceRequest
 from commrt.device_calls.uploads import Uploads
 from commrt.devices.arrays import DeviceStream, free_what_was_left
@@ -113,6 +115,8 @@ class DeviceCollectives:
         self._compress = compress
         self.is_agreed = False
         """True if the ranks have told each other what carries device arrays."""
+        self.refused = RefusedCalls(comm, weakref.proxy(self))
+        """Refuses calls that other ranks may have given to devices."""
         self.users: list[DeviceUser] = []
         """Services that end with this."""
         self._stagers: dict[int, tuple[Any, _native.Stager]] = {}
@@ -180,6 +184,13 @@ class DeviceCollectives:
         if not (is_here or any(map(seems_on_device, given))):
             return None
         return RefusedOnHost(self.host_jobs, service_of(arguments.get("compress")))
+
+    def notice(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+        """Take note of the device of a call that is refused, if it has one."""
+        given = [*args[:1], *map(arguments.get, ("x", "out"))]
+        for each in filter(seems_on_device, given):
+            with suppress(Exception):  # of an object that is not ours
+                self.refused.know(view_anywhere(each, "x").on)
 
     def host_part(self, call: Call, bound: Bound) -> HostCall:
         """Return the host's part of a call whose work is Python's; see its errors."""
@@ -338,6 +349,7 @@ class DeviceCollectives:
         """Return the plan; in check mode only where all ranks made the same call."""
         self.cut_buckets()
         self.check(call, bound)
+        self.refused.know(self._device(call, bound))
         checker = None if is_checked else self.comm.checker
         if not self.is_agreed:
             # Before the ranks meet for it: where they differ, check mode says so.
@@ -392,6 +404,8 @@ class DeviceCollectives:
         plan = self.plans.find(key)
         if plan is None:
             plan = self.selection.planned(call, bound)
+            if hasattr(plan, "words"):  # another package's need not have it
+                plan.words = words_of(call, bound, self.selection.choose(call, bound))
             self.plans.keep(key, plan)
         return plan
 
@@ -511,6 +525,7 @@ class DeviceCollectives:
 
     def close(self) -> None:
         """Give streams and memory back, where nothing is under way."""
+        self.refused.close()
         self.forget_plans()
         waits = any(each.failed or each.outstanding for each in self._work)
         carriers = self.attached.values()
@@ -558,12 +573,15 @@ class BoundDeviceCall:
         """Run the operation; the current stream waits for it. Return its output."""
         self._check(self._calls[0])
         self._devices.start(self._calls[0], self._bound, self._plan).be_quiet()
+        self._devices.refused.raise_untold()
         return self._bound.result
 
     def start(self) -> DeviceRequest:
         """Start the operation and return its request."""
         self._check(self._calls[1])
-        return self._devices.start(self._calls[1], self._bound, self._plan)
+        request = self._devices.start(self._calls[1], self._bound, self._plan)
+        self._devices.refused.raise_untold(request)
+        return request
 
     def _check(self, call: Call) -> None:
         comm = self._devices.comm

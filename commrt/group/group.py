@@ -29,6 +29,7 @@ from commrt.errors import (
     shown,
 )
 from commrt.group import faults
+from commrt.group.end_errors import error_of_end
 from commrt.group.finite_values import not_finite
 from commrt.group.missing_ranks import have, missing_elsewhere, starved
 from commrt.group.rank_states import (
@@ -380,24 +381,15 @@ class Group(_native.Group):
                 f"make a new communicator, such as by dup() of one that is open"
             )
 
-    def check_usable(self) -> None:
+    def check_going(self) -> None:
         """Raise the error of its end, as later calls do, unless it can be used."""
         self.check_open()
         if self.failure:
-            if self.calls_differ:
-                raise MismatchError(self.failure)
-            if self.is_damaged:
-                raise IntegrityError(f"{self.failure}: {self.remedy} on all ranks")
-            if self.failed_by_death:
-                raise PeerFailedError(
-                    f"{self.name} cannot be used any more, because {self.failure}: "
-                    f"{self.remedy} to go on with the ranks that remain"
-                )
-            raise RevokedError(
-                f"{self.name} failed in an earlier operation ({self.failure}): its "
-                f"ranks no longer agree; {self.remedy} on all of them to go on with "
-                f"a new communicator"
-            )
+            raise error_of_end(self)
+
+    def check_usable(self) -> None:
+        """Do the same before a call that has a place in the order of calls."""
+        self.check_going()
 
     def check_rank(self, what: str, argument: str, rank: Any) -> int:
         """Return a rank of this group, or raise UsageError."""
@@ -493,7 +485,7 @@ class Group(_native.Group):
             return  # ranks have left, and may have done their part before
         if not self.failure:
             self.set_failure(why, by_death=bool(died))
-        self.check_usable()
+        self.check_going()
 
     def _others_gave_up(self) -> bool:
         """Return whether another rank of this node has given the group up."""

@@ -49,7 +49,7 @@ def _checked(
     coming = [(peer, tag) for _, peer, tag in recvs]
 
     def checked(nonblocking: bool) -> Any:
-        group.check_usable()
+        group.check_going()
         with telling_peers(group, leaving, coming):
             places.check(what)
             for array, _, _ in sends:
@@ -78,7 +78,7 @@ def _bind_messages(
     messages: Messages, *, sends: Any, recvs: Any, in_place: Any, backend: Any
 ) -> _native.PersistentMessages | BoundCall:
     """Return all of both lists as one operation."""
-    messages.group.check_usable()
+    messages.group.check_going()
     bound = messages.listed(sends, recvs, in_place, None, backend, is_bound=True)
     if isinstance(bound, _native.PersistentMessages):
         return bound
@@ -91,7 +91,7 @@ def _bind_messages(
 def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
     """Return the send of what ``x`` holds at each run."""
     what, group = "send", messages.group
-    group.check_usable()
+    group.check_going()
     leaving = messages.outgoing(what, x, dest, "dest", tag, "tag")
     on_device = _on_device(messages, what, [leaving], [], None)
     if on_device is not None:
@@ -108,7 +108,7 @@ def _bind_send(messages: Messages, x: Any, *, dest: Any, tag: Any) -> BoundCall:
 def _bind_recv(messages: Messages, out: Any, *, source: Any, tag: Any) -> BoundCall:
     """Return the receive into ``out``."""
     what, group = "recv", messages.group
-    group.check_usable()
+    group.check_going()
     coming = messages.incoming(what, out, source, "source", tag, "tag")
     on_device = _on_device(messages, what, [], [coming], out)
     if on_device is not None:
@@ -134,7 +134,7 @@ def _bind_sendrecv(
 ) -> BoundCall:
     """Return both, as one operation."""
     what, group = "sendrecv", messages.group
-    group.check_usable()
+    group.check_going()
     leaving = messages.outgoing(what, x, dest, "dest", sendtag, "sendtag")
     coming = messages.incoming(what, out, source, "source", recvtag, "recvtag")
     (sent, to, first), (got, of, second) = leaving, coming

@@ -87,7 +87,7 @@ def probe(
 
 
 def _look_once(group: Group, look: Callable[[], T]) -> T:
-    group.check_usable()
+    group.check_going()
     group.world.engine.step()
     return look()
 

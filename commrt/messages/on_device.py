@@ -50,7 +50,7 @@ class DeviceMessages:
     def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output."""
         group, device = self._group, self._on
-        group.check_usable()
+        group.check_going()
         limit = group.timeout_s if timeout_s is None else timeout_s
         first = self.arrays[0].array
         sends, recvs = (self.sends, self.recvs) if self._has_places else ([], [])

@@ -68,7 +68,7 @@ class Messages:
         of such messages that it has not received; for a longer one it is after. For an
         array on a device ``stream`` waits instead, until the array is on the host.
         """
-        self.group.check_usable()
+        self.group.check_going()
         with telling_peers(self.group, sends=[(dest, tag)]):
             nonblocking = check_flag("send", "nonblocking", nonblocking)
             limit = self.group.limit("send", timeout_s)
@@ -111,7 +111,7 @@ class Messages:
         the request's ``received_nbytes``, so pass ``nonblocking=True`` where lengths
         vary. A longer message raises TruncationError.
         """
-        self.group.check_usable()
+        self.group.check_going()
         with telling_peers(self.group, recvs=[(source, tag)]):
             nonblocking = check_flag("recv", "nonblocking", nonblocking)
             limit = self.group.limit("recv", timeout_s)
@@ -135,7 +135,7 @@ class Messages:
 
         It stays where it is if the receive is refused: it was meant for any rank's.
         """
-        self.group.check_usable()
+        self.group.check_going()
         limit = self.group.limit("recv", timeout_s)
         coming = self.incoming("recv", out, source, "source", tag, "tag")
         on_device = self._on_device("recv", [], [coming], out, stream, has_places=False)
@@ -194,7 +194,7 @@ class Messages:
         does not wait, and returns None where no message has come. Without a source it
         looks at the messages of all ranks.
         """
-        self.group.check_usable()
+        self.group.check_going()
         nonblocking = check_flag("probe", "nonblocking", nonblocking)
         limit = self.group.limit("probe", timeout_s)
         number = check_tag("probe", "tag", tag)
@@ -220,7 +220,7 @@ class Messages:
         The two arrays must not overlap. It ends, nonblocking as one request, when both
         messages have; an error says which of them failed, or that both did.
         """
-        self.group.check_usable()
+        self.group.check_going()
         # Both sides are checked before either is started.
         with telling_peers(self.group, [(dest, sendtag)], [(source, recvtag)]):
             nonblocking = check_flag("sendrecv", "nonblocking", nonblocking)
@@ -292,7 +292,7 @@ class Messages:
             The arrays received into, in the order of ``recvs``. A request says by
             ``each_received_nbytes`` how much came.
         """
-        self.group.check_usable()
+        self.group.check_going()
         try:
             nonblocking = check_flag("multi_sendrecv", "nonblocking", nonblocking)
             limit = self.group.limit("multi_sendrecv", timeout_s)

@@ -10,6 +10,7 @@
 #include "calls/group.hpp"
 #include "engine/end_limit.hpp"
 #include "engine/far_packets.hpp"
+#include "gil.hpp"
 
 namespace nb = nanobind;
 
@@ -50,6 +51,37 @@ void bind_end(nb::module_& m) {
     const std::lock_guard<std::mutex> lock(g.engine->mutex);
     g.comm->refusals.context_ends.regain();
   }, nb::arg("group"), "This rank has come to that operation.");
+  m.def("ask_of_device",
+        [](Group& g, const std::string& reason) {
+          const ReleasedGil release;
+          const std::lock_guard<std::mutex> lock(g.engine->mutex);
+          g.comm->refusals.on_devices.ask(reason);
+        }, nb::arg("group"), nb::arg("reason"),
+        "This rank refuses its next call, which others may have given to devices: asks them.");
+  m.def("said_of_device", [](Group& g) {
+    std::vector<DeviceRefusals::Said> said;
+    {
+      const ReleasedGil release;
+      const std::lock_guard<std::mutex> lock(g.engine->mutex);
+      g.comm->refusals.look_around();
+      said = g.comm->refusals.on_devices.said();
+    }
+    nb::list found;
+    for (const DeviceRefusals::Said& one : said) {
+      found.append(nb::make_tuple(static_cast<int>(one.part), one.words));
+    }
+    return found;
+  }, nb::arg("group"),
+     "What the ranks say to that: 0 nothing yet, 1 refused, 2 given to a device, 3 another kind of\n"
+     "call; and the words of its plan.");
+  m.def("end_question", [](Group& g) {
+    const ReleasedGil release;
+    const std::lock_guard<std::mutex> lock(g.engine->mutex);
+    g.comm->refusals.on_devices.end_question();
+  }, nb::arg("group"), "Nothing is asked any more.");
+  m.def("take_untold", [](Group& g) { return g.comm->refusals.on_devices.take_untold(); },
+        nb::arg("group"),
+        "Return once what the program is to hear of calls that failed unseen; empty: nothing.");
   m.def("limit_end", &limit_end, nb::arg("seconds"), nb::arg("status"), nb::arg("message"),
         "Let this process end after a time, with a message, whatever its threads do.");
 }

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
+#include "bindings/stand_in_words.hpp"
 #include "calls/device_call.hpp"
 #include "gil.hpp"
 #include "library_calls/mpi_work.hpp"
@@ -26,7 +27,9 @@ PyDeviceCall start(const PyMpiWork& self, const std::shared_ptr<const MpiDeviceP
 }  // namespace
 
 void bind_mpi_work(nb::module_& m) {
-  nb::class_<MpiDevicePlan>(m, "MpiDevicePlan", "Plan of a call of MPI on device memory.")
+  nb::class_<MpiDevicePlan> mpi_plan(m, "MpiDevicePlan",
+                                     "Plan of a call of MPI on device memory.");
+  bind_words(mpi_plan)
       .def_prop_ro("nbytes", &MpiDevicePlan::memory_nbytes, "Bytes of memory that it takes.")
       .attr("backend") = "mpi";
   m.def("mpi_device_plan",

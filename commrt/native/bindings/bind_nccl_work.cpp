@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
+#include "bindings/stand_in_words.hpp"
 #include "calls/device_call.hpp"
 #include "gil.hpp"
 #include "library_calls/nccl_work.hpp"
@@ -68,7 +69,8 @@ void make_phase(NcclPhase* self, const std::vector<MessageRow>& messages,
 }  // namespace
 
 void bind_nccl_work(nb::module_& m) {
-  nb::class_<NcclPlan>(m, "NcclPlan", "Plan of a call by NCCL.")
+  nb::class_<NcclPlan> nccl_plan(m, "NcclPlan", "Plan of a call by NCCL.");
+  bind_words(nccl_plan)
       .def_prop_ro("nbytes", &NcclPlan::memory_nbytes, "Bytes of memory that it takes.")
       .attr("backend") = "nccl";
   m.def("nccl_plan",

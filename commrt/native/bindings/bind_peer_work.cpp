@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.hpp"
+#include "bindings/stand_in_words.hpp"
 #include "calls/device_call.hpp"
 #include "gil.hpp"
 #include "peer_memory/peer_work.hpp"
@@ -88,7 +89,8 @@ void bind_peer_work(nb::module_& m) {
           return __atomic_load_n(reinterpret_cast<const uint32_t*>(line), __ATOMIC_ACQUIRE);
         }, nb::arg("line"), "Return it; what its writer did before has been done then.");
 
-  nb::class_<PeerPlan>(m, "PeerPlan", "Plan of a call over memory of peers.")
+  nb::class_<PeerPlan> peer_plan(m, "PeerPlan", "Plan of a call over memory of peers.");
+  bind_words(peer_plan)
       .def_prop_ro("nbytes", &PeerPlan::memory_nbytes, "Bytes of memory that it takes.")
       .attr("backend") = "ipc";
   m.def("peer_plan",

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "bindings/bind_staged_work.hpp"
+#include "bindings/stand_in_words.hpp"
 #include "engine/p2p.hpp"
 #include "gil.hpp"
 #include "staging/staged_messages.hpp"
@@ -132,7 +133,9 @@ void bind_staging(nb::module_& m) {
            "Rows are (array, offset there, stride there from piece to piece, bytes, offset in "
            "pinned memory); `table` are offsets of the host's arrays.");
 
-  nb::class_<StagedPlan>(m, "StagedPlan", "Plan of a call on device memory, by its pieces.")
+  nb::class_<StagedPlan> staged_plan(m, "StagedPlan",
+                                     "Plan of a call on device memory, by its pieces.");
+  bind_words(staged_plan)
       .def_prop_ro("nbytes", &StagedPlan::memory_nbytes,
                    "Bytes of memory that it takes, with the plans that it runs on the host.")
       .def("agreeing",

@@ -60,6 +60,9 @@ void DeviceRequest::raise_failure() {
   const DeviceCall& call = *call_.call;
   if (!call.failed()) return;
   observed_ = true;
+  if (call.kind == "refused") {
+    nb::inst_ptr<Group>(group_)->comm->refusals.on_devices.has_told(call.seq);
+  }
   if (!error_.is_valid()) {
     error_ = callback(Callback::RequestFailed)(nb::find(*this), call.kind, call.error);
   }
@@ -83,6 +86,8 @@ nb::object DeviceRequest::wait(nb::handle stream, nb::handle timeout_s) {
     const nb::object said = callback(Callback::RequestNotWaiting)(what(), error.value());
     raise(said);
   }
+  call_.call->is_quiet.store(true);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   raise_failure();
   return result_;
 }

@@ -67,6 +67,7 @@ struct StagedPlan : std::enable_shared_from_this<StagedPlan> {
   bool serial = false;            // a piece begins when the one before is back on the device
   bool by_kernel = false;         // kernels copy to pinned memory and back, and no copy engine
   std::shared_ptr<const StagedAgreement> agreement;  // null: the ranks have compared before
+  std::shared_ptr<const std::string> words;  // how another rank makes it (device_refusals.hpp)
 
   // Bytes of memory that it takes, with the plans that it runs on the host.
   std::size_t memory_nbytes() const;

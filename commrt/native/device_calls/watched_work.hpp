@@ -31,6 +31,7 @@ struct WatchedPlan {
   // These go into the record of the call.
   std::int64_t elements = 0;
   int code = 0, root = 0, element_type = 0, reduction = 0;
+  std::shared_ptr<const std::string> words;  // how another rank makes it (device_refusals.hpp)
   // These and the above but elements are equal on all ranks: a number of what else the ranks agree
   // on where there is no root, and the length, 0 where each rank has its own.
   int facts = 0;

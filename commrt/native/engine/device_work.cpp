@@ -56,8 +56,22 @@ void DeviceWork::take_up(DeviceCall& made, void* const* keep) {
 
 void DeviceWork::drop(DeviceCall& made) {
   engine_.discard_objects(made.keep);
+  fail_if_refused(made);
   made.succeed();
   outstanding_.fetch_sub(1, std::memory_order_release);
+}
+
+void DeviceWork::fail_if_refused(DeviceCall& made) {
+  if (!made.may_be_refused || comm_ == nullptr || made.ended()) return;
+  DeviceRefusals& refusals = comm_->refusals.on_devices;
+  const std::string why = refusals.take_refused(made.seq);
+  if (why.empty()) return;
+  made.fail("refused", why);
+  // Who asks for the end sees one of the two.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (!made.is_quiet.load()) return;
+  refusals.leave_untold(made.seq, "operation #" + std::to_string(made.seq) + " on " +
+                                      comm_->name + ": " + why);
 }
 
 // --- waiting ---

@@ -64,6 +64,9 @@ struct DeviceCall {
   std::shared_ptr<DeviceWork> work;
   std::atomic<int> state{0};
   std::uint64_t seq = 0;  // on the communicator; of its first piece
+  bool may_be_refused = false;  // other ranks make it as well, in the order of operations
+  // Nobody asks for its end: the program hears of a refusal in its next call.
+  std::atomic<bool> is_quiet{false};
   Event end = 0;
   double timeout_s = 0;
   std::string kind, error;  // of a failure; written before the state
@@ -144,7 +147,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   // The caller holds polling_. References that the call keeps become its own, and it counts as
   // under way.
   void take_up(DeviceCall& call, void* const* keep);
-  // Holds polling_. The host has seen the end: its references are free.
+  // Holds polling_. The host has seen the end: its references are free. Another rank may have
+  // refused the call, which fails by that.
   void drop(DeviceCall& call);
   // Holds polling_.
   void fail(const std::string& kind, const std::string& why, bool device_is_gone,
@@ -178,6 +182,8 @@ class DeviceWork : public DeviceUser, public std::enable_shared_from_this<Device
   std::string failure_kind_, failure_;
 
  private:
+  void fail_if_refused(DeviceCall& call);
+
   std::atomic<int> outstanding_{0};
   std::atomic<std::uint32_t> activities_{0};
 };

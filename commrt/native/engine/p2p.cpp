@@ -151,10 +151,7 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
     return;
   }
   if (header.kind == PacketKind::Left) return comm_.refusals.has_left_afar(source, header.send_id);
-  if (header.kind == PacketKind::Ended) {
-    hear_of_end(source, header, payload);
-    return;
-  }
+  if (header.kind == PacketKind::Ended) return hear_of_end(source, header, payload);
   if (header.kind == PacketKind::Called) {
     const CallTrail::Entry told{header.send_id, header.recv_id, header.offset, header.nbytes};
     comm_.trails.of(header.tag).hear(source, told);
@@ -165,6 +162,9 @@ void P2P::arrived(int source, const PacketHeader& header, const unsigned char* p
   }
   if (header.kind == PacketKind::Waits) return comm_.far_waits.hear(source, header.send_id, header.recv_id);
   if (header.kind == PacketKind::ContextEnd) return hear_of_context_end(source, header);
+  if (header.kind == PacketKind::AskDevice || header.kind == PacketKind::OnDevice) {
+    return hear_of_device(source, header, payload);
+  }
   if (header.kind == PacketKind::Data) {
     const auto it = receiving_.find(header.recv_id);
     if (it == receiving_.end()) return;

@@ -38,10 +38,11 @@ constexpr uint64_t kEagerOverhead = 192;
 // send_id, recv_id, offset and nbytes. Waits has the number and the mark of the call in which a rank
 // waits, in send_id and recv_id. Part says what a rank has done with the library's collective of that
 // number (stand_ins.hpp). ContextEnd asks or says where a context of fused() ended (context_ends.hpp):
-// its number and that of the operation are in send_id and recv_id, and the tag is a Count.
+// its number and that of the operation are in send_id and recv_id, and the tag is a Count. AskDevice and
+// OnDevice are a question and an answer about a refused call (device_refusals.hpp): the tag is a Part.
 enum class PacketKind : uint8_t {
   Eager, Rts, Cts, Data, Credit, Gone, Dropped, Refused, Heard, Left, Ended, Called, Waits, Part,
-  ContextEnd
+  ContextEnd, AskDevice, OnDevice
 };
 
 // The code of a message's element type, or kAnyType where nobody compares it.
@@ -206,6 +207,9 @@ class P2P {
   void tell_called(int rank, int trail, const CallTrail::Entry& entry);
   // Tells a rank what this one has done with operation `seq`: a record, and what follows it.
   void tell_part(int rank, uint64_t seq, const void* head, size_t nbytes, const std::string& rest);
+  // Asks a rank what it has made of operation `seq`, which this one refuses; or tells it that.
+  void ask_of_device(int rank, uint64_t seq, const std::string& reason);
+  void tell_of_device(int rank, uint64_t seq, DeviceRefusals::Part part, const std::string& words);
   // Tells such a rank in which call this one waits.
   void tell_waits(int rank, uint64_t seq, uint64_t mark);
   // Asks such a rank where a context of fused() ended, by a Count that is unknown; or tells it that.
@@ -323,6 +327,7 @@ class P2P {
   bool lose(int peer, const char* function, int code);
   void hear_of_end(int source, const PacketHeader& header, const unsigned char* words);
   void hear_of_context_end(int source, const PacketHeader& header);
+  void hear_of_device(int source, const PacketHeader& header, const unsigned char* payload);
   // The next packet of an on-node peer, if there is one.
   const unsigned char* read(const Channel& c, PacketHeader& header) const;
   // True if the payload is in the line. A checksum takes its place there.

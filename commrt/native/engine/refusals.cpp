@@ -19,16 +19,16 @@ namespace {
 constexpr const char* kCannotBeTakenBack =
     "; it cannot be taken back here, so the communicator ends";
 
-std::string said_of(int rank, const std::string& reason) {
-  return "rank " + std::to_string(rank) + " has refused its call, and nothing was delivered: " + reason;
-}
-
 template <class List, class Test>
 void remove_where(List& list, Test test) {
   list.erase(std::remove_if(list.begin(), list.end(), test), list.end());
 }
 
 }  // namespace
+
+std::string said_refused(int rank, const std::string& reason) {
+  return "rank " + std::to_string(rank) + " has refused its call, and nothing was delivered: " + reason;
+}
 
 std::string shortened(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
@@ -133,6 +133,7 @@ void Refusals::look() {
   afar.work();
   stand_ins->work();
   context_ends.look();
+  on_devices.look();
   // Peers are to answer, or may ask.
   if (afar.is_busy() || stand_ins->is_busy() || !ended_.empty()) comm_.p2p->look_closely();
   see();
@@ -147,7 +148,7 @@ void Refusals::answer_all(uint64_t seq) {
 
 void Refusals::see() {
   disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty() ||
-             afar.is_busy() || stand_ins->is_busy() || context_ends.is_asked();
+             afar.is_busy() || stand_ins->is_busy() || context_ends.is_asked() || on_devices.is_busy();
 }
 
 // Answers all that a member has refused meanwhile.
@@ -157,7 +158,7 @@ void Refusals::hear(int member) {
   const uint64_t end = header(member).num_refused.load(std::memory_order_acquire);
   for (uint64_t i = count.load(std::memory_order_relaxed); i < end; ++i) {
     const Refusal& one = record(member, i);
-    const Range ids = hear(rank, one.seq, said_of(rank, std::string(one.reason, one.nbytes)));
+    const Range ids = hear(rank, one.seq, said_refused(rank, std::string(one.reason, one.nbytes)));
     if (one.seq < comm_.next_seq) stand_ins->hear_refused(rank, one.seq);
     answer(me, member, i) = {ids.begin, ids.end};
     count.store(i + 1, std::memory_order_release);
@@ -353,6 +354,7 @@ void Refusals::look_around() {
 
 std::string Refusals::why_next() {
   look_around();
+  on_devices.wait_elsewhere();
   for (const Coming& one : coming_) {
     if (one.seq == comm_.next_seq) return one.why;
   }
@@ -435,7 +437,7 @@ void Refusals::hear_from_afar(int rank, uint64_t seq, const std::string& reason)
   have_been_.store(true, std::memory_order_release);
   const bool is_new = seq >= comm_.next_seq;
   if (find(seq) != nullptr) tell_node(rank, seq, reason);
-  end_by(rank, seq, said_of(rank, reason));
+  end_by(rank, seq, said_refused(rank, reason));
   if (!is_new) stand_ins->hear_refused(rank, seq);
   const auto told = is_new ? Afar::Told{} : afar.pass_over(rank, seq);
   if (!told.has_value()) end_communicator(seq + 1);
@@ -475,7 +477,7 @@ void Refusals::hear_of_afar(int member) {
       return end_communicator(from);
     }
     const int rank = static_cast<int>(one.rank);
-    end_by(rank, one.seq, said_of(rank, std::string(one.reason, one.nbytes)));
+    end_by(rank, one.seq, said_refused(rank, std::string(one.reason, one.nbytes)));
   }
   see();
 }

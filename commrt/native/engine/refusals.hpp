@@ -21,9 +21,9 @@
 // Between nodes packets tell (P2P::tell_refused), and `afar` keeps the order of messages. A rank that
 // leaves a call by such a packet tells its node first, as one that refuses does.
 //
-// A device gives no call back, and a library there matches calls by their order. So a refusal that
-// meets such a call ends the communicator; and a rank that has refused one gives the device the next
-// one only when its peers have heard of that.
+// A device gives no call back. So a rank asks before it refuses a call that others may have given to
+// theirs (device_refusals.hpp). A refusal that meets such a call after all ends the communicator; and
+// a rank that has refused one so gives the device the next one only when its peers have heard of that.
 #pragma once
 
 #include <atomic>
@@ -34,6 +34,7 @@
 
 #include "engine/afar.hpp"
 #include "engine/context_ends.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/layout.hpp"
 #include "engine/number_ranges.hpp"
 
@@ -45,6 +46,8 @@ class StandIns;
 
 // Returns at most so many bytes of UTF-8, without a part of a character.
 std::string shortened(const std::string& text, size_t most);
+// The error of a call that a rank has refused, in words.
+std::string said_refused(int rank, const std::string& reason);
 
 class Refusals {
  public:
@@ -190,6 +193,7 @@ class Refusals {
  public:
   Afar afar{comm_};
   ContextEnds context_ends{comm_};
+  DeviceRefusals on_devices{comm_};
   const std::unique_ptr<StandIns> stand_ins;  // where an MPI library runs the calls
 };
 

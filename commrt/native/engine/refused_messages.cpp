@@ -20,6 +20,8 @@ std::string shortened_for_packet(const std::string& reason) {
   return shortened(reason, kMost);
 }
 
+constexpr size_t kMostWords = kPacketBytes;
+
 }  // namespace
 
 // Where the peer takes no packets at the moment, it waits among the sends, but nobody for it.
@@ -86,6 +88,33 @@ void P2P::tell_part(int rank, uint64_t seq, const void* head, size_t nbytes,
   const PacketHeader header{PacketKind::Part, kAnyType, 0, said.size(), seq, 0, 0};
   channels_[static_cast<size_t>(rank)].notices.emplace_back(header, said);
   lingering_ = urgent_ = true;
+}
+
+void P2P::ask_of_device(int rank, uint64_t seq, const std::string& reason) {
+  if (!attached_) attach();
+  const PacketHeader header{PacketKind::AskDevice, kAnyType, 0, reason.size(), seq, 0, 0};
+  channels_[static_cast<size_t>(rank)].notices.emplace_back(header, reason);
+  lingering_ = urgent_ = true;
+}
+
+void P2P::tell_of_device(int rank, uint64_t seq, DeviceRefusals::Part part,
+                         const std::string& words) {
+  if (!attached_) attach();
+  const std::string said = words.size() <= kMostWords ? words : std::string();
+  const PacketHeader header{PacketKind::OnDevice, kAnyType, static_cast<int32_t>(part), said.size(),
+                            seq, 0, 0};
+  channels_[static_cast<size_t>(rank)].notices.emplace_back(header, said);
+  lingering_ = urgent_ = true;
+}
+
+void P2P::hear_of_device(int source, const PacketHeader& header, const unsigned char* payload) {
+  std::string words(reinterpret_cast<const char*>(payload), header.nbytes);
+  DeviceRefusals& refusals = comm_.refusals.on_devices;
+  if (header.kind == PacketKind::AskDevice) {
+    return refusals.hear_question(source, header.send_id, words);
+  }
+  const auto part = static_cast<DeviceRefusals::Part>(header.tag);
+  refusals.hear_answer(source, header.send_id, part, std::move(words));
 }
 
 void P2P::tell_heard(int rank, uint64_t seq, const Afar::Told& told) {

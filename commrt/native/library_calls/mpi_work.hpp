@@ -64,6 +64,7 @@ struct MpiDevicePlan : std::enable_shared_from_this<MpiDevicePlan> {
   std::size_t in_nbytes = 0, out_nbytes = 0;
   bool in_place = false;    // MPI reads what it writes
   bool sends_out = false;   // what a root sends is to lie in its output
+  std::shared_ptr<const std::string> words;  // how another rank makes it (device_refusals.hpp)
 
   // Bytes of memory that it takes.
   std::size_t memory_nbytes() const {

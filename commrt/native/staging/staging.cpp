@@ -84,6 +84,7 @@ DeviceWork::CallPtr Stager::start(const std::shared_ptr<const StagedPlan>& plan,
   made->plan = plan;
   made->arrays = std::move(arrays);
   made->timeout_s = timeout_s;
+  made->is_quiet = orders;
   issue(made, stream, keep);
   announce();
   engine_.wake();
@@ -328,6 +329,10 @@ void Stager::submit(Piece* first, Piece* last, Stream stream) {
     facts->say(made.words);
   }
   const std::lock_guard<std::mutex> own(engine_.mutex);
+  if (begins) {
+    comm_->refusals.on_devices.note(comm_->next_seq, made.plan->words);
+    made.may_be_refused = facts == nullptr;
+  }
   // No gate: what is compared is here at the call.
   if (facts != nullptr) {
     std::uint64_t* const heard = made.words + facts->nbytes() / sizeof(std::uint64_t);

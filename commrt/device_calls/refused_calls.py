@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that a rank refuses, and that others may have given to their devices.
+
+A device gives no call back. So the rank asks the others, raises its error, and a thread
+waits for their answers. Where they have given the call to devices, the thread makes it
+as well, with memory of its own: a stand-in. Their requests raise RefusedError, and all
+ranks are in step (``engine/device_refusals.hpp``).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from commrt import _native
+from commrt.arrays.host import HostView
+from commrt.calls.arguments import Bound, Call
+from commrt.calls.channel import Channel
+from commrt.devices.arrays import DeviceArray, DeviceStream
+from commrt.errors import CommError, RefusedError
+from commrt.select.facts import Candidate
+from commrt.vocabulary.dtypes import DType, ReduceOp
+from commrt.vocabulary.limits import deadline_after
+from commrt.vocabulary.operations import OpSpec, operation
+
+__all__ = ["RefusedCalls", "words_of"]
+
+_UNHEARD, _GIVEN, _ELSEWHERE = 0, 2, 3
+"""Answers of a rank, as the engine has them."""
+_SLICE_S = 0.05
+"""A thread that waits looks so often whether it is to end."""
+
+
+def words_of(call: Call, bound: Bound, candidate: Candidate) -> str:
+    """Return the words by which a rank that has refused such a call makes it."""
+    dtype = bound.dtype
+    return json.dumps(
+        [
+            call.spec.name,
+            bound.num_elements,
+            [dtype.name, dtype.code, dtype.itemsize, dtype.kind],
+            int(call.reduction),
+            call.factor is not None,
+            call.root,
+            bound.counts,
+            [candidate.backend, candidate.algorithm, dict(candidate.params)],
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A call of others, as a rank makes it that has refused it."""
+
+    spec: OpSpec
+    elements: int
+    dtype: DType
+    reduction: ReduceOp
+    has_factor: bool
+    root: int
+    counts: tuple[tuple[int, ...], ...]
+    candidate: Candidate
+
+    @classmethod
+    def of(cls, said: Mapping[int, str], rank: int, size: int) -> _StandIn:
+        """Return this rank's, from what the others say by rank."""
+        name, elements, dtype, reduction, has_factor, root, counts, runs = json.loads(
+            next(iter(said.values()))
+        )
+        mine = tuple(tuple(each) for each in counts)
+        if len(mine) == 2:  # each rank says what goes to and fro
+            pairs = {other: json.loads(text)[6] for other, text in said.items()}
+            sent = [pairs[r][1][rank] if r in pairs else 0 for r in range(size)]
+            received = [pairs[r][0][rank] if r in pairs else 0 for r in range(size)]
+            mine, elements = (tuple(sent), tuple(received)), sum(sent)
+        backend, algorithm, params = runs
+        return cls(
+            operation(name),
+            elements,
+            DType(*dtype),
+            ReduceOp(reduction),
+            has_factor,
+            root,
+            mine,
+            Candidate(backend, algorithm, params),
+        )
+
+    def lengths(self, rank: int, size: int) -> tuple[int | None, int | None]:
+        """Return the elements of input and output; None: this rank has none."""
+        spec, all_of_them, counts = self.spec, self.elements, self.counts
+        gathers = spec.out_count == "times_size"
+        if spec.is_empty:
+            return None, None
+        if len(counts) == 2:
+            return sum(counts[0]), sum(counts[1])
+        if counts:
+            whole, part = sum(counts[0]), counts[0][rank]
+        else:
+            whole, part = all_of_them, all_of_them // size
+        given = part if gathers else whole
+        taken = part if spec.out_count == "div_size" else whole
+        is_root = rank == self.root
+        return (
+            given if is_root or spec.input_on == "all" else None,
+            taken if is_root or spec.output_on != "root" else None,
+        )
+
+    def call(self, stream: DeviceStream) -> Call:
+        """Return the call, which a stream orders."""
+        return Call(
+            spec=self.spec,
+            x=None,
+            out=None,
+            reduction=self.reduction,
+            factor=1 if self.has_factor else None,
+            root=self.root,
+            nonblocking=True,
+            timeout_s=None,
+            algorithm=self.candidate.algorithm,
+            backend=self.candidate.backend,
+            params=self.candidate.params,
+            name=None,
+            counts=self.counts,
+            stream=stream,
+        )
+
+
+class Devices(Protocol):
+    """The communicator's collectives on devices."""
+
+    def plan(self, call: Call, bound: Bound, *, is_checked: bool = False) -> Any:
+        """Return the plan of a call."""
+
+    def start(self, call: Call, bound: Bound, plan: Any) -> Any:
+        """Give a call to the device; return its request."""
+
+
+class RefusedCalls:
+    """Refuses calls of one communicator that others may have given to devices.
+
+    Args:
+        comm: the ranks.
+        devices: makes stand-ins.
+    """
+
+    def __init__(self, comm: Channel, devices: Devices) -> None:
+        self._comm, self._devices = comm, devices
+        self._device: Any = None
+        self._thread: threading.Thread | None = None
+        self._settled = threading.Event()
+        self._is_over = False
+
+    @property
+    def may_concern(self) -> bool:
+        """True if other ranks may make calls on devices."""
+        return self._device is not None and self._comm.size > 1
+
+    def know(self, device: Any) -> None:
+        """Take note of a device that the program makes calls on."""
+        self._device = device
+
+    def refuse(self, error: Exception, take_place: Callable[[Exception], None]) -> None:
+        """Refuse the next call: of a device, or in its place as any other.
+
+        ``take_place`` does the latter.
+        """
+        self.settle()
+        comm = self._comm
+        if comm.closed is not None or comm.failure:
+            return
+        why = str(error).encode(errors="backslashreplace").decode()
+        _native.ask_of_device(comm, why)
+        if self._device.kind == "simulated":  # which knows its threads
+            self._settled.clear()
+            self._finish(error, why, take_place)
+            return
+        comm.look_at_calls(always=True)
+        self._settled.clear()
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(error, why, take_place),
+            name=f"{comm.name} refused",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until this rank's next call has its place in the order."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        while not self._settled.wait(_SLICE_S) and thread.is_alive():
+            pass
+        self._thread = None
+
+    def raise_untold(self, made: Any = None) -> None:
+        """Raise RefusedError where a call has failed by that, and nobody looked.
+
+        ``made``: the request or the output of the call that has been made meanwhile.
+        """
+        why = _native.take_untold(self._comm)
+        if not why:
+            return
+        error = RefusedError(
+            f"{why}. The call that raises this has been made: all ranks are in step"
+        )
+        error.made = made
+        raise error
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._is_over = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    # -- in the thread ---------------------------------------------------------------
+
+    def _finish(
+        self, error: Exception, why: str, take_place: Callable[[Exception], None]
+    ) -> None:
+        comm = self._comm
+        try:
+            said = self._answers(time.monotonic())
+            if said is None:
+                return
+            _native.end_question(comm)
+            parts = [part for part, _ in said]
+            given = {
+                rank: words for rank, (part, words) in enumerate(said) if part == _GIVEN
+            }
+            if _ELSEWHERE in parts or not all(given.values()):
+                take_place(error)
+            elif given:
+                self._make(given)
+            else:  # all have refused it
+                comm.own_refusals[comm.next_seq] = why
+                comm.pass_over()
+        except Exception as failure:  # noqa: BLE001  no rank may wait for it
+            comm.end_on_all_ranks(
+                f"rank {comm.rank} could not make a call that it had refused, and that "
+                f"others had given to their devices: {failure}"
+            )
+        finally:
+            if comm.closed is None:
+                _native.end_question(comm)
+                comm.look_at_calls(always=False)
+            self._settled.set()
+
+    def _answers(self, began_s: float) -> Sequence[tuple[int, str]] | None:
+        """Return what the ranks say; None where the communicator has ended."""
+        comm = self._comm
+        engine = comm.world.engine
+        backoff = _native.Backoff(engine)
+        deadline = deadline_after(comm.timeout_s)
+        while not self._is_over and comm.closed is None and not comm.failure:
+            said: Sequence[tuple[int, str]] = _native.said_of_device(comm)
+            parts = [part for part, _ in said]
+            if _ELSEWHERE in parts or _UNHEARD not in parts:
+                return said
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                comm.set_failure(
+                    "other ranks have yet to make calls that this rank has refused"
+                )
+                return None
+            if not engine.step():
+                backoff.pause(min(left_s, _SLICE_S))
+        return None
+
+    def _make(self, said: Mapping[int, str]) -> None:
+        """Make the call that others describe, with memory that nobody reads."""
+        comm, device = self._comm, self._device
+        what = _StandIn.of(said, comm.rank, comm.size)
+        given, taken = what.lengths(comm.rank, comm.size)
+        x = None if given is None else self._array(what.dtype, given)
+        out = x
+        if taken != given or not what.spec.in_place:
+            out = None if taken is None else self._array(what.dtype, taken)
+        stream = DeviceStream(device)
+        call = what.call(stream)
+        bound = Bound(x, out, out, what.dtype, what.elements, what.counts)
+        plan = self._devices.plan(call, bound, is_checked=True)
+        request = self._devices.start(call, bound, plan)
+        comm.look_at_calls(always=False)
+        self._settled.set()
+        with suppress(CommError):  # a later fault tells of itself
+            request.synchronize()
+            stream.destroy()
+
+    def _array(self, dtype: DType, count: int) -> HostView:
+        made = DeviceArray(self._device, count * dtype.itemsize, "uint8")
+        number = getattr(self._device, "ordinal", 0)
+        return HostView(
+            *(made, made, made.address, count, dtype, (count,), True, number),
+            on=self._device,
+        )

@@ -18,6 +18,8 @@ from commrt import _native
 from commrt.arrays.host import HostView, view_anywhere
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.redistribution import Redistributions
+from commrt.boxes.stand_ins import BoxStandIns
+from commrt.boxes.words import BOXES
 from commrt.calls import arguments
 from commrt.calls.bound_call import Binders
 from commrt.calls.channel import Channel
@@ -163,6 +165,8 @@ class Core(Channel):
         )
         self.growth: Growth[Core] = Growth(self, self.recovery)
         self.box_plans = ComparedBoxes(self)
+        box_stand_ins = BoxStandIns(self, self.devices, self.box_plans)
+        self.devices.refused.makers[BOXES] = box_stand_ins.make
         self.redistributions = Redistributions(
             self, self.devices, self.comparison, self.box_plans, self.families
         )

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from commrt.arrays.places import places_of
 from commrt.backends.base import Attached
 from commrt.boxes.host_plans import ArrayLayout, box_template
 from commrt.boxes.strided import StridedArray
+from commrt.boxes.words import words_of_moves
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
 from commrt.devices.arrays import give_back
@@ -171,6 +173,18 @@ class DeviceBoxes:
         self._buffer = self._alloc(self._coming_at + coming)
         table_at = self._filled(tables, table_nbytes)
         placed = iter([(table, table_at + at) for table, at in tables])
+        self._words = partial(
+            words_of_moves,
+            *(what, devices.name_of(carrier)),
+            [
+                list(_in_buffers(step, sent, taken))
+                for step, (sent, taken) in zip(steps, sides, strict=True)
+            ],
+            coll=coll,
+            dtype=_BYTE,
+            reduction=reduction,
+            facts=facts,
+        )
         self.plan: Any
         self._staged: _native.StagedPlan | None = None
         """The plan, if the boxes go through pinned memory."""
@@ -187,6 +201,7 @@ class DeviceBoxes:
                 reduction=int(ReduceOp.SUM if reduction is None else reduction),
                 facts=facts,
             )
+            self.plan.words = self._words()
             return
         parts = [
             self._part(step, sent, taken, placed, coll, label, facts)
@@ -195,6 +210,7 @@ class DeviceBoxes:
         longest = max(_pinned(sent) + taken.nbytes for sent, taken in sides)
         self._staged = _native.staged_plan(parts, phases, longest, serial=phases > 1)
         self.plan = self._staged
+        self.plan.words = self._words()
 
     @property
     def nbytes(self) -> int:
@@ -210,6 +226,7 @@ class DeviceBoxes:
         """Say what the ranks compare in calls that ``run`` is told have to."""
         if self._staged is not None:
             self._agreeing = self._staged.agreeing(runs, words, names)
+            self._agreeing.words = self._words(compared=len(words))
 
     def _table(self, chunk: _Chunk, packs: bool) -> BoxTable:
         strides = [self._layouts[array].strides for array in chunk.arrays]

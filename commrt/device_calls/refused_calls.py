@@ -34,6 +34,8 @@ _UNHEARD, _GIVEN, _ELSEWHERE = 0, 2, 3
 """Answers of a rank, as the engine has them."""
 _SLICE_S = 0.05
 """A thread that waits looks so often whether it is to end."""
+_COLLECTIVE = "collective"
+"""The kind of words that are of a collective."""
 
 
 def words_of(call: Call, bound: Bound, candidate: Candidate) -> str:
@@ -41,6 +43,7 @@ def words_of(call: Call, bound: Bound, candidate: Candidate) -> str:
     dtype = bound.dtype
     return json.dumps(
         [
+            _COLLECTIVE,
             call.spec.name,
             bound.num_elements,
             [dtype.name, dtype.code, dtype.itemsize, dtype.kind],
@@ -69,12 +72,11 @@ class _StandIn:
     @classmethod
     def of(cls, said: Mapping[int, str], rank: int, size: int) -> _StandIn:
         """Return this rank's, from what the others say by rank."""
-        name, elements, dtype, reduction, has_factor, root, counts, runs = json.loads(
-            next(iter(said.values()))
-        )
+        first = json.loads(next(iter(said.values())))
+        name, elements, dtype, reduction, has_factor, root, counts, runs = first[1:]
         mine = tuple(tuple(each) for each in counts)
         if len(mine) == 2:  # each rank says what goes to and fro
-            pairs = {other: json.loads(text)[6] for other, text in said.items()}
+            pairs = {other: json.loads(text)[7] for other, text in said.items()}
             sent = [pairs[r][1][rank] if r in pairs else 0 for r in range(size)]
             received = [pairs[r][0][rank] if r in pairs else 0 for r in range(size)]
             mine, elements = (tuple(sent), tuple(received)), sum(sent)
@@ -140,6 +142,11 @@ class Devices(Protocol):
         """Give a call to the device; return its request."""
 
 
+Maker = Callable[[Any, DeviceStream, Mapping[int, str]], Any]
+"""Starts a call on a device, ordered by a stream, by what ranks say of theirs; returns
+its request."""
+
+
 class RefusedCalls:
     """Refuses calls of one communicator that others may have given to devices.
 
@@ -151,14 +158,23 @@ class RefusedCalls:
     def __init__(self, comm: Channel, devices: Devices) -> None:
         self._comm, self._devices = comm, devices
         self._device: Any = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._settled = threading.Event()
+        """Set unless a question is open; its thread may go on with a stand-in."""
+        self._settled.set()
         self._is_over = False
+        self.makers: dict[str, Maker] = {_COLLECTIVE: self._collective}
+        """Make a call that others describe, by the kind of their words."""
 
     @property
     def may_concern(self) -> bool:
-        """True if other ranks may make calls on devices."""
-        return self._device is not None and self._comm.size > 1
+        """True if other ranks may make calls on devices.
+
+        Not on simulated ones: what ranks tell each other is no event of the simulation.
+        """
+        device = self._device
+        is_known = device is not None and device.kind != "simulated"
+        return is_known and self._comm.size > 1
 
     def know(self, device: Any) -> None:
         """Take note of a device that the program makes calls on."""
@@ -175,28 +191,24 @@ class RefusedCalls:
             return
         why = str(error).encode(errors="backslashreplace").decode()
         _native.ask_of_device(comm, why)
-        if self._device.kind == "simulated":  # which knows its threads
-            self._settled.clear()
-            self._finish(error, why, take_place)
-            return
         comm.look_at_calls(always=True)
         self._settled.clear()
-        self._thread = threading.Thread(
+        self._threads = [each for each in self._threads if each.is_alive()]
+        thread = threading.Thread(
             target=self._finish,
             args=(error, why, take_place),
             name=f"{comm.name} refused",
             daemon=True,
         )
-        self._thread.start()
+        self._threads.append(thread)
+        thread.start()
 
     def settle(self) -> None:
         """Wait until this rank's next call has its place in the order."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        if self._settled.is_set() or threading.current_thread() in self._threads:
             return
-        while not self._settled.wait(_SLICE_S) and thread.is_alive():
+        while not self._settled.wait(_SLICE_S):  # a signal may come
             pass
-        self._thread = None
 
     def raise_untold(self, made: Any = None) -> None:
         """Raise RefusedError where a call has failed by that, and nobody looked.
@@ -215,9 +227,10 @@ class RefusedCalls:
     def close(self) -> None:
         """Ask nothing any more."""
         self._is_over = True
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self.makers.clear()  # which refer to this
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
     # -- in the thread ---------------------------------------------------------------
 
@@ -226,7 +239,7 @@ class RefusedCalls:
     ) -> None:
         comm = self._comm
         try:
-            said = self._answers(time.monotonic())
+            said = self._answers()
             if said is None:
                 return
             _native.end_question(comm)
@@ -237,7 +250,7 @@ class RefusedCalls:
             if _ELSEWHERE in parts or not all(given.values()):
                 take_place(error)
             elif given:
-                self._make(given)
+                self._stand_in(given)
             else:  # all have refused it
                 comm.own_refusals[comm.next_seq] = why
                 comm.pass_over()
@@ -247,12 +260,22 @@ class RefusedCalls:
                 f"others had given to their devices: {failure}"
             )
         finally:
-            if comm.closed is None:
-                _native.end_question(comm)
-                comm.look_at_calls(always=False)
-            self._settled.set()
+            self._settle()
 
-    def _answers(self, began_s: float) -> Sequence[tuple[int, str]] | None:
+    def _settle(self) -> None:
+        """Let this rank's next call begin; idempotent, by the thread of a question."""
+        comm = self._comm
+        if (
+            self._settled.is_set()
+            or threading.current_thread() is not self._threads[-1]
+        ):
+            return
+        if comm.closed is None:
+            _native.end_question(comm)
+            comm.look_at_calls(always=False)
+        self._settled.set()
+
+    def _answers(self) -> Sequence[tuple[int, str]] | None:
         """Return what the ranks say; None where the communicator has ended."""
         comm = self._comm
         engine = comm.world.engine
@@ -273,25 +296,30 @@ class RefusedCalls:
                 backoff.pause(min(left_s, _SLICE_S))
         return None
 
-    def _make(self, said: Mapping[int, str]) -> None:
+    def _stand_in(self, said: Mapping[int, str]) -> None:
         """Make the call that others describe, with memory that nobody reads."""
-        comm, device = self._comm, self._device
+        kind = json.loads(next(iter(said.values())))[0]
+        stream = DeviceStream(self._device)
+        request = self.makers[kind](self._device, stream, said)
+        self._settle()
+        with suppress(CommError):  # a later fault tells of itself
+            request.synchronize()
+            stream.destroy()
+
+    def _collective(
+        self, device: Any, stream: DeviceStream, said: Mapping[int, str]
+    ) -> Any:
+        comm = self._comm
         what = _StandIn.of(said, comm.rank, comm.size)
         given, taken = what.lengths(comm.rank, comm.size)
         x = None if given is None else self._array(what.dtype, given)
         out = x
         if taken != given or not what.spec.in_place:
             out = None if taken is None else self._array(what.dtype, taken)
-        stream = DeviceStream(device)
         call = what.call(stream)
         bound = Bound(x, out, out, what.dtype, what.elements, what.counts)
         plan = self._devices.plan(call, bound, is_checked=True)
-        request = self._devices.start(call, bound, plan)
-        comm.look_at_calls(always=False)
-        self._settled.set()
-        with suppress(CommError):  # a later fault tells of itself
-            request.synchronize()
-            stream.destroy()
+        return self._devices.start(call, bound, plan)
 
     def _array(self, dtype: DType, count: int) -> HostView:
         made = DeviceArray(self._device, count * dtype.itemsize, "uint8")

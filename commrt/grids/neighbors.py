@@ -24,6 +24,7 @@ from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_arra
 from commrt.arrays.places import places_of
 from commrt.arrays.plain import as_array
 from commrt.boxes.host_plans import Place, box_template
+from commrt.boxes.words import words_of_moves
 from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
@@ -364,6 +365,12 @@ class NeighborCalls:
                 plan = carried_neighbors(carrier, bound, code)
             else:
                 plan = staged_neighbors(self._around, bound, self._host_plan(bound))
+            plan.words = words_of_moves(
+                *(bound.what, self._devices.name_of(carrier), [bound.moves]),
+                coll=other_call(bound.what).code,
+                dtype=bound.x.dtype,
+                stated=True,
+            )
             self.plans.keep(key, plan)
         return plan
 

@@ -15,6 +15,7 @@ from typing import Any
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.places import places_of
+from commrt.boxes.words import words_of_moves
 from commrt.calls.bound_call import BoundCall
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.device_calls.requests import DeviceRequest
@@ -23,12 +24,15 @@ from commrt.group.compare import Comparison
 from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.messages.lists import WHAT, Message
+from commrt.schedule.boxes import Box, Move
+from commrt.vocabulary.dtypes import dtype_by_name
 from commrt.vocabulary.operations import other_call
 
 __all__ = ["BACKEND", "NcclMessages", "check_backend"]
 
 BACKEND = "nccl"
 _CODE = other_call(WHAT).code
+_BYTE = dtype_by_name("uint8")
 
 
 def check_backend(what: str, backend: Any) -> bool:
@@ -102,6 +106,16 @@ class NcclMessages:
         copies = [(x, 0, out, 0, nbytes) for x, out, nbytes in pairs]
         return _native.NcclPhase(messages=messages, copies=copies, packs=[], unpacks=[])
 
+    def _words(self) -> str:
+        """Return the words by which a rank that has refused such a call makes it."""
+        moves = []
+        for index, (array, peer, _) in enumerate((*self._sends, *self._recvs)):
+            if peer != self._group.rank:
+                box = Box(0, (0,), (array.nbytes,))
+                ends = (box, None) if index < len(self._sends) else (None, box)
+                moves.append(Move(0, index, peer, *ends))
+        return words_of_moves(WHAT, BACKEND, [moves], coll=_CODE, dtype=_BYTE)
+
     def run(self, nonblocking: bool, timeout_s: float | None = None) -> Any:
         """Start it; return a request, or let the stream wait and return the output.
 
@@ -117,6 +131,7 @@ class NcclMessages:
             raise
         first = self.arrays[0].array if self.arrays else None
         plan = _native.nccl_phases_plan(WHAT, [self._phase], coll=_CODE)
+        plan.words = self._words()
         addresses = [each.address for each in self.arrays]
         keep = tuple(each.owner for each in self.arrays)
         work = devices.runner(device, plan)

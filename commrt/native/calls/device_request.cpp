@@ -86,7 +86,7 @@ nb::object DeviceRequest::wait(nb::handle stream, nb::handle timeout_s) {
     const nb::object said = callback(Callback::RequestNotWaiting)(what(), error.value());
     raise(said);
   }
-  call_.call->is_quiet.store(true);
+  call_.call->is_waited.store(true);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   raise_failure();
   return result_;

@@ -54,9 +54,8 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
     const std::lock_guard<std::mutex> own(engine_.mutex);
     made.seq = comm_->count_elsewhere(record);
     // A graph runs as often as it is launched: no stand-in meets that.
-    comm_->refusals.on_devices.note(made.seq, made.is_captured() ? nullptr : plan.words);
+    comm_->refusals.on_devices.note(made.seq, made.is_captured() ? nullptr : plan.words, orders);
     made.may_be_refused = !made.is_captured();
-    made.is_quiet = orders;
     refused = comm_->refusals.give_to_device(made.seq);
     if (refused.empty()) differs = left_trail(made, plan);
     if (refused.empty() && differs.empty()) {

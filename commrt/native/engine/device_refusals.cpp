@@ -11,8 +11,8 @@
 
 namespace commrt {
 
-void DeviceRefusals::note(uint64_t seq, Words words) {
-  given_[num_given_++ % kKept] = {seq, std::move(words)};
+void DeviceRefusals::note(uint64_t seq, Words words, bool is_quiet) {
+  given_[num_given_++ % kKept] = {seq, std::move(words), is_quiet};
 }
 
 const DeviceRefusals::Given* DeviceRefusals::find(uint64_t seq) const {
@@ -78,7 +78,8 @@ void DeviceRefusals::wait_elsewhere() {
 void DeviceRefusals::answer(const Asked& one) {
   const Given* const given = find(one.seq);
   if (given == nullptr) return comm_.p2p->tell_of_device(one.rank, one.seq, Part::Elsewhere, {});
-  refused_.emplace(one.seq, said_refused(one.rank, one.reason));
+  const std::string why = said_refused(one.rank, one.reason);
+  if (refused_.emplace(one.seq, why).second && given->is_quiet) leave_untold(one.seq, why);
   while (refused_.size() > kKept) refused_.erase(refused_.begin());
   has_refused_.store(true, std::memory_order_release);
   comm_.p2p->tell_of_device(one.rank, one.seq, Part::Given,
@@ -98,7 +99,7 @@ std::string DeviceRefusals::take_refused(uint64_t seq) {
 
 void DeviceRefusals::leave_untold(uint64_t seq, const std::string& why) {
   const std::lock_guard<std::mutex> own(telling_);
-  untold_.emplace(seq, why);
+  untold_.emplace(seq, "operation #" + std::to_string(seq) + " on " + comm_.name + ": " + why);
   see_untold();
 }
 

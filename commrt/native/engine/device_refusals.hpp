@@ -44,8 +44,9 @@ class DeviceRefusals {
 
   explicit DeviceRefusals(Comm& comm) : comm_(comm) {}
 
-  // A device is given operation `seq`.
-  void note(uint64_t seq, Words words);
+  // A device is given operation `seq`. With `is_quiet` nobody asks for its end: the program hears in its
+  // next call that others have refused it.
+  void note(uint64_t seq, Words words, bool is_quiet);
   // This rank refuses its next operation, and asks the others about it.
   void ask(const std::string& reason);
   // By rank, all that the others have said to that.
@@ -63,7 +64,7 @@ class DeviceRefusals {
 
   // Says once why others have refused an operation that a device has done; empty: they have not.
   std::string take_refused(uint64_t seq);
-  // A call that nobody asks for has failed by that; `why` is for the program's next call.
+  // A call that nobody asks for any more has failed by that; `why` is for the program's next call.
   void leave_untold(uint64_t seq, const std::string& why);
   void has_told(uint64_t seq);
   // Returns what the program has to be told of such calls, once; empty: nothing.
@@ -74,6 +75,7 @@ class DeviceRefusals {
   struct Given {
     uint64_t seq = ~uint64_t{0};
     Words words;
+    bool is_quiet = false;
   };
   struct Asked {
     int rank;

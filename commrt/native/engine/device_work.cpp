@@ -69,9 +69,7 @@ void DeviceWork::fail_if_refused(DeviceCall& made) {
   made.fail("refused", why);
   // Who asks for the end sees one of the two.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!made.is_quiet.load()) return;
-  refusals.leave_untold(made.seq, "operation #" + std::to_string(made.seq) + " on " +
-                                      comm_->name + ": " + why);
+  if (made.is_waited.load()) refusals.leave_untold(made.seq, why);
 }
 
 // --- waiting ---

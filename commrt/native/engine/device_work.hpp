@@ -63,10 +63,10 @@ struct DeviceCall {
 
   std::shared_ptr<DeviceWork> work;
   std::atomic<int> state{0};
-  std::uint64_t seq = 0;  // on the communicator; of its first piece
+  std::uint64_t seq = 0;  // on the communicator; of its first operation there
+  bool orders = false;    // its caller's stream waits for its end, and nobody need ask for it
   bool may_be_refused = false;  // other ranks make it as well, in the order of operations
-  // Nobody asks for its end: the program hears of a refusal in its next call.
-  std::atomic<bool> is_quiet{false};
+  std::atomic<bool> is_waited{false};  // a stream was told to wait for it later
   Event end = 0;
   double timeout_s = 0;
   std::string kind, error;  // of a failure; written before the state

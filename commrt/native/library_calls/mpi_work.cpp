@@ -58,7 +58,7 @@ DeviceWork::CallPtr MpiWork::start(const std::shared_ptr<const MpiDevicePlan>& p
   made->in = in;
   made->out = out;
   made->timeout_s = timeout_s;
-  made->is_quiet = orders;
+  made->orders = orders;
   issue(made, stream, keep);
   announce();
   engine_.wake();
@@ -234,7 +234,7 @@ void MpiWork::tell_graphs(const MpiCall& made) {
 
 void MpiWork::submit(MpiCall& made, Stream stream) {
   const std::lock_guard<std::mutex> own(engine_.mutex);
-  comm_->refusals.on_devices.note(comm_->next_seq, made.plan->words);
+  comm_->refusals.on_devices.note(comm_->next_seq, made.plan->words, made.orders);
   made.may_be_refused = true;
   const Gate gate{has(PlantedInMpi::Ungated) ? nullptr : &opened_, made.value};
   made.op = comm_->start_gated(made.plan->runs, made.in, made.out, gate, stream);

@@ -84,7 +84,7 @@ DeviceWork::CallPtr Stager::start(const std::shared_ptr<const StagedPlan>& plan,
   made->plan = plan;
   made->arrays = std::move(arrays);
   made->timeout_s = timeout_s;
-  made->is_quiet = orders;
+  made->orders = orders;
   issue(made, stream, keep);
   announce();
   engine_.wake();
@@ -330,8 +330,9 @@ void Stager::submit(Piece* first, Piece* last, Stream stream) {
   }
   const std::lock_guard<std::mutex> own(engine_.mutex);
   if (begins) {
-    comm_->refusals.on_devices.note(comm_->next_seq, made.plan->words);
-    made.may_be_refused = facts == nullptr;
+    made.seq = comm_->next_seq;
+    comm_->refusals.on_devices.note(made.seq, made.plan->words, made.orders);
+    made.may_be_refused = true;
   }
   // No gate: what is compared is here at the call.
   if (facts != nullptr) {
@@ -355,7 +356,6 @@ void Stager::submit(Piece* first, Piece* last, Stream stream) {
     }
     piece.op = comm_->start_gated(part.runs, in, out, gate, stream);
   }
-  if (begins) made.seq = first->op->seq;
 }
 
 void Stager::order_after(const StagedPtr& made, Stream stream) {

@@ -3107,9 +3107,9 @@ def staged_plan(
 def stream_steps() -> list[str]:
     """Names of a program's steps, by their codes."""
 
-def take_untold(group: Group) -> str:
-    """Return once what the program is to hear of calls that failed unseen; empty:
-    nothing.
+def take_untold(group: Group) -> dict[int, str]:
+    """Return once what the program is to hear of calls that failed unseen, by
+    their numbers.
     """
 
 def view_of_numpy(arg: Any, /) -> Any:

@@ -249,8 +249,9 @@ class Core(Channel):
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the engine did not recognise at a glance."""
+        number = self.next_seq
         made = super()._call(name, args, kwargs)
-        self.devices.refused.raise_untold(made)
+        self.devices.refused.raise_untold(number, made)
         return made
 
     def check_usable(self) -> None:

@@ -31,14 +31,12 @@ def meet(
 
     ``what`` is the operation that all of them call. Where they call different ones,
     ``give_up`` makes the communicator unusable. The meeting counts as an operation: who
-    refuses that one has not come, and who refuses the next one has. The ranks meet also
-    where no backend has a word, since a rank that has refused its call may not know
-    that it is one on a device.
+    refuses that one has not come, and who refuses the next one has.
     """
     asked = {name: each for name, each in attached.items() if not each.is_agreed}
     told = {name: each.tells(device) for name, each in asked.items()}
     told = {name: mine for name, mine in told.items() if mine is not None}
-    if not told and (group.size == 1 or device.kind == "simulated"):
+    if not told:
         return
     blobs = group.world.bootstrap.exchange(
         group.world_ranks,

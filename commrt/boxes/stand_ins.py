@@ -16,8 +16,9 @@ from commrt import _native
 from commrt.boxes.compared import ComparedBoxes
 from commrt.boxes.host_plans import box_template
 from commrt.device_calls.collectives import DeviceCollectives
+from commrt.device_calls.refused_calls import zeros
 from commrt.device_calls.requests import DeviceRequest
-from commrt.devices.arrays import DeviceArray, DeviceStream
+from commrt.devices.arrays import DeviceStream
 from commrt.group.group import Group
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.dtypes import DTYPES, DType
@@ -67,7 +68,7 @@ class BoxStandIns:
             dtype.itemsize * max(_length(moves, side) for moves in phases)
             for side in (_SENT, _TAKEN)
         ]
-        arrays = [DeviceArray(device, max(1, each), "uint8") for each in nbytes]
+        arrays = [zeros(device, each, stream) for each in nbytes]
         if first.backend == _native.StagedPlan.backend:
             plan = self._staged(first, phases, dtype, nbytes)
         else:

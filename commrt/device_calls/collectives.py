@@ -213,6 +213,7 @@ class DeviceCollectives:
         The first time the ranks meet for it, as they do in a collective's first call.
         """
         self.cut_buckets()
+        self.refused.know(device)
         carrier = self.attached[backend]
         if not carrier.is_agreed:
             self.agree(device, what, timeout_s)
@@ -225,6 +226,7 @@ class DeviceCollectives:
 
         None where they go through pinned memory. Collective, as ``can_carry``.
         """
+        self.refused.know(device)
         where = device, what, stream, timeout_s
         for name, carrier in self.attached.items():
             if carrier.carries_boxes and self.can_carry(name, *where):
@@ -572,15 +574,16 @@ class BoundDeviceCall:
     def __call__(self) -> Any:
         """Run the operation; the current stream waits for it. Return its output."""
         self._check(self._calls[0])
-        self._devices.start(self._calls[0], self._bound, self._plan).be_quiet()
-        self._devices.refused.raise_untold()
+        started = self._devices.start(self._calls[0], self._bound, self._plan)
+        started.be_quiet()
+        self._devices.refused.raise_untold(started.seq, self._bound.result)
         return self._bound.result
 
     def start(self) -> DeviceRequest:
         """Start the operation and return its request."""
         self._check(self._calls[1])
         request = self._devices.start(self._calls[1], self._bound, self._plan)
-        self._devices.refused.raise_untold(request)
+        self._devices.refused.raise_untold(request.seq, request)
         return request
 
     def _check(self, call: Call) -> None:

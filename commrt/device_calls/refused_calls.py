@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from commrt import _native
 from commrt.arrays.host import HostView
 from commrt.calls.arguments import Bound, Call
@@ -28,12 +30,14 @@ from commrt.vocabulary.dtypes import DType, ReduceOp
 from commrt.vocabulary.limits import deadline_after
 from commrt.vocabulary.operations import OpSpec, operation
 
-__all__ = ["RefusedCalls", "words_of"]
+__all__ = ["RefusedCalls", "words_of", "zeros"]
 
 _UNHEARD, _GIVEN, _ELSEWHERE = 0, 2, 3
 """Answers of a rank, as the engine has them."""
 _SLICE_S = 0.05
 """A thread that waits looks so often whether it is to end."""
+_ZEROS_NBYTES = 1 << 20
+"""Zeros that are copied from the host at once."""
 _COLLECTIVE = "collective"
 """The kind of words that are of a collective."""
 
@@ -132,6 +136,20 @@ class _StandIn:
         )
 
 
+def zeros(device: Any, nbytes: int, stream: DeviceStream) -> DeviceArray:
+    """Return so many bytes of a device, which a stream fills: others get them."""
+    made = DeviceArray(device, nbytes, "uint8")
+    some = min(nbytes, _ZEROS_NBYTES)
+    source = DeviceArray(device, some, "uint8").put(
+        np.zeros(some, "uint8"), stream=stream.handle
+    )
+    for at in range(0, nbytes, _ZEROS_NBYTES):
+        count = min(_ZEROS_NBYTES, nbytes - at)
+        device.memcpy_async(made.address + at, source.address, count, stream.handle)
+    stream.synchronize()
+    return made
+
+
 class Devices(Protocol):
     """The communicator's collectives on devices."""
 
@@ -210,18 +228,22 @@ class RefusedCalls:
         while not self._settled.wait(_SLICE_S):  # a signal may come
             pass
 
-    def raise_untold(self, made: Any = None) -> None:
+    def raise_untold(self, number: int, made: Any = None) -> None:
         """Raise RefusedError where a call has failed by that, and nobody looked.
 
-        ``made``: the request or the output of the call that has been made meanwhile.
+        ``number`` is the first one that this rank's last call can have; ``made`` is the
+        request or the output of that.
         """
-        why = _native.take_untold(self._comm)
-        if not why:
+        untold: dict[int, str] = _native.take_untold(self._comm)
+        if not untold:
             return
-        error = RefusedError(
-            f"{why}. The call that raises this has been made: all ranks are in step"
-        )
-        error.made = made
+        error = RefusedError("; ".join(untold.values()))
+        if max(untold) < number:
+            error = RefusedError(
+                f"{error}. The call that raises this has been made: all ranks are in "
+                f"step"
+            )
+            error.made = made
         raise error
 
     def close(self) -> None:
@@ -312,17 +334,17 @@ class RefusedCalls:
         comm = self._comm
         what = _StandIn.of(said, comm.rank, comm.size)
         given, taken = what.lengths(comm.rank, comm.size)
-        x = None if given is None else self._array(what.dtype, given)
+        x = None if given is None else self._view(what.dtype, given, stream)
         out = x
         if taken != given or not what.spec.in_place:
-            out = None if taken is None else self._array(what.dtype, taken)
+            out = None if taken is None else self._view(what.dtype, taken, stream)
         call = what.call(stream)
         bound = Bound(x, out, out, what.dtype, what.elements, what.counts)
         plan = self._devices.plan(call, bound, is_checked=True)
         return self._devices.start(call, bound, plan)
 
-    def _array(self, dtype: DType, count: int) -> HostView:
-        made = DeviceArray(self._device, count * dtype.itemsize, "uint8")
+    def _view(self, dtype: DType, count: int, stream: DeviceStream) -> HostView:
+        made = zeros(self._device, count * dtype.itemsize, stream)
         number = getattr(self._device, "ordinal", 0)
         return HostView(
             *(made, made, made.address, count, dtype, (count,), True, number),

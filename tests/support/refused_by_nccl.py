@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call by NCCL that one rank refuses, in processes: how it ends on every rank."""
+"""A call on a device that one rank refuses, in processes: how it ends on each rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["check_refused", "refused_by_nccl"]
 COUNT = 1000
 
 
-def refused_by_nccl(refuses: int) -> list[Any]:
-    """Refuse the second call on one rank; return a result and two errors."""
+def refused_by_nccl(refuses: int, algorithm: str = "nccl/native") -> list[Any]:
+    """Refuse the second call on one rank; return a result, and how two calls end."""
     os.environ.setdefault("NCCL_HOSTID", f"host{detect().rank}")
     comm = commrt.init()
     gpu = cuda_device(0)
@@ -31,7 +31,7 @@ def refused_by_nccl(refuses: int) -> list[Any]:
 
         def start(**arguments: Any) -> None:
             comm.allreduce(
-                x, algorithm="nccl/native", nonblocking=True, **arguments
+                x, algorithm=algorithm, nonblocking=True, **arguments
             ).synchronize()
 
         start()
@@ -45,15 +45,13 @@ def refused_by_nccl(refuses: int) -> list[Any]:
 
 
 def check_refused(said: Mapping[int, Any], refuses: int) -> None:
-    """Check what the ranks said: all of them heard at once who refused, and why."""
+    """Check what the ranks said: all heard who refused, and went on in step."""
     assert len(said) > 1
     for rank, (result, first, later) in said.items():
         assert result == len(said)
         if rank == refuses:
             assert first.startswith(f"UsageError: allreduce: out has {COUNT - 1} ")
-            assert later.startswith("RevokedError"), later
-            assert "refused its call" in later or "another node has ended it" in later
         else:
-            assert first.split(":")[0] in ("RefusedError", "RevokedError"), first
+            assert first.startswith("RefusedError"), first
             assert f"rank {refuses} has refused its call" in first, first
-            assert later.startswith("RevokedError"), later
+        assert later == "none", later  # all are in step

@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -81,7 +82,7 @@ void bind_end(nb::module_& m) {
   }, nb::arg("group"), "Nothing is asked any more.");
   m.def("take_untold", [](Group& g) { return g.comm->refusals.on_devices.take_untold(); },
         nb::arg("group"),
-        "Return once what the program is to hear of calls that failed unseen; empty: nothing.");
+        "Return once what the program is to hear of calls that failed unseen, by their numbers.");
   m.def("limit_end", &limit_end, nb::arg("seconds"), nb::arg("status"), nb::arg("message"),
         "Let this process end after a time, with a message, whatever its threads do.");
 }

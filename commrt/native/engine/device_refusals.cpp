@@ -110,13 +110,10 @@ void DeviceRefusals::has_told(uint64_t seq) {
   see_untold();
 }
 
-std::string DeviceRefusals::take_untold() {
+std::map<uint64_t, std::string> DeviceRefusals::take_untold() {
   const std::lock_guard<std::mutex> own(telling_);
-  std::string all;
-  for (const auto& [seq, why] : untold_) all += (all.empty() ? "" : "; ") + why;
-  untold_.clear();
-  see_untold();
-  return all;
+  has_untold_.store(false, std::memory_order_relaxed);
+  return std::exchange(untold_, {});
 }
 
 }  // namespace commrt

@@ -67,8 +67,8 @@ class DeviceRefusals {
   // A call that nobody asks for any more has failed by that; `why` is for the program's next call.
   void leave_untold(uint64_t seq, const std::string& why);
   void has_told(uint64_t seq);
-  // Returns what the program has to be told of such calls, once; empty: nothing.
-  std::string take_untold();
+  // Returns what the program has to be told of such calls, by their numbers, once.
+  std::map<uint64_t, std::string> take_untold();
   bool has_untold() const { return has_untold_.load(std::memory_order_relaxed); }
 
  private:

@@ -387,6 +387,7 @@ def test_what_is_wrong_is_said_as_at_the_first_call(
         comm.allreduce(x)
         comm.allreduce(Exported(memory))
         assert wrong() == first
+        comm.allreduce(x)  # the ranks have refused the last one before it
         with without_python(comm):
             comm.allreduce(x)
         rank.finish()

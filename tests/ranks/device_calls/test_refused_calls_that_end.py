@@ -98,33 +98,6 @@ def test_all_ranks_hear_of_it(carrier: tuple[str, Run], size: int) -> None:
     assert all("rank 1 has refused its call" in each for each in told)
 
 
-def test_a_first_call_may_be_refused(carrier: tuple[str, Run]) -> None:
-    """The ranks meet before a first call; nothing is given to a device yet.
-
-    So those that NCCL or memory of peers would carry leave the communicator whole.
-    """
-    name, run = carrier
-
-    def main(rank: Rank) -> list[float]:
-        comm = duplicate(rank)
-        x = rank.array(np.ones(500, "f4"))
-        for _ in range(2):
-            if rank.rank == 1:
-                wrong(rank, comm, x, backend=name)
-            else:
-                told = fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
-                assert "rank 1 has refused its call" in told
-            if name == "staged":
-                return [2.0]
-        comm.allreduce(x, backend=name, nonblocking=True).synchronize()
-        value = rank.fetch(x)
-        rank.stream.synchronize()
-        comm.free()
-        return [float(each) for each in value()][:1]
-
-    assert run(2, main) == [[2.0]] * 2
-
-
 def test_the_next_call_meets_no_earlier_one(carrier: tuple[str, Run]) -> None:
     """The rank in error goes on with its next call, which must not take theirs."""
     name, run = carrier

@@ -343,12 +343,9 @@ def interrupted() -> list[Any]:
 def test_ctrl_c_ends_the_wait_after_a_refused_call(tmp_path: Path) -> None:
     said, complaints = run(tmp_path, 2, interrupted)
     result, refused, later = said[1]
-    assert (result, refused.split(":")[0], later.split(":")[0]) == (
-        *(2.0, "UsageError"),
-        "RevokedError",
-    )
+    assert (result, refused.split(":")[0], later) == (2.0, "UsageError", "none")
     result, refused, later = said[0]
     assert result == 2.0
     assert "rank 1 has refused its call" in refused
-    assert later.startswith("RevokedError")
+    assert later == "none"
     assert complaints == []

@@ -18,8 +18,9 @@ from device_carriers import CARRIERS, Run, carrier_here
 from staged_ranks import Rank
 
 from commrt.comm import core_of
-from commrt.device_calls import collectives
-from commrt.errors import CommError, RefusedError, RevokedError, UsageError
+from commrt.device_calls import collectives, refused_calls
+from commrt.device_calls.refused_calls import words_of
+from commrt.errors import CommError, DeviceError, RefusedError, RevokedError, UsageError
 
 LONG_S = 300.0
 """No rank may need its deadline."""
@@ -336,3 +337,29 @@ def test_a_call_is_refused_before_the_ranks_join(name: str, kind: str) -> None:
 
     with carrier_here(name) as run:
         assert run(2, main) == [[2.0]] * 2
+
+
+def test_a_stand_in_without_memory_ends_the_communicator(
+    carrier: tuple[str, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, run = carrier
+    monkeypatch.setattr(collectives, "words_of", words_of)
+
+    def no_memory(*_: Any) -> Any:
+        raise DeviceError("out of memory", "failed")
+
+    monkeypatch.setattr(refused_calls, "zeros", no_memory)
+
+    def main(rank: Rank) -> str:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(5000, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            wrong(rank, comm, x, backend=name)
+            return end(rank, comm)
+        fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+        return end(rank, comm)
+
+    for said in run(2, main):
+        assert "rank 1 could not make a call that it had refused" in said
+        assert "out of memory" in said

@@ -203,7 +203,7 @@ class Core(Channel):
             if fused is not None:
                 return fused
         on_host = self.devices.carrier_on_host(args, arguments)
-        self.devices.notice(args, arguments)
+        self.devices.refused.notice(args, arguments)
         return on_host or self.compression.carrier(arguments)
 
     def _as_fused(

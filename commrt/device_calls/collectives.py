@@ -21,7 +21,6 @@ from commrt.arrays.device import (
     device_number,
     seems_on_device,
 )
-from commrt.arrays.host import view_anywhere
 from commrt.backends.agreement import meet
 from commrt.backends.base import Attached
 from commrt.calls.channel import Channel
@@ -184,13 +183,6 @@ class DeviceCollectives:
         if not (is_here or any(map(seems_on_device, given))):
             return None
         return RefusedOnHost(self.host_jobs, service_of(arguments.get("compress")))
-
-    def notice(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-        """Take note of the device of a call that is refused, if it has one."""
-        given = [*args[:1], *map(arguments.get, ("x", "out"))]
-        for each in filter(seems_on_device, given):
-            with suppress(Exception):  # of an object that is not ours
-                self.refused.know(view_anywhere(each, "x").on)
 
     def host_part(self, call: Call, bound: Bound) -> HostCall:
         """Return the host's part of a call whose work is Python's; see its errors."""

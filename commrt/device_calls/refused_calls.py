@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from commrt import _native
-from commrt.arrays.host import HostView
+from commrt.arrays.device import seems_on_device
+from commrt.arrays.host import HostView, view_anywhere
 from commrt.calls.arguments import Bound, Call
 from commrt.calls.channel import Channel
 from commrt.devices.arrays import DeviceArray, DeviceStream
@@ -197,6 +198,13 @@ class RefusedCalls:
     def know(self, device: Any) -> None:
         """Take note of a device that the program makes calls on."""
         self._device = device
+
+    def notice(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+        """Take note of the device of a call that is refused, if it has one."""
+        given = [*args[:1], *map(arguments.get, ("x", "out"))]
+        for each in filter(seems_on_device, given):
+            with suppress(Exception):  # of an object that is not ours
+                self.know(view_anywhere(each, "x").on)
 
     def refuse(self, error: Exception, take_place: Callable[[Exception], None]) -> None:
         """Refuse the next call: of a device, or in its place as any other.

@@ -31,6 +31,8 @@ LAYERS = (
     (
         "founding",
         "recovery",
+        "membership",
+        "growing_by_mpi",
         "growing",
         "subgroups",
         "core",

@@ -30,7 +30,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.job.liveness import findable, why_ended
-from commrt.launch.python_program import PythonProgram, own_program, program_of
+from commrt.launch.python_program import own_program, program_of
 from commrt.membership import (
     check_all_came,
     gone_of,
@@ -38,7 +38,7 @@ from commrt.membership import (
     words_of,
 )
 from commrt.mpi import library
-from commrt.mpi.spawning import finalize_without_disconnect, spawn
+from commrt.mpi.spawning import finalize_without_disconnect, spawn, why_unreachable
 from commrt.mpi.ulfm import Beside
 from commrt.recovery import Recovery
 from commrt.vocabulary.limits import deadline_after
@@ -139,7 +139,9 @@ class _Intake:
         talk = self.talk
         assert talk is not None
         processes = [each["process"] for each in self.said]
-        processes += [json.loads(talk.heard[k][Says.HERE])["process"] for k in self._all]
+        processes += [
+            json.loads(talk.heard[k][Says.HERE])["process"] for k in self._all
+        ]
         places = places_of(self.places, self.count)
         text = json.dumps({**words, "processes": processes, "places": places})
         talk.tell_all(Says.COME, text.encode())
@@ -193,6 +195,8 @@ class _Intake:
 
     def _start(self, until: float) -> None:
         """Start newcomers, and wait until all of them have called init()."""
+        if why := why_unreachable():
+            raise BackendError(f"grow on {self.name}: {why}")
         own = self.peers.own_comm(max(0.0, until - time.monotonic()))
         if own is None:
             raise UsageError(
@@ -250,8 +254,8 @@ class _Intake:
             here = sum(Says.HERE in talk.heard[number] for number in self._all)
             raise TimeoutError_(
                 f"grow on {self.name}: {here} of {self.count} newcomers have called "
-                f"commrt.init() within {self.limit_s:g} s: look for what they wait for, "
-                f"or give grow() a larger timeout_s"
+                f"commrt.init() within {self.limit_s:g} s: look for what they wait "
+                f"for, or give grow() a larger timeout_s"
             )
 
     def _check(self, talk: Talk, number: int) -> None:

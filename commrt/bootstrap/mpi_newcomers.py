@@ -4,8 +4,8 @@
 MPI connects both sides as it starts the new ones. From then on they talk by messages on
 that intercommunicator. Rank 0 tells each newcomer its program. When that calls
 ``init()``, the newcomer tells each rank that it is here; where the program ends before,
-that it has left. Once the ranks have agreed, each of them says to come, or why not. The
-first such word that arrives counts: all of them say the same.
+that it has left. Once the ranks have agreed, each of them says to come, or why not. All
+of them say the same. So it is said, too, where some of them die meanwhile.
 
 Only then both sides merge into one MPI communicator, which blocks. All are in MPI by
 then, so it takes no time; still a thread calls it, and the callers have their limits.
@@ -216,9 +216,7 @@ class Guest:
         parent.Set_errhandler(mpi.ERRORS_RETURN)
         self._mpi, self._talk = mpi, Talk(parent)
         self.pid = os.getpid()
-        self.launch = LaunchInfo(
-            "mpi", parent.Get_rank(), parent.Get_size(), _SOURCE
-        )
+        self.launch = LaunchInfo("mpi", parent.Get_rank(), parent.Get_size(), _SOURCE)
         """Ranks are those among the newcomers of one start."""
         self.is_member = False
         """True once it is a rank."""
@@ -226,7 +224,7 @@ class Guest:
         """The error of ``join``, once the ranks go on without this process."""
 
     def order(self, timeout_s: float) -> Order:
-        """Return the program that this process is to run; raise as ``_verdict`` does."""
+        """Return the program that this process is to run."""
         return Order.of(self._wait_for(Says.RUN, timeout_s))
 
     def join(
@@ -264,14 +262,17 @@ class Guest:
         poll_until(self._talk.has_sent_all, _GOODBYE_S)
 
     def _wait_for(self, says: Says, timeout_s: float) -> bytes:
-        """Return a rank's word of that kind; raise what another one means."""
+        """Return the ranks' word of that kind; raise what another one means."""
         talk = self._talk
         answers = {says, Says.NOT}
+        speakers = range(1) if says is Says.RUN else range(talk.size)
 
         def answered() -> bool:
-            talk.step()
-            said = any(answers & words.keys() for words in talk.heard.values())
-            return said or len(talk.failed) == talk.size
+            talk.step()  # all answers are taken: MPICH warns of messages that are left
+            return all(
+                answers & talk.heard[rank].keys() or rank in talk.failed
+                for rank in speakers
+            )
 
         if not poll_until(answered, timeout_s):
             raise TimeoutError_(
@@ -288,7 +289,7 @@ class Guest:
                 f"ranks go on without it: {refusals[0].decode()}"
             )
         raise PeerFailedError(
-            "commrt.init: this process was started to join a running job, and all "
+            "commrt.init: this process was started to join a running job, and the "
             "ranks that started it have failed"
         )
 
@@ -305,8 +306,8 @@ def become_guest() -> Guest:
     parent = mpi.Comm.Get_parent()
     if parent == mpi.COMM_NULL:
         raise UsageError(
-            "commrt.running.newcomer is what comm.grow() starts by MPI: run the program "
-            "itself instead"
+            "comm.grow() starts commrt.running.newcomer by MPI: run the program itself "
+            "instead"
         )
     _GUESTS.append(Guest(parent))
     return _GUESTS[0]

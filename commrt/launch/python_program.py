@@ -90,7 +90,7 @@ def run_program(words: Sequence[str]) -> None:
         _begin_path("")
         main = ModuleType("__main__")
         sys.modules["__main__"] = main
-        exec(compile(words[1], "<string>", "exec"), main.__dict__)  # noqa: S102
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
     elif words[0] == _MODULE:
         sys.argv[:] = words[1:]
         _begin_path(os.getcwd())

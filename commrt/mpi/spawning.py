@@ -13,10 +13,13 @@ from commrt.mpi import library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["finalize_without_disconnect", "spawn"]
+__all__ = ["finalize_without_disconnect", "spawn", "why_unreachable"]
 
 _NUM_DYNAMIC = "ompi_comm_num_dyncomm"
 """Open MPI's count of communicators that have ranks of several starts."""
+_TRANSPORTS = "OMPI_MCA_btl"
+"""Names what carries Open MPI's messages; ``mpiexec --mca btl`` sets it."""
+_OF_ONE_START = {"self", "sm", "vader"}
 _NEVER = -(2**30)
 _INFO = {
     # Newcomers come beside ranks that have a core each, or in the place of one that
@@ -27,9 +30,7 @@ _INFO = {
 """Open MPI's options of the placement; other libraries know no such keys."""
 
 
-def spawn(
-    comm: MPI.Intracomm, arguments: Sequence[str], count: int
-) -> MPI.Intercomm:
+def spawn(comm: MPI.Intracomm, arguments: Sequence[str], count: int) -> MPI.Intercomm:
     """Return a communicator with ``count`` new processes of this Python.
 
     Collective over ``comm``. Blocks until each of them has started MPI; it never ends
@@ -52,6 +53,22 @@ def spawn(
         info.Free()
     made.Set_errhandler(mpi.ERRORS_RETURN)
     return made
+
+
+def why_unreachable() -> str:
+    """Return why ranks cannot reach processes of another start; empty: they may.
+
+    Open MPI's shared memory connects the ranks of one start only.
+    """
+    mpi = library.load()
+    named = os.environ.get(_TRANSPORTS, "")
+    is_ours = library.library_name(mpi).startswith("Open MPI")
+    if not is_ours or not named or {*named.split(",")} - _OF_ONE_START:
+        return ""
+    return (
+        f"{_TRANSPORTS}={named} leaves Open MPI no way to reach processes that start "
+        f"later, since its shared memory connects those of one start only: add tcp"
+    )
 
 
 def finalize_without_disconnect() -> None:

@@ -107,11 +107,8 @@ def _program_to_run(comm: Channel, program: Sequence[str] | None) -> dict[str, A
         for name, value in os.environ.items()
         if name.startswith("COMMRT_") and name not in _OF_ONE_PROCESS
     }
-    return {
-        "options": found.options,
-        "words": found.words,
-        "variables": variables,
-    }
+    order = Order(found, variables)
+    return {"options": found.options, "order": order.text().decode()}
 
 
 @dataclass
@@ -208,9 +205,7 @@ class _Intake:
         self.talk = Talk(self._spawned(comm, until))
         comm.Free()
         if self.peers.rank == 0:
-            first = self.said[0]
-            order = Order(tuple(first["words"]), first["variables"])
-            self.talk.tell_all(Says.RUN, order.text())
+            self.talk.tell_all(Says.RUN, self.said[0]["order"].encode())
         self._wait_for_all(self.talk, until)
 
     def _spawned(self, comm: Any, until: float) -> Any:

@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.launch.detect import LaunchInfo
+from commrt.launch.python_program import PythonProgram
 from commrt.mpi import library
 from commrt.mpi.spawning import finalize_without_disconnect
 from commrt.mpi.ulfm import Beside, is_failure
@@ -159,20 +160,20 @@ class Talk:
 class Order:
     """The program of a newcomer."""
 
-    words: tuple[str, ...]
-    """Of the program, as in ``PythonProgram``."""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    program: PythonProgram
+    variables: Mapping[str, str]
     """Variables that its environment gets."""
 
     def text(self) -> bytes:
         """Return it as a message."""
-        return json.dumps([self.words, dict(self.variables)]).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def of(cls, text: bytes) -> Order:
         """Return the one of a message."""
-        words, variables = json.loads(text)
-        return cls(tuple(words), variables)
+        said = json.loads(text)
+        options, words = (tuple(said["program"][key]) for key in ("options", "words"))
+        return cls(PythonProgram(options, words), said["variables"])
 
 
 def merged(
@@ -203,7 +204,8 @@ def merged(
         ) from error
     made.Set_errhandler(mpi.ERRORS_RETURN)
     made.Set_name("commrt bootstrap")
-    talk.inter.Free()
+    # The intercommunicator is never freed: where it is, Open MPI 5.0.11 fails with a
+    # segmentation fault at the next death of one of its processes.
     return made
 
 

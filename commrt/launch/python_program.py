@@ -29,12 +29,16 @@ class PythonProgram:
     """A script, or ``-m`` and a module, or ``-c`` and code; then their arguments."""
 
 
+_RUN_HERE: list[PythonProgram] = []
+"""The program that another one has run in this process."""
+
+
 def own_program() -> PythonProgram:
     """Return the program of this process; UsageError where it cannot be run again.
 
     One that Python read from a terminal or a pipe is not there any more.
     """
-    return program_of(sys.orig_argv[1:])
+    return _RUN_HERE[0] if _RUN_HERE else program_of(sys.orig_argv[1:])
 
 
 def program_of(arguments: Sequence[str]) -> PythonProgram:
@@ -79,12 +83,10 @@ def _kind_in(word: str) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def run_program(words: Sequence[str]) -> None:
-    """Run a program in this process, as ``python WORDS`` would.
-
-    Args:
-        words: those of a ``PythonProgram``.
-    """
+def run_program(program: PythonProgram) -> None:
+    """Run a program in this process, as ``python`` would that has its options."""
+    _RUN_HERE[:] = [program]
+    words = program.words
     if words[0] == _CODE:
         sys.argv[:] = [_CODE, *words[2:]]
         _begin_path("")

@@ -25,7 +25,7 @@ def main() -> None:
     order = place.order(env.read_float("COMMRT_TIMEOUT_S"))
     os.environ.update(order.variables)
     try:
-        run_program(order.words)
+        run_program(order.program)
     except CommError as error:
         _end_if_refused(place, error)
         raise

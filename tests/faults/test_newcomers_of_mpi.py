@@ -22,6 +22,7 @@ import commrt.founding
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.comm import Communicator, core_of
 from commrt.errors import (
+    BackendError,
     CommError,
     MismatchError,
     PeerFailedError,

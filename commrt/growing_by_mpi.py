@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt import errors
 from commrt.bootstrap.base import first_word, poll_until
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.mpi_mail import Mailbox
-from commrt.bootstrap.mpi_newcomers import Order, Says, Talk, merged, places_of
+from commrt.bootstrap.mpi_newcomers import (
+    UNENDED,
+    Order,
+    Says,
+    Talk,
+    merged,
+    places_of,
+)
 from commrt.calls.channel import Channel
 from commrt.errors import (
     BackendError,
@@ -42,6 +50,9 @@ from commrt.mpi.spawning import finalize_without_disconnect, spawn, why_unreacha
 from commrt.mpi.ulfm import Beside
 from commrt.recovery import Recovery
 from commrt.vocabulary.limits import deadline_after
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["grown_by_mpi"]
 
@@ -109,6 +120,40 @@ def _program_to_run(comm: Channel, program: Sequence[str] | None) -> dict[str, A
     }
     order = Order(found, variables)
     return {"options": found.options, "order": order.text().decode()}
+
+
+class _Start:
+    """A start of newcomers, which may end after the ranks have given it up."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, arguments: Sequence[str], count: int
+    ) -> None:
+        self._comm, self._arguments, self._count = comm, arguments, count
+        self._lock = threading.Lock()
+        self._made: MPI.Intercomm | None = None
+        self._is_given_up = False
+
+    def run(self) -> MPI.Intercomm:
+        """Start them; return the communicator with them."""
+        made = spawn(self._comm, self._arguments, self._count)
+        with self._lock:
+            self._made = made
+            if self._is_given_up:
+                self._refuse(made)
+        return made
+
+    def give_up(self) -> None:
+        """Tell the newcomers to end, also if they start later."""
+        with self._lock:
+            self._is_given_up = True
+            if self._made is not None:
+                self._refuse(self._made)
+
+    @staticmethod
+    def _refuse(made: MPI.Intercomm) -> None:
+        talk = Talk(made)
+        talk.tell_all(Says.NOT, b"they came after the time limit of grow()")
+        _REFUSED.append(talk)
 
 
 @dataclass
@@ -208,18 +253,21 @@ class _Intake:
             self.talk.tell_all(Says.RUN, self.said[0]["order"].encode())
         self._wait_for_all(self.talk, until)
 
-    def _spawned(self, comm: Any, until: float) -> Any:
+    def _spawned(self, comm: MPI.Intracomm, until: float) -> MPI.Intercomm:
         mpi: Any = library.load()
         arguments = [*self.said[0].get("options", ()), *_RUNNER]
+        start = _Start(comm, arguments, self.count)
         by_thread = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        call = Beside(lambda: spawn(comm, arguments, self.count), by_thread=by_thread)
+        call = Beside(start.run, by_thread=by_thread)
         if not poll_until(call.is_done, until - time.monotonic(), self._heed):
+            UNENDED.append(call)
+            start.give_up()
             raise TimeoutError_(
                 f"grow on {self.name}: MPI has not started {self.count} newcomers "
                 f"within {self.limit_s:g} s; its launcher may have said why"
             )
         try:
-            return call.result()
+            made: MPI.Intercomm = call.result()
         except mpi.Exception as error:
             raise BackendError(
                 f"grow on {self.name}: MPI ({library.library_name(mpi)}) does not "
@@ -227,6 +275,7 @@ class _Intake:
                 f"why; ranks of srun and of a program without a launcher cannot start "
                 f"others: use mpiexec"
             ) from error
+        return made
 
     def _heed(self) -> None:
         """Raise PeerFailedError where a rank has died: MPI may wait for it for ever."""

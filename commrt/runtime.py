@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native, env
 from commrt.backends.catalog import catalog, check_wishes
 from commrt.bootstrap import Bootstrap, connect
-from commrt.bootstrap.mpi_newcomers import guest_here
+from commrt.bootstrap.mpi_newcomers import end_where_mpi_cannot, guest_here
 from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
@@ -315,3 +315,4 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
     end_of_process(engine)
     if drained and world is not None:
         take_last_messages(world, _LAST_S)
+    end_where_mpi_cannot()

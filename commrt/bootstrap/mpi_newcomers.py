@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,11 +43,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "UNENDED",
     "Guest",
     "Order",
     "Says",
     "Talk",
     "become_guest",
+    "end_where_mpi_cannot",
     "guest_here",
     "merged",
     "places_of",
@@ -54,8 +57,12 @@ __all__ = [
 
 _TAG = 7
 _SOURCE = "MPI, as comm.grow() asked for it"
-_GOODBYE_S = 2.0
-"""Longest wait of a process that leaves, for its words to go out."""
+_GOODBYE_S = 10.0
+"""Longest wait of a process that leaves, for the ranks to say that they know."""
+
+
+UNENDED: list[Beside] = []
+"""Calls of MPI that have not ended in time, and may never end."""
 
 
 class Says(IntEnum):
@@ -192,6 +199,7 @@ def merged(
     by_thread = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
     call = Beside(lambda: talk.inter.Merge(high=is_new), by_thread=by_thread)
     if not poll_until(call.is_done, timeout_s, heed):
+        UNENDED.append(call)
         raise TimeoutError_(
             f"MPI has not put the ranks and the newcomers into one communicator within "
             f"{timeout_s:g} s: one of them has died or is stopped; call grow() again"
@@ -226,8 +234,12 @@ class Guest:
         """The error of ``join``, once the ranks go on without this process."""
 
     def order(self, timeout_s: float) -> Order:
-        """Return the program that this process is to run."""
-        return Order.of(self._wait_for(Says.RUN, timeout_s))
+        """Return the program that this process is to run; raise as ``join`` does."""
+        try:
+            return Order.of(self._wait_for(Says.RUN, timeout_s))
+        except CommError as error:
+            self.refusal = error
+            raise
 
     def join(
         self, facts: Mapping[str, Any], timeout_s: float
@@ -260,8 +272,18 @@ class Guest:
             self._say_goodbye(why)
 
     def _say_goodbye(self, why: str) -> None:
-        self._talk.tell_all(Says.LEFT, why.encode())
-        poll_until(self._talk.has_sent_all, _GOODBYE_S)
+        talk = self._talk
+        talk.tell_all(Says.LEFT, why.encode())
+
+        def knows(rank: int) -> bool:
+            heard = talk.heard[rank]
+            return rank in talk.failed or Says.COME in heard or Says.NOT in heard
+
+        def done() -> bool:
+            # MPICH ends the job of a process that leaves a message untaken.
+            return talk.has_sent_all() and all(map(knows, range(talk.size)))
+
+        poll_until(done, _GOODBYE_S)
 
     def _wait_for(self, says: Says, timeout_s: float) -> bytes:
         """Return the ranks' word of that kind; raise what another one means."""
@@ -319,6 +341,23 @@ def guest_here() -> Guest | None:
     """Return this process as a newcomer that MPI has started; None: it is none."""
     here = [each for each in _GUESTS if each.pid == os.getpid()]
     return here[0] if here else None
+
+
+def end_where_mpi_cannot() -> None:
+    """End this process where a thread of it still waits in MPI for the other side.
+
+    That has died, or has not started MPI, for which MPI waits for ever. MPI_Finalize
+    beside that thread would fail with a segmentation fault.
+    """
+    if all(call.is_done() for call in UNENDED):
+        return
+    sys.stderr.write(
+        "commrt: this process ends without MPI_Finalize: a thread still waits in MPI "
+        "for processes that grow() has given up\n"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(hasattr(sys, "last_value")))
 
 
 def places_of(old: Sequence[int], count: int) -> list[int]:

@@ -41,14 +41,14 @@ def spawn(comm: MPI.Intracomm, arguments: Sequence[str], count: int) -> MPI.Inte
         arguments: Python's, on its rank 0.
         count: how many.
     """
-    mpi = library.load()
+    mpi: Any = library.load()
     info = mpi.Info.Create()
     info.Set("wdir", os.getcwd())
     if library.library_name(mpi).startswith("Open MPI"):
         for key, value in _INFO.items():
             info.Set(key, value)
     try:
-        made: Any = comm.Spawn(sys.executable, [*arguments], count, info=info, root=0)
+        made = comm.Spawn(sys.executable, [*arguments], count, info=info, root=0)
     finally:
         info.Free()
     made.Set_errhandler(mpi.ERRORS_RETURN)

@@ -12,7 +12,7 @@ import os
 import sys
 
 from commrt import env
-from commrt.bootstrap.mpi_newcomers import Guest, become_guest
+from commrt.bootstrap.mpi_newcomers import Guest, become_guest, end_where_mpi_cannot
 from commrt.errors import CommError
 from commrt.launch.python_program import run_program
 
@@ -22,9 +22,9 @@ __all__ = ["main"]
 def main() -> None:
     """Hear which program is to run, and run it."""
     place = become_guest()
-    order = place.order(env.read_float("COMMRT_TIMEOUT_S"))
-    os.environ.update(order.variables)
     try:
+        order = place.order(env.read_float("COMMRT_TIMEOUT_S"))
+        os.environ.update(order.variables)
         run_program(order.program)
     except CommError as error:
         _end_if_refused(place, error)
@@ -42,6 +42,7 @@ def _end_if_refused(place: Guest, error: CommError) -> None:
     """
     if error is place.refusal:
         sys.stderr.write(f"{error}\n")
+        end_where_mpi_cannot()
         raise SystemExit(0)
 
 

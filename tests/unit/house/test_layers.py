@@ -28,12 +28,8 @@ LAYERS = (
     ("messages", "objects", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
+    ("founding", "recovery", "membership", "growing_by_mpi", "growing"),
     (
-        "founding",
-        "recovery",
-        "membership",
-        "growing_by_mpi",
-        "growing",
         "subgroups",
         "core",
         "comm",

@@ -141,6 +141,32 @@ comm.allreduce(np.array([2.0 ** comm.rank]))
 """
 
 
+TELLS = """
+import os, sys
+import numpy as np
+import commrt
+comm = commrt.init()
+named = os.environ.get("COMMRT_TIMEOUT_S"), os.environ.get("COMMRT_JOIN")
+said = [sys.argv[1:], os.getcwd(), *named, sys.flags.optimize, sys.flags.utf8_mode]
+comm.allgather_object([comm.rank, said])
+"""
+
+
+def hears_what_a_newcomer_has() -> Any:
+    os.chdir("/")
+    os.environ["COMMRT_TIMEOUT_S"] = "599"
+    comm = commrt.init()
+    program = ["-O", "-X", "utf8", "-c", TELLS, "a b", "--x"]
+    grown = comm.grow(1, program=program, timeout_s=LIMIT_S)
+    return grown.allgather_object([grown.rank, []])
+
+
+def test_newcomers_have_program_folder_and_variables(of_library: MpiRun) -> None:
+    for said in of_library(2, hears_what_a_newcomer_has, env=BY_TCP):
+        new = [["a b", "--x"], "/", "599", None, 1, 1]
+        assert said == [[0, []], [1, []], [2, new]]
+
+
 def test_a_program_that_ends_before_it_joins_is_named(of_library: MpiRun) -> None:
     for said in of_library(
         2, grows_with, program=["-c", "pass"], count=2, timeout_s=LIMIT_S, env=BY_TCP

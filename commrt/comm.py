@@ -261,10 +261,13 @@ class Communicator(_native.Front, Operations):
         self,
         count: int | None = None,
         *,
+        program: Sequence[str] | None = None,
         name: str | None = None,
         timeout_s: float | None = None,
     ) -> Communicator:
-        made = self._core.growth.grow(count, name=name, timeout_s=timeout_s)
+        made = self._core.growth.grow(
+            count, program=program, name=name, timeout_s=timeout_s
+        )
         if made is self._core:
             return self
         return self._replaced_by(made)

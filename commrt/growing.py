@@ -13,17 +13,21 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from commrt import env
-from commrt.bootstrap.base import Bootstrap, poll_until
+from commrt.bootstrap.base import Bootstrap, first_word, poll_until
 from commrt.bootstrap.connect import ask_for_place
+from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.newcomers import Invitation, Newcomer, Reception
 from commrt.bootstrap.store import StoreBootstrap
 from commrt.calls.channel import Channel
 from commrt.calls.settings import Settings
-from commrt.errors import PeerFailedError, TimeoutError_, UsageError, shown
+from commrt.errors import TimeoutError_, UsageError, shown
 from commrt.founding import Founder
+from commrt.growing_by_mpi import grown_by_mpi
 from commrt.job.arena import pretended_nodes
 from commrt.job.liveness import findable, why_ended
 from commrt.launch.detect import LaunchInfo
+from commrt.launch.python_program import program_of
+from commrt.membership import check_all_came, gone_of, newcomers_among, words_of
 from commrt.recovery import Recovery, name_after
 from commrt.vocabulary.checks import as_integer, check_name
 from commrt.vocabulary.limits import deadline_after
@@ -64,6 +68,7 @@ class Growth(Generic[Plain]):
         self,
         count: int | None = None,
         *,
+        program: Sequence[str] | None = None,
         name: str | None = None,
         timeout_s: float | None = None,
     ) -> Plain:
@@ -78,10 +83,18 @@ class Growth(Generic[Plain]):
         ranks have called this. ``python -m commrt.run --restarts 1`` starts one for
         each rank that dies. Where nobody waits, this returns the communicator itself.
 
+        Ranks that MPI started start newcomers themselves: ``comm.grow(2)`` starts two,
+        and waits until they have called ``commrt.init()``. They run the program of rank
+        0, with its ``COMMRT_`` variables, in its folder.
+
         The old communicator stays as it is; free it. Collective over all ranks.
 
         Args:
-            count: how many newcomers to wait for; None: take those that wait now.
+            count: how many newcomers to wait for, or to start under MPI; None: take
+                those that wait now.
+            program: under MPI, what newcomers run, as arguments of Python:
+                ``["train.py", "--lr", "1"]``, ``["-m", "train"]``; None: what rank 0
+                runs. Rank 0's counts.
             name: what messages call the new communicator.
             timeout_s: limit of the whole.
 
@@ -89,7 +102,11 @@ class Growth(Generic[Plain]):
             PeerFailedError: a rank has died; call ``shrink()`` first.
             TimeoutError_: fewer than ``count`` came, or a rank did not; the
                 communicator works as before.
-            UsageError: its ranks were started by MPI, or are threads.
+            BackendError: MPI starts no processes here, or a newcomer has ended before
+                it joined; the communicator works as before.
+            MismatchError: under MPI, the ranks ask for different counts.
+            UsageError: its ranks are threads, or only some of MPI's; no program is
+                known; or one is given where others start newcomers.
         """
         comm = self._comm
         comm.check_usable()
@@ -98,11 +115,21 @@ class Growth(Generic[Plain]):
         wanted = 0 if count is None else as_integer(count)
         if wanted is None or wanted < 0:
             raise UsageError(f"grow: count={shown(count)} must be a number from 0 on")
+        _check_program(program)
+        if isinstance(comm.world.bootstrap, MpiBootstrap):
+            new_name = own_name or name_after(comm.name)
+            by_mpi = self._recovery, wanted, program, new_name, limit_s
+            return grown_by_mpi(comm, *by_mpi)
+        if program is not None:
+            raise UsageError(
+                f"grow: program={shown(program)} is for ranks that MPI started: here "
+                f"whoever starts a newcomer says what it runs, with COMMRT_JOIN=1"
+            )
         reception = _reception_of(comm.world.bootstrap)
         if reception is None:
             raise UsageError(
                 f"grow: ranks that {comm.world.launch.source} started cannot take in "
-                f"others: start them with python -m commrt.run or torchrun"
+                f"others: start them with python -m commrt.run, torchrun or mpiexec"
             )
         deadline = deadline_after(limit_s)
         self._wait_for(reception, wanted, limit_s)
@@ -116,11 +143,7 @@ class Growth(Generic[Plain]):
         left_s = max(0.0, deadline - time.monotonic())
         blob = json.dumps(facts).encode()
         peers, blobs = self._recovery.regroup("grow", blob, left_s)
-        if len(blobs) < comm.size:
-            raise PeerFailedError(
-                f"grow: ranks of {comm.name} have died meanwhile: call shrink(), and "
-                f"then grow() on what that returns"
-            )
+        check_all_came(comm, blobs)
         said = [json.loads(blob) for blob in blobs.values()]
         # All ranks go by what the first one has seen.
         newcomers = [
@@ -133,9 +156,9 @@ class Growth(Generic[Plain]):
             return comm
         assert isinstance(peers, StoreBootstrap)
         founder = self._recovery.founder(own_name or name_after(comm.name))
-        grown = _with_newcomers(peers, newcomers, said, reception, _words(founder))
+        grown = _with_newcomers(peers, newcomers, said, reception, words_of(founder))
         made, living = founder.found(grown, deadline)
-        made.joined = _newcomers(living, comm.size)
+        made.joined = newcomers_among(living, comm.size)
         return made
 
     def _wait_for(self, reception: Reception, count: int, limit_s: float) -> None:
@@ -173,14 +196,16 @@ def join(
     timeout_s = env.read_float("COMMRT_TIMEOUT_S")
     deadline = deadline_after(timeout_s)
     _import_what_torch_imports_late()
-    peers, text = ask_for_place(launch, findable(), timeout_s)
+    facts = {"process": findable(), "deterministic": deterministic}
+    peers, text = ask_for_place(launch, facts, timeout_s)
     words = json.loads(text)
     if deterministic not in (None, words["deterministic"]):
         raise UsageError(
             f"commrt.init: the job that this process joins has deterministic="
             f"{words['deterministic']}, and here it is {deterministic}"
         )
-    peers.gone = _gone_of(words["processes"], lambda rank: "")
+    peers.gone = gone_of(words["processes"], first_word(peers.gone))
+    node = words.get("node")
     founder = Founder(
         make,
         words["name"],
@@ -190,11 +215,23 @@ def join(
         deterministic=words["deterministic"],
         settings=Settings(),
         timeout_s=words["timeout_s"],
-        node=pretended_nodes(launch.size)[launch.rank],
+        node=pretended_nodes(launch.size)[launch.rank] if node is None else node,
     )
     made, living = founder.found(peers, deadline)
-    made.joined = _newcomers(living, words["first"])
+    made.joined = newcomers_among(living, words["first"])
     return made
+
+
+def _check_program(program: Sequence[str] | None) -> None:
+    if program is None:
+        return
+    is_list = isinstance(program, Sequence) and not isinstance(program, str | bytes)
+    if not is_list or not program or not all(isinstance(w, str) for w in program):
+        raise UsageError(
+            f"grow: program={shown(program)} must be a list of Python's arguments, "
+            f'such as ["train.py", "--steps", "100"]'
+        )
+    program_of(program)
 
 
 def _import_what_torch_imports_late() -> None:
@@ -206,19 +243,6 @@ def _import_what_torch_imports_late() -> None:
     if "torch" in sys.modules:
         with suppress(ImportError):  # a torch without its compiler
             importlib.import_module("torch._dynamo")
-
-
-def _newcomers(living: Sequence[int], old: int) -> range:
-    """Return which ranks are new; some of the ``old`` ones may have died meanwhile."""
-    return range(sum(rank < old for rank in living), len(living))
-
-
-def _words(founder: Founder[Any]) -> dict[str, Any]:
-    return {
-        "name": founder.name,
-        "deterministic": founder.deterministic,
-        "timeout_s": founder.timeout_s,
-    }
 
 
 def _with_newcomers(
@@ -249,18 +273,11 @@ def _with_newcomers(
         return ""
 
     known = peers.gone
-    grown.gone = _gone_of(
+    grown.gone = gone_of(
         processes,
         lambda rank: known(rank) if known and rank < peers.size else left(rank),
     )
     return grown
-
-
-def _gone_of(
-    processes: Sequence[Mapping[str, str]], known: Callable[[int], str]
-) -> Callable[[int], str]:
-    mine = findable()
-    return lambda rank: known(rank) or why_ended(processes[rank], mine)
 
 
 def _living(newcomers: Sequence[Newcomer]) -> list[Newcomer]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from commrt import _native, env
 from commrt.backends.catalog import catalog, check_wishes
 from commrt.bootstrap import Bootstrap, connect
+from commrt.bootstrap.mpi_newcomers import end_where_mpi_cannot, guest_here
 from commrt.comm import Communicator
 from commrt.core import Core
 from commrt.errors import ClosedError, UsageError, shown
@@ -117,9 +118,9 @@ def init(
                 )
             return comm
         env.check_names()
-        if _RUNTIME.world is None and env.read_bool("COMMRT_JOIN"):
-            launch = detect()
-            if not launch.is_child:
+        if _RUNTIME.world is None:
+            launch = _launch_of_newcomer()
+            if launch is not None:
                 return _joined(launch, deterministic)
         if _RUNTIME.world is None:
             _RUNTIME.take(_start(mpi_comm))
@@ -144,6 +145,17 @@ def init(
         if progress_mode(world):
             world.engine.start_thread()
         return _RUNTIME.comm
+
+
+def _launch_of_newcomer() -> LaunchInfo | None:
+    """Return who started this process to join a running job; None: it does not."""
+    guest = guest_here()
+    if guest is not None:
+        return guest.launch
+    if not env.read_bool("COMMRT_JOIN"):
+        return None
+    launch = detect()
+    return None if launch.is_child else launch
 
 
 def _joined(launch: LaunchInfo, deterministic: bool | None) -> Communicator:
@@ -303,3 +315,4 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
     end_of_process(engine)
     if drained and world is not None:
         take_last_messages(world, _LAST_S)
+    end_where_mpi_cannot()

@@ -11,6 +11,7 @@ from commrt.bootstrap.base import Bootstrap
 from commrt.bootstrap.claim import claim_rank
 from commrt.bootstrap.launcher_store import store_of_run
 from commrt.bootstrap.mpi import MpiBootstrap
+from commrt.bootstrap.mpi_newcomers import guest_here
 from commrt.bootstrap.mpi_of_launch import started_mpi
 from commrt.bootstrap.newcomers import ask_to_join
 from commrt.bootstrap.single import SingleBootstrap
@@ -54,20 +55,25 @@ def connect(launch: LaunchInfo, mpi_comm: MPI.Intracomm | None = None) -> Bootst
 
 
 def ask_for_place(
-    launch: LaunchInfo, process: Mapping[str, str], timeout_s: float
-) -> tuple[StoreBootstrap, str]:
+    launch: LaunchInfo, facts: Mapping[str, Any], timeout_s: float
+) -> tuple[Bootstrap, str]:
     """Wait until ranks of a running job take this process in; return how it meets them.
 
-    And the words of their invitation. ``process`` says where it can be found.
+    And the words of their invitation. ``facts`` are those of this process; ``process``
+    among them says where it can be found.
     """
+    guest = guest_here()
+    if guest is not None:
+        return guest.join(facts, timeout_s)
     if launch.kind not in ("run", "torchrun"):
         raise UsageError(
             f"COMMRT_JOIN=1 means that this process joins a running job, and "
             f"{launch.source} names none that takes in others: start it with the "
-            f"variables of a job of python -m commrt.run or torchrun, or unset it"
+            f"variables of a job of python -m commrt.run or torchrun, or unset it. "
+            f"(Ranks of MPI start such processes themselves: comm.grow(1))"
         )
     store = _store_of(launch, _NEVER_HOSTS, timeout_s)
-    said = ask_to_join(store, process, timeout_s)
+    said = ask_to_join(store, facts["process"], timeout_s)
     return StoreBootstrap(store, said.rank, said.size, said.prefix), said.words
 
 

@@ -97,7 +97,9 @@ class MpiBootstrap:
         """Ranks in ``comm``, by rank."""
         # A collective that a death ends may leave a gap in the order of the messages
         # of two ranks on its communicator: later ones then never arrive.
-        self.comm_of_all = None if prefix or mail.survives else self.comm
+        has_all = self.places == tuple(range(self.comm.Get_size()))
+        is_free = has_all and not prefix and not mail.survives
+        self.comm_of_all = self.comm if is_free else None
         """``comm``, where no other world has it, and collectives may run on it."""
         self.rank: int = self.places.index(self.comm.Get_rank())
         self.size: int = len(self.places)
@@ -203,6 +205,28 @@ class MpiBootstrap:
         made = MpiBootstrap.of_places(self._mpi, Mailbox(self._mpi, shrunk), kept)
         made.idle, made.gone = self.idle, self.gone
         return made
+
+    def own_comm(self, timeout_s: float) -> tuple[Any, tuple[int, ...]] | None:
+        """Return a new MPI communicator of these ranks, and the place of each there.
+
+        Collective over ranks that have regrouped. None where MPI makes no such
+        communicator, since they are not all that live. Raises as ``renewed`` does.
+        """
+        if self.mail.survives:
+            made = self.renewed(timeout_s)
+            return None if made is self else (made.comm, made.places)
+        if self.size != self.comm.Get_size():
+            return None
+        comm, request = self.comm.Idup()
+        if not poll_until(request.Test, timeout_s, self.idle):
+            with self.mail.lock:
+                self.mail.abandon([(request, comm)])
+            raise TimeoutError_(
+                f"rank {self.rank}: MPI has not duplicated the communicator of "
+                f"{self.size} ranks within {timeout_s:g} s: one of them is stopped"
+            )
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return comm, self.places
 
     def _shrunk(self, timeout_s: float) -> Any:
         """Return a communicator of the ranks that live; collective over all of them."""

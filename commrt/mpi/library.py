@@ -26,6 +26,7 @@ __all__ = [
     "look",
     "mpi_constants",
     "mpi_table",
+    "number_of",
 ]
 
 FUNCTIONS = (
@@ -262,6 +263,14 @@ def flag_of(name: str) -> ctypes.c_bool | None:
     """Return a variable of that library, of C's type bool; None: it has none."""
     try:
         return ctypes.c_bool.in_dll(_extension(), name)
+    except ValueError:
+        return None
+
+
+def number_of(name: str) -> ctypes.c_int | None:
+    """Return a variable of that library, of C's type int; None: it has none."""
+    try:
+        return ctypes.c_int.in_dll(_extension(), name)
     except ValueError:
         return None
 

@@ -243,15 +243,3 @@ def joins_with_mpi_only() -> str:
 def test_no_other_launch_can_be_joined(mpirun: Any) -> None:
     (said, _) = mpirun(2, joins_with_mpi_only, env={"COMMRT_JOIN": "1"})
     assert said.startswith("UsageError: COMMRT_JOIN=1 means that this process joins")
-
-
-def cannot_grow() -> str:
-    comm = commrt.init()
-    with pytest.raises(UsageError) as raised:
-        comm.grow()
-    return str(raised.value)
-
-
-def test_ranks_of_mpi_take_in_nobody(mpirun: Any) -> None:
-    for said in mpirun(2, cannot_grow):
-        assert "cannot take in others" in said

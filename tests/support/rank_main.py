@@ -2,7 +2,8 @@
 """What each spawned rank of a test runs: one function of the test's own file.
 
 ``python rank_main.py FILE FUNCTION OUTPUT_FOLDER ARGUMENTS_JSON DEADLINE_S``
-writes what the function returned to OUTPUT_FOLDER/RANK.json.
+writes what the function returned to OUTPUT_FOLDER/RANK.json. A process that ranks of
+MPI have started while they ran writes nothing: it tells a rank what it has to say.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+from commrt.bootstrap.mpi_newcomers import guest_here
 from commrt.launch.detect import detect
 
 
@@ -29,10 +31,11 @@ def main() -> None:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     result = getattr(module, function)(**json.loads(arguments))
-    rank = detect().rank
-    partial = Path(folder, f"{rank}.partial")
-    partial.write_text(json.dumps(result))
-    partial.rename(Path(folder, f"{rank}.json"))
+    if guest_here() is None:
+        rank = detect().rank
+        partial = Path(folder, f"{rank}.partial")
+        partial.write_text(json.dumps(result))
+        partial.rename(Path(folder, f"{rank}.json"))
     faulthandler.cancel_dump_traceback_later()
 
 

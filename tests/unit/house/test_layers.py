@@ -28,10 +28,8 @@ LAYERS = (
     ("messages", "objects", "boxes", "sparse", "fusion", "compression"),
     ("plans",),
     ("grids",),
+    ("founding", "recovery", "membership", "growing_by_mpi", "growing"),
     (
-        "founding",
-        "recovery",
-        "growing",
         "subgroups",
         "core",
         "comm",

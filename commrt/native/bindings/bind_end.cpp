@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/end_limit.hpp"
 #include "engine/far_packets.hpp"
 #include "gil.hpp"
@@ -56,7 +57,7 @@ void bind_end(nb::module_& m) {
         [](Group& g, const std::string& reason) {
           const ReleasedGil release;
           const std::lock_guard<std::mutex> lock(g.engine->mutex);
-          g.comm->refusals.on_devices.ask(reason);
+          g.comm->refusals.on_devices->ask(reason);
         }, nb::arg("group"), nb::arg("reason"),
         "This rank refuses its next call, which others may have given to devices: asks them.");
   m.def("said_of_device", [](Group& g) {
@@ -65,7 +66,7 @@ void bind_end(nb::module_& m) {
       const ReleasedGil release;
       const std::lock_guard<std::mutex> lock(g.engine->mutex);
       g.comm->refusals.look_around();
-      said = g.comm->refusals.on_devices.said();
+      said = g.comm->refusals.on_devices->said();
     }
     nb::list found;
     for (const DeviceRefusals::Said& one : said) {
@@ -78,9 +79,9 @@ void bind_end(nb::module_& m) {
   m.def("end_question", [](Group& g) {
     const ReleasedGil release;
     const std::lock_guard<std::mutex> lock(g.engine->mutex);
-    g.comm->refusals.on_devices.end_question();
+    g.comm->refusals.on_devices->end_question();
   }, nb::arg("group"), "Nothing is asked any more.");
-  m.def("take_untold", [](Group& g) { return g.comm->refusals.on_devices.take_untold(); },
+  m.def("take_untold", [](Group& g) { return g.comm->refusals.on_devices->take_untold(); },
         nb::arg("group"),
         "Return once what the program is to hear of calls that failed unseen, by their numbers.");
   m.def("limit_end", &limit_end, nb::arg("seconds"), nb::arg("status"), nb::arg("message"),

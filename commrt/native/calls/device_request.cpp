@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests of calls on arrays on devices (device_request.hpp).
+#include "engine/device_refusals.hpp"
 #include "calls/device_request.hpp"
 
 #include "arrays/device_view.hpp"
@@ -61,7 +62,7 @@ void DeviceRequest::raise_failure() {
   if (!call.failed()) return;
   observed_ = true;
   if (call.kind == "refused") {
-    nb::inst_ptr<Group>(group_)->comm->refusals.on_devices.has_told(call.seq);
+    nb::inst_ptr<Group>(group_)->comm->refusals.on_devices->has_told(call.seq);
   }
   if (!error_.is_valid()) {
     error_ = callback(Callback::RequestFailed)(nb::find(*this), call.kind, call.error);

@@ -206,7 +206,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   if (nargs < expected || held == nullptr) return slow();
   Group& group = *nb::inst_ptr<Group>(nb::handle(held));
   if (group.slow || group.comm->broken.load(std::memory_order_relaxed) ||
-      group.comm->refusals.on_devices.has_untold() ||
+      group.comm->refusals.has_untold() ||
       Engine::forked.load(std::memory_order_relaxed)) return slow();
 
   PyObject* out_object = nullptr;

@@ -7,6 +7,7 @@
 
 #include "engine/chaos.hpp"
 #include "engine/comm.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/engine.hpp"
 
 namespace commrt {
@@ -54,7 +55,7 @@ void WatchedWork::count(WatchedCall& made, const WatchedPlan& plan, Stream strea
     const std::lock_guard<std::mutex> own(engine_.mutex);
     made.seq = comm_->count_elsewhere(record);
     // A graph runs as often as it is launched: no stand-in meets that.
-    comm_->refusals.on_devices.note(made.seq, made.is_captured() ? nullptr : plan.words, orders);
+    comm_->refusals.on_devices->note(made.seq, made.is_captured() ? nullptr : plan.words, orders);
     made.may_be_refused = !made.is_captured();
     refused = comm_->refusals.give_to_device(made.seq);
     if (refused.empty()) differs = left_trail(made, plan);

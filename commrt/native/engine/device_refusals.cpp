@@ -100,19 +100,19 @@ std::string DeviceRefusals::take_refused(uint64_t seq) {
 void DeviceRefusals::leave_untold(uint64_t seq, const std::string& why) {
   const std::lock_guard<std::mutex> own(telling_);
   untold_.emplace(seq, "operation #" + std::to_string(seq) + " on " + comm_.name + ": " + why);
-  see_untold();
+  comm_.refusals.set_untold(!untold_.empty());
 }
 
 void DeviceRefusals::has_told(uint64_t seq) {
-  if (!has_untold()) return;
+  if (!comm_.refusals.has_untold()) return;
   const std::lock_guard<std::mutex> own(telling_);
   untold_.erase(seq);
-  see_untold();
+  comm_.refusals.set_untold(!untold_.empty());
 }
 
 std::map<uint64_t, std::string> DeviceRefusals::take_untold() {
   const std::lock_guard<std::mutex> own(telling_);
-  has_untold_.store(false, std::memory_order_relaxed);
+  comm_.refusals.set_untold(false);
   return std::exchange(untold_, {});
 }
 

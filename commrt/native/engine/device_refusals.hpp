@@ -69,7 +69,6 @@ class DeviceRefusals {
   void has_told(uint64_t seq);
   // Returns what the program has to be told of such calls, by their numbers, once.
   std::map<uint64_t, std::string> take_untold();
-  bool has_untold() const { return has_untold_.load(std::memory_order_relaxed); }
 
  private:
   struct Given {
@@ -85,7 +84,6 @@ class DeviceRefusals {
 
   void answer(const Asked& one);
   const Given* find(uint64_t seq) const;
-  void see_untold() { has_untold_.store(!untold_.empty(), std::memory_order_relaxed); }
 
   static constexpr uint64_t kKept = 64;
   static constexpr std::size_t kMostReason = 1000;
@@ -98,7 +96,7 @@ class DeviceRefusals {
   std::map<uint64_t, std::string> refused_;   // of these it is on this rank's device
   std::mutex telling_;                        // guards what follows
   std::map<uint64_t, std::string> untold_;
-  std::atomic<bool> has_refused_{false}, has_untold_{false};
+  std::atomic<bool> has_refused_{false};
 };
 
 }  // namespace commrt

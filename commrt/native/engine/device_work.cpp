@@ -4,6 +4,7 @@
 
 #include "engine/backoff.hpp"
 #include "engine/comm.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/engine.hpp"
 
 namespace commrt {
@@ -63,7 +64,7 @@ void DeviceWork::drop(DeviceCall& made) {
 
 void DeviceWork::fail_if_refused(DeviceCall& made) {
   if (!made.may_be_refused || comm_ == nullptr || made.ended()) return;
-  DeviceRefusals& refusals = comm_->refusals.on_devices;
+  DeviceRefusals& refusals = *comm_->refusals.on_devices;
   const std::string why = refusals.take_refused(made.seq);
   if (why.empty()) return;
   made.fail("refused", why);

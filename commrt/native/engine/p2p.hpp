@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "engine/comm.hpp"
+#include "engine/device_refusals.hpp"
 
 namespace commrt {
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "engine/comm.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/engine.hpp"
 #include "engine/p2p.hpp"
 #include "engine/stand_ins.hpp"
@@ -37,7 +38,8 @@ std::string shortened(const std::string& text, size_t most) {
   return text.substr(0, end) + "...";
 }
 
-Refusals::Refusals(Comm& comm) : comm_(comm), stand_ins(std::make_unique<StandIns>(comm)) {}
+Refusals::Refusals(Comm& comm) : comm_(comm), stand_ins(std::make_unique<StandIns>(comm)),
+      on_devices(std::make_unique<DeviceRefusals>(comm)) {}
 
 Refusals::~Refusals() = default;
 
@@ -133,7 +135,7 @@ void Refusals::look() {
   afar.work();
   stand_ins->work();
   context_ends.look();
-  on_devices.look();
+  on_devices->look();
   // Peers are to answer, or may ask.
   if (afar.is_busy() || stand_ins->is_busy() || !ended_.empty()) comm_.p2p->look_closely();
   see();
@@ -148,7 +150,7 @@ void Refusals::answer_all(uint64_t seq) {
 
 void Refusals::see() {
   disturb_ = !coming_.empty() || !unsettled_.empty() || !skips_.empty() || !ended_.empty() ||
-             afar.is_busy() || stand_ins->is_busy() || context_ends.is_asked() || on_devices.is_busy();
+             afar.is_busy() || stand_ins->is_busy() || context_ends.is_asked() || on_devices->is_busy();
 }
 
 // Answers all that a member has refused meanwhile.
@@ -354,7 +356,7 @@ void Refusals::look_around() {
 
 std::string Refusals::why_next() {
   look_around();
-  on_devices.wait_elsewhere();
+  on_devices->wait_elsewhere();
   for (const Coming& one : coming_) {
     if (one.seq == comm_.next_seq) return one.why;
   }

@@ -34,13 +34,13 @@
 
 #include "engine/afar.hpp"
 #include "engine/context_ends.hpp"
-#include "engine/device_refusals.hpp"
 #include "engine/layout.hpp"
 #include "engine/number_ranges.hpp"
 
 namespace commrt {
 
 class Comm;
+class DeviceRefusals;
 class Op;
 class StandIns;
 
@@ -55,6 +55,10 @@ class Refusals {
   ~Refusals();
   Refusals(const Refusals&) = delete;
   Refusals& operator=(const Refusals&) = delete;
+
+  // True if the program is to hear in its next call of one that a device has not done. Takes no lock.
+  bool has_untold() const { return has_untold_.load(std::memory_order_relaxed); }
+  void set_untold(bool is_any) { has_untold_.store(is_any, std::memory_order_relaxed); }
 
   // To be called once the communicator has its arena, and after it has lost it.
   void attach();
@@ -180,6 +184,7 @@ class Refusals {
   uint64_t seen_ = 0;
   uint64_t num_own_ = 0;
   bool disturb_ = false;
+  std::atomic<bool> has_untold_{false};
   std::vector<Coming> coming_;
   std::vector<Ended> ended_;
   std::vector<Skip> skips_;
@@ -193,8 +198,8 @@ class Refusals {
  public:
   Afar afar{comm_};
   ContextEnds context_ends{comm_};
-  DeviceRefusals on_devices{comm_};
   const std::unique_ptr<StandIns> stand_ins;  // where an MPI library runs the calls
+  const std::unique_ptr<DeviceRefusals> on_devices;
 };
 
 }  // namespace commrt

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/device_refusals.hpp"
 #include "engine/engine.hpp"
 #include "engine/p2p.hpp"
 
@@ -109,7 +110,7 @@ void P2P::tell_of_device(int rank, uint64_t seq, DeviceRefusals::Part part,
 
 void P2P::hear_of_device(int source, const PacketHeader& header, const unsigned char* payload) {
   std::string words(reinterpret_cast<const char*>(payload), header.nbytes);
-  DeviceRefusals& refusals = comm_.refusals.on_devices;
+  DeviceRefusals& refusals = *comm_.refusals.on_devices;
   if (header.kind == PacketKind::AskDevice) {
     return refusals.hear_question(source, header.send_id, words);
   }

@@ -4,6 +4,7 @@
 
 #include "devices/device_error.hpp"
 #include "engine/comm.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/engine.hpp"
 
 namespace commrt {
@@ -234,7 +235,7 @@ void MpiWork::tell_graphs(const MpiCall& made) {
 
 void MpiWork::submit(MpiCall& made, Stream stream) {
   const std::lock_guard<std::mutex> own(engine_.mutex);
-  comm_->refusals.on_devices.note(comm_->next_seq, made.plan->words, made.orders);
+  comm_->refusals.on_devices->note(comm_->next_seq, made.plan->words, made.orders);
   made.may_be_refused = true;
   const Gate gate{has(PlantedInMpi::Ungated) ? nullptr : &opened_, made.value};
   made.op = comm_->start_gated(made.plan->runs, made.in, made.out, gate, stream);

@@ -7,6 +7,7 @@
 
 #include "devices/device_error.hpp"
 #include "engine/comm.hpp"
+#include "engine/device_refusals.hpp"
 #include "engine/engine.hpp"
 
 namespace commrt {
@@ -331,7 +332,7 @@ void Stager::submit(Piece* first, Piece* last, Stream stream) {
   const std::lock_guard<std::mutex> own(engine_.mutex);
   if (begins) {
     made.seq = comm_->next_seq;
-    comm_->refusals.on_devices.note(made.seq, made.plan->words, made.orders);
+    comm_->refusals.on_devices->note(made.seq, made.plan->words, made.orders);
     made.may_be_refused = true;
   }
   // No gate: what is compared is here at the call.

@@ -89,7 +89,7 @@ PYTEST_ARGS = $(TEST_ARGS) $(if $(FULL),--full) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-unit
 test-unit: $(VENV)/.installed $(VENV)/.nvrtc ## Tests without MPI, ranks as threads, documents.
-	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.2 --functions 0.12 --each-fault)
+	$(VENV)/bin/pytest $(UNIT_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.15 --functions 0.08 --each-fault)
 	$(VENV)/bin/pytest $(RANKS_TESTS) $(PYTEST_ARGS) -n $(WORKERS) $(if $(FULL),,--share 0.03 --functions 0.09 --each-fault)
 	$(VENV)/bin/pytest $(MATRIX_TESTS) $(PYTEST_ARGS)
 

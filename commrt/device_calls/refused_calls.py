@@ -213,21 +213,25 @@ class RefusedCalls:
         """
         self.settle()
         comm = self._comm
-        if comm.closed is not None or comm.failure:
+        if comm.is_over or comm.failure:
             return
         why = str(error).encode(errors="backslashreplace").decode()
-        _native.ask_of_device(comm, why)
-        comm.look_at_calls(always=True)
-        self._settled.clear()
-        self._threads = [each for each in self._threads if each.is_alive()]
         thread = threading.Thread(
             target=self._finish,
             args=(error, why, take_place),
             name=f"{comm.name} refused",
             daemon=True,
         )
-        self._threads.append(thread)
-        thread.start()
+        # Before the question: an earlier thread may be about to end its own.
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        _native.ask_of_device(comm, why)
+        comm.look_at_calls(always=True)
+        self._settled.clear()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: that may end the communicator
+            self._end_question()
+            take_place(error)
 
     def settle(self) -> None:
         """Wait until this rank's next call has its place in the order."""
@@ -257,10 +261,10 @@ class RefusedCalls:
     def close(self) -> None:
         """Ask nothing any more."""
         self._is_over = True
-        self.makers.clear()  # which refer to this
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self.makers.clear()  # which refer to this
 
     # -- in the thread ---------------------------------------------------------------
 
@@ -293,13 +297,14 @@ class RefusedCalls:
             self._settle()
 
     def _settle(self) -> None:
-        """Let this rank's next call begin; idempotent, by the thread of a question."""
+        """End the question of this thread, if it is still open."""
+        is_last = threading.current_thread() is self._threads[-1]
+        if is_last and not self._settled.is_set():
+            self._end_question()
+
+    def _end_question(self) -> None:
+        """Let this rank's next call begin."""
         comm = self._comm
-        if (
-            self._settled.is_set()
-            or threading.current_thread() is not self._threads[-1]
-        ):
-            return
         if comm.closed is None:
             _native.end_question(comm)
             comm.look_at_calls(always=False)

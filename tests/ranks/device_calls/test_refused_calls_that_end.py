@@ -7,6 +7,7 @@ Here no plan does. The others hear at once: each deadline here is far away.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -365,3 +366,29 @@ def test_a_stand_in_without_memory_ends_the_communicator(
     for said in run(2, main):
         assert "rank 1 could not make a call that it had refused" in said
         assert "out of memory" in said
+
+
+def test_no_thread_can_be_had(
+    carrier: tuple[str, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for answers then, and nobody hangs."""
+    name, run = carrier
+    monkeypatch.setattr(collectives, "words_of", words_of)
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    def main(rank: Rank) -> str:
+        comm = duplicate(rank)
+        x = rank.array(np.ones(5000, "f4"))
+        begin(rank, comm, x, name)
+        if rank.rank == 1:
+            monkeypatch.setattr(refused_calls.threading, "Thread", NoThread)
+            wrong(rank, comm, x, backend=name)
+            monkeypatch.undo()
+            return end(rank, comm)
+        fail(lambda: comm.allreduce(x, backend=name, nonblocking=True))
+        return end(rank, comm)
+
+    run(2, main)

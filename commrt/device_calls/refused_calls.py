@@ -179,7 +179,7 @@ class RefusedCalls:
         self._device: Any = None
         self._threads: list[threading.Thread] = []
         self._settled = threading.Event()
-        """Set unless a question is open; its thread may go on with a stand-in."""
+        """The last question's: set unless that is open. Its thread may go on then."""
         self._settled.set()
         self._is_over = False
         self.makers: dict[str, Maker] = {_COLLECTIVE: self._collective}
@@ -216,21 +216,20 @@ class RefusedCalls:
         if comm.is_over or comm.failure:
             return
         why = str(error).encode(errors="backslashreplace").decode()
+        self._settled = settled = threading.Event()
         thread = threading.Thread(
             target=self._finish,
-            args=(error, why, take_place),
+            args=(error, why, take_place, settled),
             name=f"{comm.name} refused",
             daemon=True,
         )
-        # Before the question: an earlier thread may be about to end its own.
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         _native.ask_of_device(comm, why)
         comm.look_at_calls(always=True)
-        self._settled.clear()
         try:
             thread.start()
         except RuntimeError:  # no more threads: that may end the communicator
-            self._end_question()
+            self._settle(settled)
             take_place(error)
 
     def settle(self) -> None:
@@ -269,7 +268,11 @@ class RefusedCalls:
     # -- in the thread ---------------------------------------------------------------
 
     def _finish(
-        self, error: Exception, why: str, take_place: Callable[[Exception], None]
+        self,
+        error: Exception,
+        why: str,
+        take_place: Callable[[Exception], None],
+        settled: threading.Event,
     ) -> None:
         comm = self._comm
         try:
@@ -284,7 +287,7 @@ class RefusedCalls:
             if _ELSEWHERE in parts or not all(given.values()):
                 take_place(error)
             elif given:
-                self._stand_in(given)
+                self._stand_in(given, settled)
             else:  # all have refused it
                 comm.own_refusals[comm.next_seq] = why
                 comm.pass_over()
@@ -294,21 +297,17 @@ class RefusedCalls:
                 f"others had given to their devices: {failure}"
             )
         finally:
-            self._settle()
+            self._settle(settled)
 
-    def _settle(self) -> None:
-        """End the question of this thread, if it is still open."""
-        is_last = threading.current_thread() is self._threads[-1]
-        if is_last and not self._settled.is_set():
-            self._end_question()
-
-    def _end_question(self) -> None:
-        """Let this rank's next call begin."""
+    def _settle(self, settled: threading.Event) -> None:
+        """Let this rank's next call begin; idempotent."""
+        if settled.is_set():
+            return
         comm = self._comm
         if comm.closed is None:
             _native.end_question(comm)
             comm.look_at_calls(always=False)
-        self._settled.set()
+        settled.set()
 
     def _answers(self) -> Sequence[tuple[int, str]] | None:
         """Return what the ranks say; None where the communicator has ended."""
@@ -331,12 +330,12 @@ class RefusedCalls:
                 backoff.pause(min(left_s, _SLICE_S))
         return None
 
-    def _stand_in(self, said: Mapping[int, str]) -> None:
+    def _stand_in(self, said: Mapping[int, str], settled: threading.Event) -> None:
         """Make the call that others describe, with memory that nobody reads."""
         kind = json.loads(next(iter(said.values())))[0]
         stream = DeviceStream(self._device)
         request = self.makers[kind](self._device, stream, said)
-        self._settle()
+        self._settle(settled)
         with suppress(CommError):  # a later fault tells of itself
             request.synchronize()
             stream.destroy()

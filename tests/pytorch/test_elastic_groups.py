@@ -166,7 +166,9 @@ def test_ranks_that_come_again_get_their_part_of_the_model(
     ranks = RunRanks(tmp_path, ("--restarts", "2"))
     found = ranks(4, rejoins, kind=kind)
     assert found[0]["sizes"][0] == found[0]["sizes"][-1] == 4
-    assert found[2]["sizes"] == found[3]["sizes"] == [4]
+    # One of the two may come a step before the other.
+    assert all(found[rank]["sizes"] in ([4], [3, 4]) for rank in (2, 3))
+    assert [4] in (found[2]["sizes"], found[3]["sizes"])
     assert all(said["model"] == found[0]["model"] for said in found)
 
 

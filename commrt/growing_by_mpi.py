@@ -21,10 +21,10 @@ from commrt.bootstrap.base import first_word, poll_until
 from commrt.bootstrap.mpi import MpiBootstrap
 from commrt.bootstrap.mpi_mail import Mailbox
 from commrt.bootstrap.mpi_newcomers import (
-    UNENDED,
     Order,
     Says,
     Talk,
+    in_time,
     merged,
     places_of,
 )
@@ -47,7 +47,6 @@ from commrt.membership import (
 )
 from commrt.mpi import library
 from commrt.mpi.spawning import finalize_without_disconnect, spawn, why_unreachable
-from commrt.mpi.ulfm import Beside
 from commrt.recovery import Recovery
 from commrt.vocabulary.limits import deadline_after
 
@@ -257,25 +256,23 @@ class _Intake:
         mpi: Any = library.load()
         arguments = [*self.said[0].get("options", ()), *_RUNNER]
         start = _Start(comm, arguments, self.count)
-        by_thread = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        call = Beside(start.run, by_thread=by_thread)
-        if not poll_until(call.is_done, until - time.monotonic(), self._heed):
-            UNENDED.append(call)
-            start.give_up()
-            raise TimeoutError_(
-                f"grow on {self.name}: MPI has not started {self.count} newcomers "
-                f"within {self.limit_s:g} s; its launcher may have said why"
-            )
         try:
-            made: MPI.Intercomm = call.result()
-        except mpi.Exception as error:
-            raise BackendError(
-                f"grow on {self.name}: MPI ({library.library_name(mpi)}) does not "
-                f"start {self.count} newcomers: {error}. Its launcher may have said "
-                f"why; ranks of srun and of a program without a launcher cannot start "
-                f"others: use mpiexec"
-            ) from error
-        return made
+            return in_time(
+                start.run,
+                until - time.monotonic(),
+                self._heed,
+                late=f"grow on {self.name}: MPI has not started {self.count} newcomers "
+                f"within {self.limit_s:g} s; its launcher may have said why",
+                fails=lambda error: (
+                    f"grow on {self.name}: MPI ({library.library_name(mpi)}) does not "
+                    f"start {self.count} newcomers: {error}. Its launcher may have "
+                    f"said why; ranks of srun and of a program without a launcher "
+                    f"cannot start others: use mpiexec"
+                ),
+            )
+        except TimeoutError_:
+            start.give_up()
+            raise
 
     def _heed(self) -> None:
         """Raise PeerFailedError where a rank has died: MPI may wait for it for ever."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commrt.bootstrap.base import poll_until
 from commrt.bootstrap.mpi import MpiBootstrap
@@ -51,9 +51,12 @@ __all__ = [
     "become_guest",
     "end_where_mpi_cannot",
     "guest_here",
+    "in_time",
     "merged",
     "places_of",
 ]
+
+T = TypeVar("T")
 
 _TAG = 7
 _SOURCE = "MPI, as comm.grow() asked for it"
@@ -183,6 +186,31 @@ class Order:
         return cls(PythonProgram(options, words), said["variables"])
 
 
+def in_time(
+    step: Callable[[], T],
+    timeout_s: float,
+    heed: Callable[[], object] | None,
+    *,
+    late: str,
+    fails: Callable[[Exception], str],
+) -> T:
+    """Return the result of a call of MPI that may never end; collective.
+
+    Raises TimeoutError_ with the words ``late``, BackendError with those that ``fails``
+    returns for MPI's error, and what ``heed`` raises.
+    """
+    mpi: Any = library.load()
+    call = Beside(step, by_thread=mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
+    if not poll_until(call.is_done, timeout_s, heed):
+        UNENDED.append(call)
+        raise TimeoutError_(late)
+    try:
+        made: T = call.result()
+    except mpi.Exception as error:
+        raise BackendError(fails(error)) from error
+    return made
+
+
 def merged(
     talk: Talk,
     *,
@@ -196,20 +224,17 @@ def merged(
     makes none.
     """
     mpi: Any = library.load()
-    by_thread = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-    call = Beside(lambda: talk.inter.Merge(high=is_new), by_thread=by_thread)
-    if not poll_until(call.is_done, timeout_s, heed):
-        UNENDED.append(call)
-        raise TimeoutError_(
-            f"MPI has not put the ranks and the newcomers into one communicator within "
-            f"{timeout_s:g} s: one of them has died or is stopped; call grow() again"
-        )
-    try:
-        made: MPI.Intracomm = call.result()
-    except mpi.Exception as error:
-        raise BackendError(
+    made: MPI.Intracomm = in_time(
+        lambda: talk.inter.Merge(high=is_new),
+        timeout_s,
+        heed,
+        late=f"MPI has not put the ranks and the newcomers into one communicator "
+        f"within {timeout_s:g} s: one of them has died or is stopped; call grow() "
+        f"again",
+        fails=lambda error: (
             f"MPI makes no communicator of the ranks and the newcomers: {error}"
-        ) from error
+        ),
+    )
     made.Set_errhandler(mpi.ERRORS_RETURN)
     made.Set_name("commrt bootstrap")
     # The intercommunicator is never freed: where it is, Open MPI 5.0.11 fails with a

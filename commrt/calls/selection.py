@@ -216,10 +216,13 @@ class Selection:
             query = replace(query, order=order)
         return query, self.choices.of(query, call)
 
-    def planned(self, call: Call, bound: Bound) -> Any:
-        """Return the plan of a call, made anew by the backend that is to run it."""
+    def planned(self, call: Call, bound: Bound) -> tuple[Any, Candidate]:
+        """Return the plan of a call, made anew by the backend that is to run it.
+
+        With it goes the choice that it is of.
+        """
         spec = self.spec(call, bound, self.choose(call, bound))
-        return self.offers.of(spec.candidate).plan(spec)
+        return self.offers.of(spec.candidate).plan(spec), spec.candidate
 
     def spec(self, call: Call, bound: Bound, candidate: Candidate) -> PlanSpec:
         """Return a call as backends are told of it."""

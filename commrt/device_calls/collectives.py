@@ -397,9 +397,9 @@ class DeviceCollectives:
         )
         plan = self.plans.find(key)
         if plan is None:
-            plan = self.selection.planned(call, bound)
+            plan, chosen = self.selection.planned(call, bound)
             if hasattr(plan, "words"):  # another package's need not have it
-                plan.words = words_of(call, bound, self.selection.choose(call, bound))
+                plan.words = words_of(call, bound, chosen)
             self.plans.keep(key, plan)
         return plan
 

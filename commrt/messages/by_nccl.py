@@ -82,7 +82,8 @@ class NcclMessages:
                     f"the k-th message to a rank meets the k-th receive from it there"
                 )
         self._result = tuple(each.array for each, _, _ in recvs)
-        self._phase = self._own_phase()
+        self._plan = _native.nccl_phases_plan(WHAT, [self._own_phase()], coll=_CODE)
+        self._plan.words = self._words()
 
     def _own_phase(self) -> _native.NcclPhase:
         """Return the messages that move; those to the rank itself are copied."""
@@ -130,8 +131,7 @@ class NcclMessages:
             self._comparison.refuse(WHAT, error, limit, meets=True)
             raise
         first = self.arrays[0].array if self.arrays else None
-        plan = _native.nccl_phases_plan(WHAT, [self._phase], coll=_CODE)
-        plan.words = self._words()
+        plan = self._plan
         addresses = [each.address for each in self.arrays]
         keep = tuple(each.owner for each in self.arrays)
         work = devices.runner(device, plan)

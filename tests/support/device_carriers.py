@@ -13,12 +13,14 @@ from typing import Any
 
 from ipc_ranks import ipc_here, on_ipc_threads
 from nccl_ranks import nccl_here, on_nccl_threads
-from staged_ranks import on_threads
+from staged_ranks import Rank, on_threads
 
-__all__ = ["CARRIERS", "Run", "carrier_here"]
+__all__ = ["CARRIERS", "LONG_S", "Run", "carrier_here", "duplicate"]
 
 Run = Callable[..., list[Any]]
 CARRIERS = ("staged", "nccl", "ipc")
+LONG_S = 300.0
+"""A deadline that no rank may need."""
 
 
 @contextmanager
@@ -32,3 +34,10 @@ def carrier_here(name: str) -> Iterator[Run]:
             yield lambda size, main: on_ipc_threads(size, main, survives=False)
     else:
         yield on_threads
+
+
+def duplicate(rank: Rank) -> Any:
+    """Return a communicator of the same ranks, whose deadlines are far away."""
+    comm = rank.comm.dup()
+    comm.timeout_s = LONG_S
+    return comm

@@ -34,7 +34,7 @@ class Comm;
 
 class DeviceRefusals {
  public:
-  // What another rank needs to make a call: the words are Python's. Null: none can.
+  // Another rank makes a call by them; Python writes and reads them. Null: none can make it.
   using Words = std::shared_ptr<const std::string>;
   enum class Part : uint8_t { Unheard, Refused, Given, Elsewhere };
   struct Said {

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from device_carriers import CARRIERS, Run, carrier_here
+from device_carriers import Run
 from nccl_ranks import nccl_here, on_nccl_threads
 from staged_ranks import Rank, SimRanks, on_threads
 
@@ -19,12 +19,6 @@ from commrt.group import finite_values
 
 COUNT, AT = 5000, 4321
 ADDED = commrt.reduction(lambda a, b: np.add(a, b, out=b), commutative=True)
-
-
-@pytest.fixture(params=CARRIERS)
-def carrier(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
-    with carrier_here(request.param) as run:
-        yield request.param, run
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from device_carriers import CARRIERS, Run, carrier_here
+from device_carriers import LONG_S, Run, carrier_here, duplicate
 from staged_ranks import Rank
 
 from commrt.comm import core_of
@@ -23,26 +23,11 @@ from commrt.device_calls import collectives, refused_calls
 from commrt.device_calls.refused_calls import words_of
 from commrt.errors import CommError, DeviceError, RefusedError, RevokedError, UsageError
 
-LONG_S = 300.0
-"""No rank may need its deadline."""
-
 
 @pytest.fixture(autouse=True)
 def without_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no plan say how another rank makes it."""
     monkeypatch.setattr(collectives, "words_of", lambda *_: "")
-
-
-@pytest.fixture(params=CARRIERS)
-def carrier(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
-    with carrier_here(request.param) as run:
-        yield request.param, run
-
-
-def duplicate(rank: Rank) -> Any:
-    comm = rank.comm.dup()
-    comm.timeout_s = LONG_S
-    return comm
 
 
 def begin(rank: Rank, comm: Any, x: Any, name: str) -> None:

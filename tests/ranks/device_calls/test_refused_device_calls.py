@@ -8,36 +8,22 @@ stand-in, whose bytes nobody takes for a result. Deadlines here are far away.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from device_carriers import CARRIERS, Run, carrier_here
+from device_carriers import Run, duplicate
 from staged_ranks import Rank
 
 from commrt.comm import core_of
 from commrt.errors import CommError, RefusedError, UsageError
 from commrt.vocabulary.operations import operation
 
-LONG_S = 300.0
-"""No rank may need its deadline."""
 LENGTH = 840
 """Elements: a multiple of every number of ranks here."""
-
-
-@pytest.fixture(params=CARRIERS)
-def carrier(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
-    with carrier_here(request.param) as run:
-        yield request.param, run
-
-
-def duplicate(rank: Rank) -> Any:
-    comm = rank.comm.dup()
-    comm.timeout_s = LONG_S
-    return comm
 
 
 def total(rank: Rank, comm: Any, name: str, length: int = LENGTH) -> float:

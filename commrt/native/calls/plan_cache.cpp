@@ -67,9 +67,13 @@ void PlanFamily::count_bytes() {
   }
 }
 
-// Where nothing is about to be dropped, nobody needs the order.
+// Where nothing is about to be dropped, nobody needs the order. A young plan goes in its turn,
+// however often it was used: a length that a program has in each of its layers, and then never
+// again, is none to keep.
 void PlanCache::note_use(Order::iterator at) {
-  if (plans_nbytes_ > limit_nbytes / 4) order_.splice(order_.begin(), order_, at);
+  if (!at->is_young && plans_nbytes_ > limit_nbytes / 4) {
+    order_.splice(order_.begin(), order_, at);
+  }
 }
 
 const PlanPtr* PlanCache::find_other(const PlanKey& key) {
@@ -114,13 +118,35 @@ void PlanCache::remember_arguments(PyObject* const* given, int num) {
   }
 }
 
+void PlanCache::count(const Kept& entry, size_t nbytes) {
+  plans_nbytes_ += nbytes;
+  if (entry.is_young) young_nbytes_ += nbytes;
+}
+
+void PlanCache::uncount(Kept& entry) {
+  plans_nbytes_ -= entry.nbytes;
+  if (entry.is_young) young_nbytes_ -= entry.nbytes;
+  entry.nbytes = 0;
+}
+
 void PlanCache::put(Order::iterator at, PlanPtr plan, size_t key_nbytes) {
-  plans_nbytes_ -= at->nbytes;
+  uncount(*at);
   at->nbytes = plan->nbytes() + key_nbytes + kEntryBytes;
   at->plan = std::move(plan);
-  plans_nbytes_ += at->nbytes;
-  order_.splice(order_.begin(), order_, at);
+  at->made = ++num_made_;
+  count(*at, at->nbytes);
+  Order& order = order_of(*at);
+  order.splice(order.begin(), order, at);
   bound();
+}
+
+// What Python has planned takes it a hundred times as long to plan again.
+void PlanCache::keep_for_long(Order::iterator at) {
+  at->made_by = nullptr;
+  if (!at->is_young) return;
+  uncount(*at);
+  at->is_young = false;
+  order_.splice(order_.begin(), young_, at);
 }
 
 void PlanCache::keep(const PlanKey& key, PlanPtr plan) {
@@ -130,7 +156,7 @@ void PlanCache::keep(const PlanKey& key, PlanPtr plan) {
   if (is_new) {
     it->second = order_.insert(order_.begin(), {&it->first, nullptr, nullptr, 0, nullptr, nullptr});
   }
-  it->second->made_by = nullptr;
+  keep_for_long(it->second);
   it->second->family = &family_of(without_count(key));
   put(it->second, std::move(plan), nbytes_of(key));
 }
@@ -141,58 +167,92 @@ void PlanCache::keep(const VectorKey& key, PlanPtr plan) {
   if (is_new) {
     it->second = order_.insert(order_.begin(), {nullptr, &it->first, nullptr, 0, nullptr, nullptr});
   }
-  it->second->made_by = nullptr;
+  keep_for_long(it->second);
   it->second->family = &family_of(without_count(key.plain));
   put(it->second, std::move(plan), nbytes_of(key));
 }
 
 void PlanCache::drop(Order::iterator at) {
-  plans_nbytes_ -= at->nbytes;
+  uncount(*at);
   if (at->plain != nullptr) {
     plans_.erase(*at->plain);
   } else {
     vector_plans_.erase(*at->counted);
   }
-  order_.erase(at);
+  order_of(*at).erase(at);
 }
 
-// The plan that was used last stays, however much it takes.
+uint64_t PlanCache::hash_of(const Kept& entry) {
+  return entry.plain != nullptr ? PlanKeyHash()(*entry.plain) : VectorKeyHash()(*entry.counted);
+}
+
+void PlanCache::let_go(Order::iterator young) {
+  gone_.add(hash_of(*young));
+  drop(young);
+}
+
+// The plan that was made last stays, however much it takes.
 void PlanCache::bound() {
-  while (plans_nbytes_ > plans_limit() && order_.size() > 1) drop(std::prev(order_.end()));
+  while (young_nbytes_ > young_limit() && young_.size() > 1) let_go(std::prev(young_.end()));
+  while (plans_nbytes_ > plans_limit() && young_.size() + order_.size() > 1) {
+    const bool is_last = order_.size() == 1 && order_.begin()->made == num_made_;
+    if (order_.empty() || is_last) {
+      let_go(std::prev(young_.end()));
+    } else {
+      drop(std::prev(order_.end()));
+    }
+  }
 }
 
-// Where a program has a new length in every call, the plan that goes next was made by the same
-// template: it has vectors of the right lengths, and a key and an entry of the right kind.
+// The entry whose memory a plan of that template can have, as it would go next; the end of its
+// list where there is none. It has vectors of the right lengths, and a key of the right kind.
 template <class Map>
-PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const void* by) {
-  Spare<Map> spare;
-  if (order_.size() < 2) return spare;
-  const auto at = std::prev(order_.end());
-  const auto* const key = key_in(*at, plans);
+PlanCache::Order::iterator PlanCache::going(Map& plans, const void* by, bool is_young) {
+  Order& order = is_young ? young_ : order_;
+  const size_t nbytes = is_young ? young_nbytes_ : plans_nbytes_;
+  const size_t limit = is_young ? young_limit() : plans_limit();
   // If it is held here alone, nobody can get at it any more.
-  if (at->made_by != by || key == nullptr || plans_nbytes_ + at->nbytes <= plans_limit() ||
-      at->plan.use_count() != 1) {
-    return spare;
+  const auto fits = [&](const Kept& one) {
+    return one.made_by == by && key_in(one, plans) != nullptr && nbytes + one.nbytes > limit &&
+           one.plan.use_count() == 1;
+  };
+  // Where a program has a few calls of a new length in turn, one of the next few is of the kind.
+  constexpr int kNext = 4;
+  auto at = order.end();
+  for (int i = 0; i < (is_young ? kNext : 1) && at != order.begin(); ++i) {
+    if (fits(*--at)) return at;
   }
+  return order.end();
+}
+
+template <class Map>
+PlanCache::Spare<Map> PlanCache::take_spare(Map& plans, const void* by, bool is_young) {
+  Spare<Map> spare;
+  Order& order = is_young ? young_ : order_;
+  const auto at = going(plans, by, is_young);
+  if (at == order.end() || order.size() < 2) return spare;
+  if (is_young) gone_.add(hash_of(*at));
   // Counting up and down once comes after whatever another thread did before it let go.
   spare.plan = std::const_pointer_cast<Plan>(at->plan);
   at->plan.reset();
-  plans_nbytes_ -= at->nbytes;
-  at->nbytes = 0;
-  spare.node = plans.extract(*key);
-  spare.entry.splice(spare.entry.begin(), order_, at);
+  uncount(*at);
+  spare.node = plans.extract(*key_in(*at, plans));
+  spare.entry.splice(spare.entry.begin(), order, at);
   return spare;
 }
 
 template <class Map, class Make>
 const PlanPtr* PlanCache::make_new(Map& plans, const typename Map::key_type& key,
                                    PlanFamily& family, const void* by, Make make) {
-  Spare<Map> spare = take_spare(plans, by);
+  // Where the near cache holds only a few such plans, being young wins nothing.
+  const bool is_young = !gone_.take(plans.hash_function()(key)) &&
+                        family.plan_nbytes_ <= young_limit() / 4;
+  Spare<Map> spare = take_spare(plans, by, is_young);
   const bool is_used = spare.plan != nullptr;
   PlanPtr plan = make(std::move(spare.plan));
   if (plan == nullptr) return nullptr;
   if (!is_used) {
-    spare.entry.push_front({nullptr, nullptr, nullptr, 0, by, &family});
+    spare.entry.push_front({nullptr, nullptr, nullptr, 0, by, &family, is_young});
     const auto [it, is_new] = plans.try_emplace(key, spare.entry.begin());
     set_key(*spare.entry.begin(), it->first);
   } else {
@@ -201,9 +261,11 @@ const PlanPtr* PlanCache::make_new(Map& plans, const typename Map::key_type& key
     spare.node.mapped() = spare.entry.begin();
     plans.insert(std::move(spare.node));
   }
-  order_.splice(order_.begin(), spare.entry);
-  const auto at = order_.begin();
+  const auto at = spare.entry.begin();
+  Order& order = order_of(*at);
+  order.splice(order.begin(), spare.entry);
   put(at, std::move(plan), nbytes_of(key));
+  family.plan_nbytes_ = at->nbytes;
   return &at->plan;
 }
 
@@ -319,10 +381,12 @@ void PlanCache::add_range(PlanFamily& family, int64_t lo, int64_t hi,
 void PlanCache::drop_family(const FamilyPtr& family) {
   const auto it = families_.find(family->key());
   if (it == families_.end() || it->second != family) return;
-  for (auto at = order_.begin(); at != order_.end();) {
-    const auto here = at++;
-    const PlanKey& key = here->plain != nullptr ? *here->plain : here->counted->plain;
-    if (without_count(key) == family->key()) drop(here);
+  for (Order* const order : {&young_, &order_}) {
+    for (auto at = order->begin(); at != order->end();) {
+      const auto here = at++;
+      const PlanKey& key = here->plain != nullptr ? *here->plain : here->counted->plain;
+      if (without_count(key) == family->key()) drop(here);
+    }
   }
   families_nbytes_ -= family->nbytes();
   families_.erase(it);
@@ -339,10 +403,11 @@ FamilyPtr PlanCache::too_much() const {
 }
 
 void PlanCache::forget_all() {
+  young_.clear();
   order_.clear();
   plans_.clear();
   vector_plans_.clear();
-  plans_nbytes_ = families_nbytes_ = 0;
+  young_nbytes_ = plans_nbytes_ = families_nbytes_ = 0;
   // Python has them, too, and will ask them again.
   for (auto& [key, family] : families_) {
     family->ranges_.clear();
@@ -360,8 +425,14 @@ void PlanCache::forget_last() {
 }
 
 std::vector<PlanPtr> PlanCache::all() const {
+  std::vector<const Kept*> entries;
+  for (const Order* const order : {&young_, &order_}) {
+    for (const Kept& one : *order) entries.push_back(&one);
+  }
+  std::sort(entries.begin(), entries.end(),
+            [](const Kept* one, const Kept* other) { return one->made > other->made; });
   std::vector<PlanPtr> found;
-  for (const Kept& one : order_) found.push_back(one.plan);
+  for (const Kept* const one : entries) found.push_back(one->plan);
   return found;
 }
 

@@ -3,7 +3,13 @@
 //
 // A call is found by its key in about 20 ns. If its length is new, its family may have a template
 // for such lengths, and the plan is made of it here. Only where there is none does Python choose
-// and plan. All of it is bounded by bytes; the plans that were not used for longest go first.
+// and plan. All of it is bounded by bytes.
+//
+// A plan is some forty lines of memory. Writing and reading them takes longer than all the rest of
+// planning, unless the core has them in a near cache. So a new plan is young: it takes the memory
+// of a young plan that goes, and all young ones together fit into that cache. A length that comes
+// back after its young plan went is kept for longer, among those of which the one that was not
+// used for longest goes first. (2Q: Johnson, Shasha, VLDB 1994, section 2.)
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -69,6 +75,32 @@ struct VectorKeyHash {
   }
 };
 
+// The calls whose young plans went last: about as many as plans are kept. A few others pass for
+// one of them, and their plans are then kept at once.
+class GoneKeys {
+ public:
+  void add(uint64_t hash) {
+    if (tags_.empty()) tags_.resize(kNum);
+    tags_[place(hash)] = tag(hash);
+  }
+  // True if it is there; it is not any more then.
+  bool take(uint64_t hash) {
+    if (tags_.empty() || tags_[place(hash)] != tag(hash)) return false;
+    tags_[place(hash)] = 0;
+    return true;
+  }
+
+ private:
+  static constexpr int kBits = 9;
+  static constexpr size_t kNum = 1 << kBits;
+  static uint64_t mixed(uint64_t hash) { return hash * 0x9E3779B97F4A7C15ull; }
+  static size_t place(uint64_t hash) { return mixed(hash) >> (64 - kBits); }
+  static uint16_t tag(uint64_t hash) {
+    return static_cast<uint16_t>(mixed(hash) >> (64 - kBits - 16) | 1);
+  }
+  std::vector<uint16_t> tags_;
+};
+
 // Calls that differ only in their lengths: what runs them, by the length of the full vector.
 class PlanFamily : public std::enable_shared_from_this<PlanFamily> {
  public:
@@ -99,6 +131,7 @@ class PlanFamily : public std::enable_shared_from_this<PlanFamily> {
   std::vector<Range> ranges_;  // in order, none overlaps another
   std::shared_ptr<const BoxTemplate> boxes_;
   size_t nbytes_ = 0;
+  size_t plan_nbytes_ = 0;  // of the plan that was made last
   uint64_t last_used_ = 0;  // a number of the cache's
 };
 
@@ -170,8 +203,10 @@ class PlanCache {
     size_t nbytes;
     const void* made_by;  // a template, which may be gone; null: Python
     PlanFamily* family;  // dropped with all of its plans; or `no_family_`
+    bool is_young = false;
+    uint64_t made = 0;  // in this order
   };
-  using Order = std::list<Kept>;  // the last used first, once they take a quarter of the limit
+  using Order = std::list<Kept>;
   using Plans = std::unordered_map<PlanKey, Order::iterator, PlanKeyHash>;
   using VectorPlans = std::unordered_map<VectorKey, Order::iterator, VectorKeyHash>;
 
@@ -192,15 +227,24 @@ class PlanCache {
   void remember_arguments(PyObject* const* given, int num);
   void forget_last();
   void put(Order::iterator at, PlanPtr plan, size_t key_nbytes);
+  void count(const Kept& entry, size_t nbytes);
+  void uncount(Kept& entry);
+  Order& order_of(const Kept& entry) { return entry.is_young ? young_ : order_; }
   void drop(Order::iterator at);
+  void let_go(Order::iterator young);
+  void keep_for_long(Order::iterator at);
+  static uint64_t hash_of(const Kept& entry);
   void bound();
   size_t plans_limit() const { return limit_nbytes - std::min(families_nbytes_, limit_nbytes / 2); }
+  size_t young_limit() const { return limit_nbytes / 16; }
   static const PlanKey* key_in(const Kept& kept, const Plans&) { return kept.plain; }
   static const VectorKey* key_in(const Kept& kept, const VectorPlans&) { return kept.counted; }
   static void set_key(Kept& kept, const PlanKey& key) { kept.plain = &key; }
   static void set_key(Kept& kept, const VectorKey& key) { kept.counted = &key; }
   template <class Map>
-  Spare<Map> take_spare(Map& plans, const void* by);
+  Spare<Map> take_spare(Map& plans, const void* by, bool is_young);
+  template <class Map>
+  Order::iterator going(Map& plans, const void* by, bool is_young);
   // The plan of a call that is not in the cache; null if there can be none. `by`: its template;
   // `make` makes the plan, of the memory of another one or of null.
   template <class Map, class Make>
@@ -211,8 +255,11 @@ class PlanCache {
     return sizeof key + key.counts.size() * sizeof(int64_t);
   }
 
-  Order order_;
-  size_t plans_nbytes_ = 0, families_nbytes_ = 0;
+  Order young_;  // the last made first
+  Order order_;  // the others; the last used first, once plans take a quarter of the limit
+  GoneKeys gone_;
+  size_t young_nbytes_ = 0, plans_nbytes_ = 0, families_nbytes_ = 0;  // plans': young ones, too
+  uint64_t num_made_ = 0;
   Plans plans_;
   PlanKey last_key_{-1, 0, 0};
   PlanPtr last_plan_;

@@ -2451,6 +2451,9 @@ def end_together(made: Group, origin: Group) -> None:
     all ranks.
     """
 
+def fact_number(seed: int, numbers: Sequence[int]) -> int:
+    """A number that stands for a fact with these numbers."""
+
 def fail_fused(group: Group, error: Any) -> None:
     """End the open calls with this error."""
 
@@ -3106,6 +3109,11 @@ def staged_plan(
 
 def stream_steps() -> list[str]:
     """Names of a program's steps, by their codes."""
+
+def strided_view_of_numpy(array: Any) -> Any:
+    """(address, dtype code, shape, strides, writable, no two elements share
+    memory) of a plain numpy array, contiguous or not; else None.
+    """
 
 def take_untold(group: Group) -> dict[int, str]:
     """Return once what the program is to hear of calls that failed unseen, by

@@ -393,8 +393,9 @@ def place_of(what: str, arrays: Sequence[Placed], stream: Any = None) -> Any:
     Raises UsageError where they are not in one place, and for a stream that host
     arrays would not follow.
     """
-    places = {id(each.on): each for each in arrays}
-    if len(places) > 1:
+    on = arrays[0].on if arrays else None
+    if any(each.on is not on for each in arrays):
+        places = {id(each.on): each for each in arrays}
         names = sorted(
             "host memory" if each.on is None else f"device {each.device}"
             for each in places.values()
@@ -403,7 +404,6 @@ def place_of(what: str, arrays: Sequence[Placed], stream: Any = None) -> Any:
             f"{what}: its arrays are in different places: {' and '.join(names)}; pass "
             f"arrays of one device, or of host memory"
         )
-    on = arrays[0].on if arrays else None
     if on is None and stream is not None:
         raise UsageError(
             f"{what}: stream= is for arrays on devices, and these are in host memory; "

@@ -193,7 +193,7 @@ def view_anywhere(
 
     With ``any_strides`` an array on a device need not be contiguous.
     """
-    if not is_on_device(array, what):
+    if type(array) is np.ndarray or not is_on_device(array, what):
         return view_any(array, what) if any_type else view(array, what)
     with asking(array, what):
         seen = see(array, what, any_strides=any_strides)

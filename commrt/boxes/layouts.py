@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from commrt.errors import UsageError, shown
 from commrt.vocabulary.checks import as_integer, as_items
@@ -18,8 +17,6 @@ __all__ = [
     "Layout",
     "Runs",
     "common_runs",
-    "kinds_of",
-    "numbers_of",
 ]
 
 _LARGEST = 2**63 - 1
@@ -113,8 +110,7 @@ class Runs:
     target_step: int = 1
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """The elements of one place in a dimension: [low, high), or every n-th of them."""
 
     low: int
@@ -129,7 +125,7 @@ class _Place:
         return self.block * self.places if self.block else 1
 
     @property
-    def count(self) -> int:
+    def num_elements(self) -> int:
         """Elements that it has."""
         if not self.block:
             return self.high - self.low
@@ -170,6 +166,16 @@ class Layout:
     """Ranks in each dimension of the grid."""
     dims: tuple[Block | Cyclic | None, ...]
     """Distribution of each dimension of the array."""
+    size: int = field(init=False, repr=False, compare=False)
+    """Ranks."""
+    kind: str = field(init=False, repr=False, compare=False)
+    """A text that layouts have in common which differ in lengths alone."""
+    numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """All in which a layout differs from others of its kind."""
+    _local_shapes: dict[int, tuple[int, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """The shapes that ``local_shape`` has returned."""
 
     def __post_init__(self) -> None:
         for name in ("shape", "grid"):
@@ -200,6 +206,13 @@ class Layout:
                         f"a second time"
                     )
                 used.add(dim)
+        # Calls ask for these each time.
+        object.__setattr__(self, "size", math.prod(self.grid))
+        blocks = [kind for kind in self.dims if isinstance(kind, Block)]
+        sizes = (size for kind in blocks for size in kind.sizes or ())
+        words = [str(self.grid), *map(_word, self.dims)]
+        object.__setattr__(self, "kind", " ".join(words))
+        object.__setattr__(self, "numbers", (*self.shape, *sizes))
 
     def _check(self, axis: int, kind: Any) -> None:
         if not isinstance(kind, Block | Cyclic):
@@ -221,11 +234,6 @@ class Layout:
                     f"{extent}"
                 )
 
-    @cached_property
-    def size(self) -> int:
-        """Ranks."""
-        return math.prod(self.grid)
-
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the place of ``rank`` in the grid."""
         number = self._number("rank", rank)
@@ -237,8 +245,14 @@ class Layout:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that ``rank`` has."""
-        coords = self.coords_of(rank)
-        return tuple(self._place(axis, coords).count for axis in range(len(self.shape)))
+        number = rank if type(rank) is int else self._number("rank", rank)
+        found = self._local_shapes.get(number)
+        if found is None:
+            coords = self.coords_of(number)
+            axes = range(len(self.shape))
+            found = tuple(self._place(axis, coords).num_elements for axis in axes)
+            self._local_shapes[number] = found
+        return found
 
     def holder(self, rank: int, of: int) -> bool:
         """Return whether ``of`` is where ``rank`` takes what ``of`` has.
@@ -270,9 +284,10 @@ class Layout:
         kind, extent = self.dims[axis], self.shape[axis]
         if kind is None:
             return _Place(0, extent)
-        place, places = 0, self._places_along(kind)
+        place, places = 0, 1
         for dim in kind.grid_dims:
             place = place * self.grid[dim] + coords[dim]
+            places *= self.grid[dim]
         if places == 1:
             return _Place(0, extent)
         if isinstance(kind, Cyclic):
@@ -283,19 +298,13 @@ class Layout:
         return _Place(extent * place // places, extent * (place + 1) // places)
 
 
-def kinds_of(layout: Layout) -> tuple[Any, ...]:
-    """Return what a layout has in common with those of other lengths."""
-    dims = [
-        (kind.dim, kind.sizes is None) if isinstance(kind, Block) else kind
-        for kind in layout.dims
-    ]
-    return layout.grid, *dims
-
-
-def numbers_of(layout: Layout) -> tuple[int, ...]:
-    """Return all in which a layout differs from others of its ``kinds_of``."""
-    blocks = [kind for kind in layout.dims if isinstance(kind, Block)]
-    return *layout.shape, *(size for kind in blocks for size in kind.sizes or ())
+def _word(kind: Block | Cyclic | None) -> str:
+    """Return a distribution in short, without lengths."""
+    if kind is None:
+        return "whole"
+    if isinstance(kind, Cyclic):
+        return f"cyclic {kind.dim} {kind.block}"
+    return f"{'even' if kind.sizes is None else 'uneven'} {kind.dim}"
 
 
 def common_runs(

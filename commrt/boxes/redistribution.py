@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,6 @@ from commrt.boxes.layouts import (
     Layout,
     Runs,
     common_runs,
-    kinds_of,
-    numbers_of,
 )
 from commrt.boxes.strided import (
     StridedArray,
@@ -37,7 +35,7 @@ from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.errors import BufferError_, UsageError, shown
-from commrt.group.agreed_calls import SharedFact
+from commrt.group.agreed_calls import SharedFact, fact_number
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.planning.facts import number_of_facts
@@ -111,6 +109,22 @@ class Redistribution:
     on: Any
     """The device that the arrays are on; None for host memory."""
 
+    @property
+    def kind(self) -> tuple[str, str, str, bool]:
+        """All in which calls are alike that differ in lengths alone."""
+        dtype = self.sent.dtype.name
+        return self.source.kind, self.target.kind, dtype, self.on is None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The lengths in which they differ."""
+        return [*self.source.numbers, *self.target.numbers]
+
+
+@lru_cache(maxsize=256)
+def _kind_number(kind: tuple[str, str, str, bool]) -> int:
+    return fact_number((_NAME, kind))
+
 
 def redistribution_template(
     group: Group, layouts: tuple[Layout, Layout], dtype: DType
@@ -121,7 +135,7 @@ def redistribution_template(
         *(group, [], arrays),
         coll=_CODE,
         label="boxes/direct",
-        facts=number_of_facts(*map(kinds_of, layouts), dtype.name),
+        facts=number_of_facts(*(layout.kind for layout in layouts), dtype.name),
         layouts=layouts,
     )
 
@@ -169,12 +183,12 @@ class Redistributions:
         """
         limit = self._comparison.limit(_NAME, timeout_s)
         moved = self._moved(x, source, target, out, nonblocking, stream, runs=True)
-        arrays = [moved.sent, moved.taken]
+        arrays, numbers = [moved.sent, moved.taken], moved.numbers
 
         def compare() -> None:
-            facts = (_NAME, common_facts(moved), moved.on is None)
+            number = fact_number(_kind_number(moved.kind), numbers)
             group = self._group
-            shared = SharedFact(facts, group.size, group.rank == 0)
+            shared = SharedFact(number, group.size, group.rank == 0)
             if not self._plans.agreed.fit(_NAME, [shared], limit):
                 self._compare(moved)
 
@@ -193,9 +207,9 @@ class Redistributions:
             )
         compare()
         plan = self._host_plan(moved)
-        table = address_table(arrays)
+        table, address = address_table(arrays)
         owners = (table, *(array.owner for array in arrays))
-        address, result = table.ctypes.data, moved.out
+        result = moved.out
         return self._group.run_plan(
             plan, address, 0, owners, None, result, _NAME, bool(nonblocking), limit
         )
@@ -215,10 +229,10 @@ class Redistributions:
         if moved.on is not None:
             look = partial(self._check_values, moved)
             return BoundBoxes(self._group, plan, arrays, moved.out, _NAME, look)
-        table = address_table(arrays)
+        table, address = address_table(arrays)
         owners = (table, moved.sent.owner, moved.taken.owner)
         return _native.PersistentCall(
-            *(self._group, plan, table.ctypes.data, 0, owners, None, moved.out, _NAME),
+            *(self._group, plan, address, 0, owners, None, moved.out, _NAME),
             places_of([moved.sent.array, moved.taken.array]),
             look=partial(self._check_values, moved),
         )
@@ -280,13 +294,13 @@ class Redistributions:
         group, sent, taken = self._group, moved.sent, moved.taken
         layouts = moved.source, moved.target
         family = self._families.get(
-            (_NAME, kinds_of(moved.source), kinds_of(moved.target), sent.dtype.name),
+            (_NAME, *moved.kind),
             lambda: group.box_family(
                 redistribution_template(group, layouts, sent.dtype)
             ),
         )
-        numbers = [*numbers_of(moved.source), *numbers_of(moved.target)]
-        return group.box_plan(family, numbers, [*sent.strides, *taken.strides])
+        strides = [*sent.strides, *taken.strides]
+        return group.box_plan(family, moved.numbers, strides)
 
     def _device_boxes(self, moved: Redistribution) -> DeviceBoxes:
         """Return the plan of arrays on a device, without the other ranks."""

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from commrt.arrays.device import place_of
@@ -14,10 +14,10 @@ from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid
 from commrt.grids.halo import HaloShape
 from commrt.grids.halo_order import choose_direct, needs_order
-from commrt.group.agreed_calls import SharedFact
+from commrt.group.agreed_calls import SharedFact, fact_number
 from commrt.group.group import Group
-from commrt.vocabulary.checks import as_integer, as_items, check_flag
-from commrt.vocabulary.dtypes import ReduceOp, check_reduction
+from commrt.vocabulary.checks import as_integer, as_items, check_flag, typed
+from commrt.vocabulary.dtypes import DType, ReduceOp, check_reduction
 from commrt.vocabulary.reduction_names import reduce_op
 
 __all__ = [
@@ -25,11 +25,11 @@ __all__ = [
     "HALO_CALLS",
     "REDUCE",
     "Halo",
+    "HaloKind",
+    "HaloKinds",
+    "Least",
     "check_agreement",
-    "check_halo",
-    "common_facts",
     "equal_everywhere",
-    "shared_facts",
 ]
 
 EXCHANGE, REDUCE = "halo_exchange", "halo_reduce"
@@ -37,109 +37,228 @@ HALO_CALLS = EXCHANGE, REDUCE
 
 
 @dataclass(frozen=True)
+class HaloKind:
+    """All in which calls are alike that differ in the lengths of their arrays alone."""
+
+    what: str
+    shape: HaloShape
+    reduction: ReduceOp | None
+    types: tuple[tuple[DType, int], ...]
+    """Element type and number of dimensions of each array."""
+    on_host: bool
+    least: tuple[Least, ...]
+    """Cells that the arrays need in each dimension of the grid."""
+
+    @cached_property
+    def number(self) -> int:
+        """A number of what is equal on all ranks, but for lengths."""
+        return fact_number((self.what, equal_everywhere(self)))
+
+    @cached_property
+    def key(self) -> str:
+        """A text that equal kinds have in common."""
+        return repr((self.what, self.shape, self.reduction, self.types, self.on_host))
+
+
+@dataclass(frozen=True)
+class Least:
+    """Cells that an array needs in a dimension of the grid."""
+
+    dim: int
+    axis: int
+    """The array's dimension."""
+    halo: tuple[int, int]
+    """Cells of its halo, below and above."""
+    block: int
+    """Cells between them that its neighbours' halos are filled from."""
+
+
+@dataclass(frozen=True)
 class Halo:
     """The arguments of a call, checked as far as one rank can."""
 
-    what: str
+    kind: HaloKind
     arrays: list[StridedArray]
-    shape: HaloShape
-    reduction: ReduceOp | None
     on: Any
     """The device that the arrays are on; None for host memory."""
 
+    @property
+    def what(self) -> str:
+        """Name of the operation."""
+        return self.kind.what
 
-def check_halo(
-    group: Group,
-    grid: Grid,
-    what: str,
-    fields: Any,
-    width: Any,
-    axes: Any,
-    corners: Any,
-    direct: Any,
-    op: str | None,
-    stream: Any,
-) -> Halo:
-    """Return the arguments; UsageError says what is wrong with them on this rank."""
-    here = f"{what}, rank {group.rank}"
-    single = not isinstance(fields, list | tuple)
-    given = [fields] if single else list(fields)
-    if not given:
-        raise UsageError(f"{here}: fields is empty: pass one array, or several")
-    names = ["fields"] if single else [f"fields[{i}]" for i in range(len(given))]
-    arrays = [
-        strided(array, f"{here}: {name}")
-        for array, name in zip(given, names, strict=True)
-    ]
-    reduction = _reduction(here, op, arrays)
-    in_order = needs_order(group.deterministic, reduction, arrays)
-    shape = HaloShape(
-        _widths(here, width, len(grid.dims)),
-        _axes(arrays, axes, len(grid.dims), here),
-        check_flag(here, "corners", corners),
-        choose_direct(here, direct, corners, len(grid.dims), in_order),
-        in_order,
-    )
-    halo = Halo(what, arrays, shape, reduction, place_of(here, arrays, stream))
-    for array in arrays:
-        check_writable(array)
-        _check_extents(group.rank, grid, halo, array)
-    check_apart(arrays)
-    return halo
+    @property
+    def shape(self) -> HaloShape:
+        """Widths of the halo, and how it is exchanged."""
+        return self.kind.shape
+
+    @property
+    def reduction(self) -> ReduceOp | None:
+        """The reduction of a sum of halos; None for an exchange."""
+        return self.kind.reduction
 
 
-def common_facts(grid: Grid, rank: int, halo: Halo) -> dict[str, Any]:
-    """Return this rank's part of what ``Halos`` compares, by names.
+class HaloKinds:
+    """The kinds of halo calls of one rank; those that came before are at hand.
 
-    Blocks at the same place of a dimension must have the same extent there: of other
-    places this rank knows nothing.
+    Checking widths, axes and neighbours takes longer than the exchange itself. So it
+    is done once for each kind, and a new length costs a call nothing.
+
+    Args:
+        group: the ranks.
+        grid: where they lie.
     """
-    shape, arrays = halo.shape, halo.arrays
-    facts: dict[str, Any] = {
-        name: "none" if fact is None else fact
-        for name, fact in equal_everywhere(halo).items()
-    }
-    facts["cells"] = [
-        [extent for axis, extent in enumerate(array.shape) if axis not in shape.axes]
-        for array in arrays
-    ]
-    here = grid.coords_of(rank)
-    for dim, length in enumerate(grid.dims):
-        extents = [array.shape[shape.axes[dim]] for array in arrays]
-        for place in range(length):
-            is_here = place == here[dim]
-            name = f"cells at place {place} of dimension {dim}"
-            facts[name] = extents if is_here else None
-    return facts
+
+    _MOST = 64
+
+    def __init__(self, group: Group, grid: Grid) -> None:
+        self._group, self._grid = group, grid
+        self._known: dict[Any, HaloKind] = {}
+        here = grid.coords_of(group.rank)
+        self._along = [
+            (
+                fact_number((dim, here[dim])),
+                grid.size // length,
+                not any(place for other, place in enumerate(here) if other != dim),
+            )
+            for dim, length in enumerate(grid.dims)
+        ]
+        """Of each dimension: a number of this rank's place, how many ranks are there,
+        and whether this one is the first of them."""
+
+    def check(
+        self,
+        what: str,
+        fields: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        op: str | None,
+        stream: Any,
+    ) -> Halo:
+        """Return a call's arguments; UsageError says what is wrong with them here."""
+        here = f"{what}, rank {self._group.rank}"
+        single = not isinstance(fields, list | tuple)
+        given = [fields] if single else list(fields)
+        if not given:
+            raise UsageError(f"{here}: fields is empty: pass one array, or several")
+        names = ["fields"] if single else [f"fields[{i}]" for i in range(len(given))]
+        arrays = [
+            strided(array, f"{here}: {name}")
+            for array, name in zip(given, names, strict=True)
+        ]
+        on = place_of(here, arrays, stream)
+        kind = self._kind(what, here, arrays, on, width, axes, corners, direct, op)
+        for array in arrays:
+            check_writable(array)
+            for least in kind.least:
+                if array.shape[least.axis] < sum(least.halo) + least.block:
+                    raise _too_small(array, least)
+        check_apart(arrays)
+        return Halo(kind, arrays, on)
+
+    def shared_facts(self, halo: Halo) -> Iterator[SharedFact]:
+        """Yield the facts of ``common_facts`` with the ranks that share them."""
+        axes, shapes = halo.shape.axes, [array.shape for array in halo.arrays]
+        cells: list[int] = []
+        for shape in shapes:
+            cells.append(len(shape))
+            cells += [n for axis, n in enumerate(shape) if axis not in axes]
+        number = fact_number(halo.kind.number, cells)
+        yield SharedFact(number, self._grid.size, self._group.rank == 0)
+        for axis, (place, ranks, is_first) in zip(axes, self._along, strict=True):
+            number = fact_number(place, [shape[axis] for shape in shapes])
+            yield SharedFact(number, ranks, is_first)
+
+    def common_facts(self, halo: Halo) -> dict[str, Any]:
+        """Return this rank's part of what ``Halos`` compares, by names.
+
+        Blocks at the same place of a dimension must have the same extent there: of
+        other places this rank knows nothing.
+        """
+        shape, arrays = halo.shape, halo.arrays
+        facts: dict[str, Any] = {
+            name: "none" if fact is None else fact
+            for name, fact in equal_everywhere(halo.kind).items()
+        }
+        facts["cells"] = [
+            [extent for axis, extent in enumerate(each.shape) if axis not in shape.axes]
+            for each in arrays
+        ]
+        here = self._grid.coords_of(self._group.rank)
+        for dim, length in enumerate(self._grid.dims):
+            extents = [array.shape[shape.axes[dim]] for array in arrays]
+            for place in range(length):
+                is_here = place == here[dim]
+                name = f"cells at place {place} of dimension {dim}"
+                facts[name] = extents if is_here else None
+        return facts
+
+    def _kind(
+        self,
+        what: str,
+        here: str,
+        arrays: Sequence[StridedArray],
+        on: Any,
+        *options: Any,
+    ) -> HaloKind:
+        """Return the kind of a call, which is checked where it did not come before."""
+        given = *options, *(n for a in arrays for n in (a.dtype.code, len(a.shape)))
+        try:
+            key = what, on is None, self._group.deterministic, typed(given)
+        except TypeError:  # of a type that may be equal to what it is not
+            return self._checked(what, here, arrays, on, *options)
+        found = self._known.get(key)
+        if found is None:
+            found = self._checked(what, here, arrays, on, *options)
+            if len(self._known) == self._MOST:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def _checked(
+        self,
+        what: str,
+        here: str,
+        arrays: Sequence[StridedArray],
+        on: Any,
+        width: Any,
+        axes: Any,
+        corners: Any,
+        direct: Any,
+        op: Any,
+    ) -> HaloKind:
+        grid, ndim = self._grid, len(self._grid.dims)
+        reduction = _reduction(here, op, arrays)
+        in_order = needs_order(self._group.deterministic, reduction, arrays)
+        shape = HaloShape(
+            _widths(here, width, ndim),
+            _axes(arrays, axes, ndim, here),
+            check_flag(here, "corners", corners),
+            choose_direct(here, direct, corners, ndim, in_order),
+            in_order,
+        )
+        least = []
+        for dim, (low, high) in enumerate(shape.widths):
+            before, after = grid.shift(self._group.rank, dim, 1)
+            wanted = low if after is not None else 0, high if before is not None else 0
+            least.append(Least(dim, shape.axes[dim], (low, high), max(wanted)))
+        types = tuple((array.dtype, len(array.shape)) for array in arrays)
+        return HaloKind(what, shape, reduction, types, on is None, tuple(least))
 
 
-def shared_facts(grid: Grid, rank: int, halo: Halo) -> Iterator[SharedFact]:
-    """Yield the facts of ``common_facts`` with the ranks that share them."""
-    shape, arrays = halo.shape, halo.arrays
-    size = math.prod(grid.dims)
-    cells = [
-        [extent for axis, extent in enumerate(array.shape) if axis not in shape.axes]
-        for array in arrays
-    ]
-    yield SharedFact((halo.what, equal_everywhere(halo), cells), size, rank == 0)
-    here = grid.coords_of(rank)
-    for dim, length in enumerate(grid.dims):
-        extents = [array.shape[shape.axes[dim]] for array in arrays]
-        is_first = not any(place for other, place in enumerate(here) if other != dim)
-        yield SharedFact((dim, here[dim], extents), size // length, is_first)
-
-
-def equal_everywhere(halo: Halo) -> dict[str, Any]:
+def equal_everywhere(kind: HaloKind) -> dict[str, Any]:
     """Return the arguments that are equal on all ranks, by names."""
-    shape = halo.shape
+    shape = kind.shape
     return {
         "width": shape.widths,
         "axes": shape.axes,
         "corners": shape.corners,
         "direct": shape.direct,
-        "op": None if halo.reduction is None else halo.reduction.name.lower(),
-        "dtypes": [array.dtype.name for array in halo.arrays],
-        "memory": "host" if halo.on is None else "device",
+        "op": None if kind.reduction is None else kind.reduction.name.lower(),
+        "dtypes": [dtype.name for dtype, _ in kind.types],
+        "memory": "host" if kind.on_host else "device",
     }
 
 
@@ -210,26 +329,21 @@ def _axes(
     return tuple(found)
 
 
-def _check_extents(rank: int, grid: Grid, halo: Halo, array: StridedArray) -> None:
-    """Raise UsageError where the block is too small for its halo or a neighbour's."""
-    for dim, (low, high) in enumerate(halo.shape.widths):
-        axis = halo.shape.axes[dim]
-        extent = array.shape[axis]
-        own = extent - low - high
-        if own < 0:
-            raise UsageError(
-                f"{array.what} has {extent} cells in dimension {axis}, less than its "
-                f"halo of {shown(low)} + {shown(high)}; the halo is part of the array"
-            )
-        before, after = grid.shift(rank, dim, 1)
-        needed = max(low if after is not None else 0, high if before is not None else 0)
-        if own < needed:
-            raise UsageError(
-                f"{array.what} has a block of {own} cells in dimension {axis}, "
-                f"and a neighbour's halo is {needed} wide: it would reach "
-                f"beyond; expected a block of {needed} cells at least, so take fewer "
-                f"ranks in dimension {dim} of the grid, or a narrower halo"
-            )
+def _too_small(array: StridedArray, least: Least) -> UsageError:
+    """Return the error of a block too small for its halo or a neighbour's."""
+    extent, (low, high) = array.shape[least.axis], least.halo
+    own = extent - low - high
+    if own < 0:
+        return UsageError(
+            f"{array.what} has {extent} cells in dimension {least.axis}, less than its "
+            f"halo of {shown(low)} + {shown(high)}; the halo is part of the array"
+        )
+    return UsageError(
+        f"{array.what} has a block of {own} cells in dimension {least.axis}, "
+        f"and a neighbour's halo is {least.block} wide: it would reach "
+        f"beyond; expected a block of {least.block} cells at least, so take fewer "
+        f"ranks in dimension {least.dim} of the grid, or a narrower halo"
+    )
 
 
 def check_agreement(
@@ -239,7 +353,7 @@ def check_agreement(
 
     ``said`` is what each rank says: ``equal_everywhere`` and its shapes.
     """
-    for key in equal_everywhere(halo):
+    for key in equal_everywhere(halo.kind):
         if any(each[key] != said[0][key] for each in said):
             lines = [f"  rank {rank}: {each[key]}" for rank, each in enumerate(said)]
             raise MismatchError(

@@ -19,17 +19,15 @@ from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
 from commrt.grids.geometry import Grid
-from commrt.grids.halo import halo_moves
+from commrt.grids.halo import HaloShape, halo_moves
 from commrt.grids.halo_arguments import (
     EXCHANGE,
     HALO_CALLS,
     REDUCE,
     Halo,
+    HaloKinds,
     check_agreement,
-    check_halo,
-    common_facts,
     equal_everywhere,
-    shared_facts,
 )
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
@@ -67,6 +65,7 @@ class Halos:
         families: Families,
     ) -> None:
         self._group, self._grid, self._devices = group, grid, devices
+        self._kinds = HaloKinds(group, grid)
         self._comparison, self._plans = comparison, plans
         self._families = families
 
@@ -136,10 +135,10 @@ class Halos:
         if halo.on is not None:
             look = partial(self._check_values, halo)
             return BoundBoxes(group, plan, halo.arrays, fields, halo.what, look)
-        table = address_table(halo.arrays)
+        table, address = address_table(halo.arrays)
         owners = (table, *(array.owner for array in halo.arrays))
         return _native.PersistentCall(
-            *(group, plan, table.ctypes.data, 0, owners, None, fields, halo.what),
+            *(group, plan, address, 0, owners, None, fields, halo.what),
             places_of(array.array for array in halo.arrays),
             look=partial(self._check_values, halo),
         )
@@ -160,10 +159,10 @@ class Halos:
         if what == REDUCE and op is None:
             op = "sum"
         given = fields, width, axes, corners, direct, op
-        halo = check_halo(self._group, self._grid, what, *given, None)
+        halo = self._kinds.check(what, *given, None)
         return sum(
             move.source.count * halo.arrays[move.source.array].dtype.itemsize
-            for move in self._moves(halo)
+            for move in self._moves(halo, halo.shape)
             if move.source is not None and move.peer is not None
         )
 
@@ -185,7 +184,7 @@ class Halos:
 
         def check() -> Halo:
             check_flag(f"{what}, rank {group.rank}", "nonblocking", nonblocking)
-            halo = check_halo(group, self._grid, what, *given, stream)
+            halo = self._kinds.check(what, *given, stream)
             if runs:
                 self._check_values(halo, stream)
             return halo
@@ -200,10 +199,9 @@ class Halos:
         group = self._group
         if not group.nan_check:
             return
+        shape = halo.shape
         moves = self._moves(
-            halo
-            if halo.what == REDUCE
-            else replace(halo, shape=replace(halo.shape, direct=True))
+            halo, shape if halo.what == REDUCE else replace(shape, direct=True)
         )
         check_finite_boxes(group, halo.what, halo.arrays, moves, stream)
 
@@ -226,7 +224,7 @@ class Halos:
         arrays = halo.arrays
 
         def compare() -> None:
-            facts = shared_facts(self._grid, self._group.rank, halo)
+            facts = self._kinds.shared_facts(halo)
             if not self._plans.agreed.fit(what, facts, limit):
                 self._compare(halo)
 
@@ -234,7 +232,7 @@ class Halos:
             boxes, agrees = self._plans.on_device(
                 what,
                 _own_arguments(halo),
-                lambda: common_facts(self._grid, self._group.rank, halo),
+                lambda: self._kinds.common_facts(halo),
                 compare=compare,
                 make=lambda: self._device_boxes(halo),
             )
@@ -244,9 +242,8 @@ class Halos:
             )
         compare()
         plan = self._host_plan(halo)
-        table = address_table(arrays)
+        table, address = address_table(arrays)
         owners = (table, *(array.owner for array in arrays))
-        address = table.ctypes.data
         return self._group.run_plan(
             plan, address, 0, owners, None, fields, what, bool(nonblocking), limit
         )
@@ -254,7 +251,7 @@ class Halos:
     def _compare(self, halo: Halo) -> None:
         """Raise MismatchError on all ranks unless their calls fit; collective."""
         shapes = [array.shape for array in halo.arrays]
-        mine = {**equal_everywhere(halo), "shapes": shapes}
+        mine = {**equal_everywhere(halo.kind), "shapes": shapes}
         said = self._comparison.meet(halo.what, mine)
         check_agreement(self._group.name, self._grid, halo, said)
 
@@ -266,10 +263,8 @@ class Halos:
     def _host_plan(self, halo: Halo) -> _native.Plan:
         """Return the plan of arrays on the host, without the other ranks."""
         group, arrays = self._group, halo.arrays
-        types = tuple((array.dtype.name, len(array.shape)) for array in arrays)
         family = self._families.get(
-            (halo.what, halo.shape, halo.reduction, types),
-            lambda: group.box_family(self._template(halo)),
+            halo.kind.key, lambda: group.box_family(self._template(halo))
         )
         extents = [extent for array in arrays for extent in array.shape]
         strides = [stride for array in arrays for stride in array.strides]
@@ -285,12 +280,12 @@ class Halos:
             )
         return box_template(
             self._group,
-            self._moves(halo, shapes),
-            [(array.dtype, len(array.shape)) for array in halo.arrays],
+            self._moves(halo, halo.shape, shapes),
+            halo.kind.types,
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
-            facts=number_of_facts(equal_everywhere(halo)),
+            facts=number_of_facts(equal_everywhere(halo.kind)),
         )
 
     def _device_boxes(self, halo: Halo) -> DeviceBoxes:
@@ -300,24 +295,22 @@ class Halos:
             self._group,
             self._devices,
             halo.on,
-            self._moves(halo),
+            self._moves(halo, halo.shape),
             [array.layout for array in halo.arrays],
             phases=len(halo.shape.widths) if carries else 1,
             what=halo.what,
             coll=other_call(halo.what).code,
             label=_label(halo),
             reduction=halo.reduction,
-            facts=number_of_facts(equal_everywhere(halo)),
+            facts=number_of_facts(equal_everywhere(halo.kind)),
         )
 
-    def _moves(self, halo: Halo, shapes: Any = None) -> list[Move]:
+    def _moves(self, halo: Halo, shape: HaloShape, shapes: Any = None) -> list[Move]:
         """Return this rank's moves; ``shapes`` stand for those of the arrays."""
         if shapes is None:
             shapes = [array.shape for array in halo.arrays]
         reverse = halo.what == REDUCE
-        return halo_moves(
-            self._grid, self._group.rank, halo.shape, shapes, reverse=reverse
-        )
+        return halo_moves(self._grid, self._group.rank, shape, shapes, reverse=reverse)
 
 
 def _own_arguments(halo: Halo) -> tuple[Any, ...]:

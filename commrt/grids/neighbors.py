@@ -10,13 +10,11 @@ nobody, nothing is sent, and that part of the output stays as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
-
-import numpy as np
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
@@ -24,6 +22,7 @@ from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_arra
 from commrt.arrays.places import places_of
 from commrt.arrays.plain import as_array
 from commrt.boxes.host_plans import Place, box_template
+from commrt.boxes.strided import address_table
 from commrt.boxes.words import words_of_moves
 from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
@@ -255,18 +254,10 @@ class NeighborCalls:
             look = partial(self._check_values, bound)
             call = BoundNeighbors(group, self._devices, plan, bound, look)
             return call.run(bool(nonblocking), limit, stream)
-        table = np.array([bound.x.address, bound.out.address], np.uint64)
-        return group.run_plan(
-            plan,
-            table.ctypes.data,
-            0,
-            (table, bound.x.owner, bound.out.owner),
-            None,
-            bound.result,
-            what,
-            bool(nonblocking),
-            limit,
-        )
+        table, address = address_table((bound.x, bound.out))
+        owners = table, bound.x.owner, bound.out.owner
+        how = what, bool(nonblocking), limit
+        return group.run_plan(plan, address, 0, owners, None, bound.result, *how)
 
     @property
     def binders(self) -> Binders:
@@ -293,10 +284,10 @@ class NeighborCalls:
         if bound.on is not None:
             look = partial(self._check_values, bound)
             return BoundNeighbors(group, self._devices, plan, bound, look)
-        table = np.array([bound.x.address, bound.out.address], np.uint64)
+        table, address = address_table((bound.x, bound.out))
         owners = (table, bound.x.owner, bound.out.owner)
         return _native.PersistentCall(
-            *(group, plan, table.ctypes.data, 0, owners, None, bound.result, what),
+            *(group, plan, address, 0, owners, None, bound.result, what),
             places_of([bound.x.array, bound.out.array]),
             look=partial(self._check_values, bound),
         )
@@ -480,7 +471,8 @@ def _bind(
         out = zeros_like_array(source, shape)
     target = view_anywhere(out, f"{what}: out")
     _check_out(what, source, target, total)
-    _check_own(around, rank, what, leaving, coming)
+    if takes_counts:
+        _check_own(around, rank, what, leaving, coming)
     return _Bound(name, source, target, out, leaving, coming, around, rank)
 
 
@@ -519,24 +511,34 @@ def _checked(what: str, argument: str, counts: Any, expected: int) -> list[int]:
 
 
 def _ranges(counts: list[int]) -> _Ranges:
-    ends = np.cumsum([0, *counts]).tolist()
-    return tuple(pairwise(ends))
+    return tuple(pairwise(accumulate(counts, initial=0)))
 
 
 def _check_own(
     around: Neighborhood, rank: int, what: str, sends: _Ranges, receives: _Ranges
 ) -> None:
     """Raise UsageError where a rank expects other counts of itself than it sends."""
+    for (low, high), (begin, end) in _own_blocks(around, rank, sends, receives):
+        if high - low != end - begin:
+            raise UsageError(
+                f"{what}: it sends itself {high - low} elements and expects "
+                f"{end - begin} by recv_counts; the counts must be equal"
+            )
+
+
+def _own_blocks(
+    around: Neighborhood, rank: int, sends: _Ranges, receives: _Ranges
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield the ranges in x and in out of what a rank sends itself."""
     if rank not in around.sources:
         return
-    for move in _moves(around, rank, sends, receives):
-        if move.source is None or move.target is None:
-            continue
-        if move.source.count != move.target.count:
-            raise UsageError(
-                f"{what}: it sends itself {move.source.count} elements and expects "
-                f"{move.target.count} by recv_counts; the counts must be equal"
-            )
+    leaving = zip(around.destinations, around.destination_numbers, sends, strict=True)
+    own = {number: block for peer, number, block in leaving if peer == rank}
+    for peer, number, block in zip(
+        around.sources, around.source_numbers, receives, strict=True
+    ):
+        if peer == rank:
+            yield own[number], block
 
 
 def _moves(

@@ -11,14 +11,16 @@ fit do the ranks have to tell each other what they have passed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["AgreedCalls", "SharedFact", "Sums"]
+from commrt import _native
+
+__all__ = ["AgreedCalls", "SharedFact", "Sums", "fact_number"]
 
 _WORD = (1 << 64) - 1
 
@@ -31,12 +33,24 @@ class Sums(Protocol):
         ...
 
 
+def fact_number(fact: Any, numbers: Sequence[int] = ()) -> int:
+    """Return a number for a fact, equal on ranks where its ``repr`` is.
+
+    ``numbers`` belong to the fact, too. ``fact`` may be such a number itself, of the
+    part of it that many calls have in common: then it takes a tenth of the time.
+    """
+    if not isinstance(fact, int):
+        digest = blake2b(repr(fact).encode(), digest_size=8).digest()
+        fact = int.from_bytes(digest, "little")
+    return _native.fact_number(fact, numbers) if numbers else fact
+
+
 @dataclass(frozen=True, slots=True)
 class SharedFact:
     """A fact that is to be equal on some of the ranks, this one among them."""
 
-    fact: Any
-    """Its text is compared."""
+    number: int
+    """It stands for the fact: ``fact_number``."""
     num_ranks: int
     """How many ranks share it."""
     is_first: bool
@@ -45,9 +59,7 @@ class SharedFact:
     @property
     def term(self) -> int:
         """The number that this rank adds."""
-        digest = blake2b(repr(self.fact).encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little")
-        return number * (1 - self.num_ranks) if self.is_first else number
+        return self.number * (1 - self.num_ranks) if self.is_first else self.number
 
 
 class AgreedCalls:

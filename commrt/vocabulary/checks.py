@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,14 @@ import numpy as np
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["LARGEST_TAG", "as_integer", "as_items", "check_flag", "check_name"]
+__all__ = [
+    "LARGEST_TAG",
+    "as_integer",
+    "as_items",
+    "check_flag",
+    "check_name",
+    "typed",
+]
 
 LARGEST_TAG = 2**31 - 1
 """Of messages."""
@@ -65,3 +72,26 @@ def check_name(what: str, name: Any) -> str | None:
     raise UsageError(
         f"{what}: name={shown(name)} must be a string that UTF-8 can write, or None"
     )
+
+
+def typed(values: Sequence[Any]) -> Any:
+    """Return a key that is equal for values that are equal and of equal types.
+
+    1, 1.0 and True are equal, and an option may take only one of them. TypeError for
+    values other than numbers, texts, None and tuples or lists of these.
+    """
+    kinds = tuple(map(type, values))
+    if _PLAIN.issuperset(kinds):
+        return kinds, tuple(values)
+    return kinds, tuple(map(_typed, values, kinds))
+
+
+_PLAIN = frozenset({int, bool, float, str, type(None)})
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if kind in (tuple, list):
+        return typed(value)
+    if kind not in _PLAIN:
+        raise TypeError(f"a {kind.__name__} may be equal to what it is not")
+    return value

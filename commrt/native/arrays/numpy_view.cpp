@@ -6,7 +6,9 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
+#include <utility>
 
 namespace commrt {
 
@@ -55,6 +57,24 @@ int dtype_code(int type_num) {
   return dtype_codes[type_num];
 }
 
+// True if no two elements can share memory: each dimension's step, the shortest first, goes beyond
+// all that the shorter ones reach.
+bool has_distinct_elements(const StridedView& view, int64_t itemsize) {
+  std::pair<int64_t, int64_t> steps[kMostNumpyDims];
+  int num = 0;
+  for (int i = 0; i < view.ndim; ++i) {
+    if (view.shape[i] == 0) return true;
+    if (view.shape[i] > 1) steps[num++] = {std::abs(view.strides[i]), view.shape[i]};
+  }
+  std::sort(steps, steps + num);
+  int64_t reach = itemsize;
+  for (int i = 0; i < num; ++i) {
+    if (steps[i].first < reach) return false;
+    reach += steps[i].first * (steps[i].second - 1);
+  }
+  return true;
+}
+
 }  // namespace
 
 bool load_numpy() { return _import_array() >= 0; }
@@ -100,6 +120,26 @@ bool view_of_numpy(PyObject* object, View& view) {
   view.count = count;
   view.dtype = static_cast<DType>(code);
   view.writable = (flags & NPY_ARRAY_WRITEABLE) != 0;
+  return true;
+}
+
+bool strided_view_of_numpy(PyObject* object, StridedView& view) {
+  if (!PyArray_CheckExact(object)) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  const int flags = PyArray_FLAGS(array), ndim = PyArray_NDIM(array);
+  const PyArray_Descr* const descr = PyArray_DESCR(array);
+  const int code = dtype_code(descr->type_num);
+  if ((flags & NPY_ARRAY_ALIGNED) == 0 || code == kUnknown || descr->byteorder == '>' ||
+      ndim > kMostNumpyDims) {
+    return false;
+  }
+  view.data = PyArray_DATA(array);
+  view.ndim = ndim;
+  std::copy_n(PyArray_DIMS(array), ndim, view.shape);
+  std::copy_n(PyArray_STRIDES(array), ndim, view.strides);
+  view.dtype = static_cast<DType>(code);
+  view.writable = (flags & NPY_ARRAY_WRITEABLE) != 0;
+  view.is_distinct = has_distinct_elements(view, PyArray_ITEMSIZE(array));
   return true;
 }
 

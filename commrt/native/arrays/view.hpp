@@ -27,6 +27,19 @@ bool is_numpy_array(PyObject* object);  // with any strides and of any type
 // Fills in where the first element of an array of numpy's or of a subclass lies at this moment, and
 // how many bytes its elements have. False for everything else.
 bool memory_of_numpy(PyObject* object, const void*& address, int64_t& nbytes);
+// What calls that move boxes need of an array of numpy's, whatever its strides.
+constexpr int kMostNumpyDims = 8;
+struct StridedView {
+  void* data = nullptr;
+  int ndim = 0;
+  int64_t shape[kMostNumpyDims], strides[kMostNumpyDims];  // strides in bytes
+  DType dtype = DType::F32;
+  bool writable = false;
+  bool is_distinct = false;  // no two of its elements share memory
+};
+// False, with no Python error set, for arrays that are not aligned, of an unknown type or byte
+// order, or of more dimensions, and for everything else.
+bool strided_view_of_numpy(PyObject* object, StridedView& view);
 void register_numpy_type(int type_num, int dtype_code);
 // The code of numpy's dtype; -1 where it is none, or of a type or byte order that is not known.
 int code_of_numpy_type(PyObject* dtype);

@@ -14,9 +14,11 @@
 #include <tuple>
 #include <utility>
 
+#include "arrays/view.hpp"
 #include "bindings/bindings.hpp"
 #include "calls/group.hpp"
 #include "engine/box_template.hpp"
+#include "engine/call_trail.hpp"
 
 namespace commrt {
 
@@ -152,6 +154,32 @@ void bind_boxes(nb::module_& m) {
       }, nb::arg("numbers"), nb::arg("strides"),
          "Return a call's boxes, steps, their dependencies, peers, the longest message's bytes, how "
          "far ahead steps are tried, and the fewest slots. For tests.");
+  m.def("strided_view_of_numpy", [](nb::handle object) -> nb::object {
+    StridedView view;
+    if (!strided_view_of_numpy(object.ptr(), view)) return nb::none();
+    const auto tuple_of = [&](const int64_t* numbers) {
+      PyObject* const made = PyTuple_New(view.ndim);
+      if (made == nullptr) throw nb::python_error();
+      const auto owned = nb::steal<nb::tuple>(made);
+      for (int i = 0; i < view.ndim; ++i) {
+        PyObject* const number = PyLong_FromLongLong(numbers[i]);
+        if (number == nullptr) throw nb::python_error();
+        PyTuple_SET_ITEM(made, i, number);
+      }
+      return owned;
+    };
+    return nb::make_tuple(reinterpret_cast<uint64_t>(view.data), static_cast<int>(view.dtype),
+                          tuple_of(view.shape), tuple_of(view.strides), view.writable,
+                          view.is_distinct);
+  }, nb::arg("array"),
+     "(address, dtype code, shape, strides, writable, no two elements share memory) of a plain numpy "
+     "array, contiguous or not; else None.");
+  m.def("fact_number", [](uint64_t seed, const std::vector<int64_t>& numbers) {
+    for (const int64_t one : numbers) {
+      seed = CallTrail::mixed(seed ^ CallTrail::mixed(static_cast<uint64_t>(one)));
+    }
+    return seed;
+  }, nb::arg("seed"), nb::arg("numbers"), "A number that stands for a fact with these numbers.");
   m.def("make_box_template", &make_box_template, nb::kw_only(), nb::arg("rank"), nb::arg("size"),
         nb::arg("coll"),
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),

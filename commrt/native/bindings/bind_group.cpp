@@ -261,7 +261,7 @@ void bind_group(nb::module_& m) {
                    [](Group& g, size_t nbytes) { g.plans.limit_nbytes = nbytes; },
                    "Most bytes of them.")
       .def("kept_plans", [](const Group& g) { return g.plans.all(); },
-           "Return the plans that it keeps, the last made first.")
+           "Return the plans that it keeps, the last used first.")
       .def_prop_ro("num_device_work", [](const Group& g) { return g.device_work.size(); })
       .def_prop_ro("idle", [](const Group& g) {
         const auto all = g.device_work;  // another thread may make some meanwhile

@@ -73,6 +73,7 @@ void PlanFamily::count_bytes() {
 void PlanCache::note_use(Order::iterator at) {
   if (!at->is_young && plans_nbytes_ > limit_nbytes / 4) {
     order_.splice(order_.begin(), order_, at);
+    at->used = ++uses_;
   }
 }
 
@@ -133,7 +134,7 @@ void PlanCache::put(Order::iterator at, PlanPtr plan, size_t key_nbytes) {
   uncount(*at);
   at->nbytes = plan->nbytes() + key_nbytes + kEntryBytes;
   at->plan = std::move(plan);
-  at->made = ++num_made_;
+  at->used = ++uses_;
   count(*at, at->nbytes);
   Order& order = order_of(*at);
   order.splice(order.begin(), order, at);
@@ -195,8 +196,7 @@ void PlanCache::let_go(Order::iterator young) {
 void PlanCache::bound() {
   while (young_nbytes_ > young_limit() && young_.size() > 1) let_go(std::prev(young_.end()));
   while (plans_nbytes_ > plans_limit() && young_.size() + order_.size() > 1) {
-    const bool is_last = order_.size() == 1 && order_.begin()->made == num_made_;
-    if (order_.empty() || is_last) {
+    if (order_.empty() || (!young_.empty() && young_.back().used < order_.back().used)) {
       let_go(std::prev(young_.end()));
     } else {
       drop(std::prev(order_.end()));
@@ -430,7 +430,7 @@ std::vector<PlanPtr> PlanCache::all() const {
     for (const Kept& one : *order) entries.push_back(&one);
   }
   std::sort(entries.begin(), entries.end(),
-            [](const Kept* one, const Kept* other) { return one->made > other->made; });
+            [](const Kept* one, const Kept* other) { return one->used > other->used; });
   std::vector<PlanPtr> found;
   for (const Kept* const one : entries) found.push_back(one->plan);
   return found;

@@ -204,7 +204,7 @@ class PlanCache {
     const void* made_by;  // a template, which may be gone; null: Python
     PlanFamily* family;  // dropped with all of its plans; or `no_family_`
     bool is_young = false;
-    uint64_t made = 0;  // in this order
+    uint64_t used = 0;  // when it was used last, as far as the order says; a young one: made
   };
   using Order = std::list<Kept>;
   using Plans = std::unordered_map<PlanKey, Order::iterator, PlanKeyHash>;
@@ -259,7 +259,6 @@ class PlanCache {
   Order order_;  // the others; the last used first, once plans take a quarter of the limit
   GoneKeys gone_;
   size_t young_nbytes_ = 0, plans_nbytes_ = 0, families_nbytes_ = 0;  // plans': young ones, too
-  uint64_t num_made_ = 0;
   Plans plans_;
   PlanKey last_key_{-1, 0, 0};
   PlanPtr last_plan_;

@@ -144,3 +144,56 @@ def test_a_family_whose_plans_are_found_is_used(
         assert call(core, 11)  # its template is there, too
 
     run(1, rank_main)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_lengths_that_come_back_stay_while_new_ones_go(counted: bool) -> None:
+    """A length that came once makes way for the next, and not for one in use."""
+    again = range(1, 61)
+
+    def call(comm: Any, length: int) -> None:
+        if counted:
+            comm.allgatherv(np.ones(length), counts=[length])
+        else:
+            comm.allreduce(np.ones(length))
+
+    def lengths_kept(comm: Any) -> set[int]:
+        return {plan.in_elems for plan in core_of(comm).kept_plans()}
+
+    def rank_main(comm: Any) -> None:
+        new = iter(range(1000, 9000))
+        for turn in range(4):
+            for length in again:
+                call(comm, length)
+            for _ in range(60):
+                call(comm, next(new))
+            if turn == 0:
+                by_python = {2**k for k in range(6)}  # which plans for longer ranges
+                assert {*again} & lengths_kept(comm) <= by_python
+        # Some pass for new ones once more: they share their place with others.
+        kept = lengths_kept(comm) & {*again}
+        assert len(kept) > 50
+        for _ in range(1500):
+            call(comm, next(new))
+        last = next(new)
+        assert kept <= lengths_kept(comm)
+        others = {n for n in lengths_kept(comm) if 1024 < n < last - 100}
+        assert len(others - {2048, 4096}) < 10
+        assert core_of(comm).plans_nbytes < core_of(comm).plans_limit_nbytes / 2
+
+    run(1, rank_main)
+
+
+def test_a_call_of_several_in_turn_takes_memory_of_its_kind() -> None:
+    """New lengths of some operations in turn need no more than those of one."""
+
+    def rank_main(comm: Any) -> None:
+        core = core_of(comm)
+        for length in range(1, 800):
+            x = np.ones(length)
+            comm.allreduce(x)
+            assert (comm.allgather(x) == 1).all()
+            comm.bcast(x, root=0)
+        assert core.plans_nbytes < core.plans_limit_nbytes / 4
+
+    run(1, rank_main)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from layout_cases import draw_layout, draw_lengths, draw_shape
 
 from commrt.boxes.host_plans import Place, box_template, most_message_nbytes
-from commrt.boxes.layouts import Block, Cyclic, Layout, numbers_of
+from commrt.boxes.layouts import Block, Cyclic, Layout
 from commrt.boxes.redistribution import (
     redistribution_moves,
     redistribution_template,
@@ -138,7 +138,7 @@ def test_redistributions_have_the_program_of_the_definition(seed: int) -> None:
         moves = redistribution_moves(source, target, rank)
         parts = [layout.local_shape(rank) for layout in (source, target)]
         arrays = [("float64", c_strides(part, "float64")) for part in parts]
-        numbers = [*numbers_of(source), *numbers_of(target)]
+        numbers = [*source.numbers, *target.numbers]
         same_program(group, template, numbers, moves, arrays)
 
 
@@ -160,7 +160,7 @@ def test_numbers_as_large_as_there_are_have_the_program_of_the_definition(
 ) -> None:
     layouts = Layout(shape, (3,), source), Layout(shape, (3,), target)
     byte = dtype_by_name("uint8")
-    numbers = [*numbers_of(layouts[0]), *numbers_of(layouts[1])]
+    numbers = [*layouts[0].numbers, *layouts[1].numbers]
     arrays = [("uint8", (1,) * len(shape))] * 2
     for rank in range(3):
         group: Any = ranks(rank, 3)
@@ -176,7 +176,7 @@ def test_grids_of_many_dimensions_have_the_program_of_the_definition() -> None:
         Layout((7, 5), grid, (Block(2), Cyclic(9))),
         Layout((7, 5), grid, (None, Block(9, (0, 4, 1)))),
     )
-    numbers = [*numbers_of(layouts[0]), *numbers_of(layouts[1])]
+    numbers = [*layouts[0].numbers, *layouts[1].numbers]
     for rank in range(6):
         group: Any = ranks(rank, 6)
         template = redistribution_template(group, layouts, byte)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.group.agreed_calls import AgreedCalls, SharedFact
+from commrt.group.agreed_calls import AgreedCalls, SharedFact, fact_number
 
 
 class OneOf:
@@ -40,7 +40,10 @@ SIZES = st.integers(1, 9)
 
 def shared(values: list[Any]) -> list[SharedFact]:
     """Return a fact of all ranks, as each knows it."""
-    return [SharedFact(v, len(values), rank == 0) for rank, v in enumerate(values)]
+    return [
+        SharedFact(fact_number(repr(value)), len(values), rank == 0)
+        for rank, value in enumerate(values)
+    ]
 
 
 @given(SIZES, st.text(), st.data())
@@ -77,8 +80,10 @@ def test_facts_of_rows_and_columns_are_told_apart(
         row, column = divmod(rank, columns)
         facts.append(
             [
-                SharedFact(("row", row, across[rank]), columns, column == 0),
-                SharedFact(("column", column, along[rank]), rows, row == 0),
+                SharedFact(
+                    fact_number(("row", row, across[rank])), columns, not column
+                ),
+                SharedFact(fact_number(column, [along[rank]]), rows, not row),
             ]
         )
         fits &= across[rank] == across[row * columns] and along[rank] == along[column]

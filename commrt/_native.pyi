@@ -105,6 +105,37 @@ class Bells:
     def ring(self, member: int) -> None:
         """Wake a member, if it sleeps."""
 
+class BoxFront:
+    """Runs calls of one kind that move boxes of numpy's arrays."""
+
+    def __init__(
+        self,
+        family: PlanFamily,
+        operation: str,
+        *,
+        arrays: Sequence[tuple[int, int, bool]],
+        least: Sequence[tuple[int, int, int]],
+        facts: Sequence[tuple[int, int, Sequence[tuple[int, int]] | None]],
+    ) -> None:
+        """`arrays`: element type, dimensions (negative: any, contiguous), and if it is
+        written. `least`: array, dimension, elements. `facts`: seed, factor, and the
+        extents that belong to it; None: the call's numbers.
+        """
+
+    def run(
+        self,
+        group: Any,
+        arrays: Any,
+        result: Any,
+        nonblocking: bool,
+        timeout_s: float,
+        numbers: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Any:
+        """Run a call on a tuple of arrays. NotImplemented: Python has to look. None:
+        the ranks' calls do not fit, and nothing was sent.
+        """
+
 class BoxTemplate:
     """What calls that move boxes have in common, but for where boxes lie."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from commrt.errors import UsageError, shown
@@ -236,12 +237,7 @@ class Layout:
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the place of ``rank`` in the grid."""
-        number = self._number("rank", rank)
-        found = []
-        for extent in reversed(self.grid):
-            number, place = divmod(number, extent)
-            found.append(place)
-        return tuple(reversed(found))
+        return _coords(self.grid, self._number("rank", rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the part that ``rank`` has."""
@@ -296,6 +292,15 @@ class Layout:
             low = sum(kind.sizes[:place])
             return _Place(low, low + kind.sizes[place])
         return _Place(extent * place // places, extent * (place + 1) // places)
+
+
+@lru_cache(maxsize=1024)
+def _coords(grid: tuple[int, ...], number: int) -> tuple[int, ...]:
+    found = []
+    for extent in reversed(grid):
+        number, place = divmod(number, extent)
+        found.append(place)
+    return tuple(reversed(found))
 
 
 def _word(kind: Block | Cyclic | None) -> str:

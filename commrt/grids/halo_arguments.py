@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,7 +52,8 @@ class HaloKind:
     @cached_property
     def number(self) -> int:
         """A number of what is equal on all ranks, but for lengths."""
-        return fact_number((self.what, equal_everywhere(self)))
+        dims = [ndim for _, ndim in self.types]
+        return fact_number((self.what, equal_everywhere(self), dims))
 
     @cached_property
     def key(self) -> str:
@@ -158,18 +159,23 @@ class HaloKinds:
         check_apart(arrays)
         return Halo(kind, arrays, on)
 
-    def shared_facts(self, halo: Halo) -> Iterator[SharedFact]:
-        """Yield the facts of ``common_facts`` with the ranks that share them."""
-        axes, shapes = halo.shape.axes, [array.shape for array in halo.arrays]
-        cells: list[int] = []
-        for shape in shapes:
-            cells.append(len(shape))
-            cells += [n for axis, n in enumerate(shape) if axis not in axes]
-        number = fact_number(halo.kind.number, cells)
-        yield SharedFact(number, self._grid.size, self._group.rank == 0)
-        for axis, (place, ranks, is_first) in zip(axes, self._along, strict=True):
-            number = fact_number(place, [shape[axis] for shape in shapes])
-            yield SharedFact(number, ranks, is_first)
+    def shared_facts(self, kind: HaloKind) -> list[SharedFact]:
+        """Return the facts of ``common_facts`` with the ranks that share them."""
+        axes, arrays = kind.shape.axes, range(len(kind.types))
+        cells = [
+            (array, axis)
+            for array, (_, ndim) in enumerate(kind.types)
+            for axis in range(ndim)
+            if axis not in axes
+        ]
+        everywhere = kind.number, self._grid.size, self._group.rank == 0
+        return [
+            SharedFact(*everywhere, cells),
+            *(
+                SharedFact(*along, [(array, axis) for array in arrays])
+                for axis, along in zip(axes, self._along, strict=True)
+            ),
+        ]
 
     def common_facts(self, halo: Halo) -> dict[str, Any]:
         """Return this rank's part of what ``Halos`` compares, by names.

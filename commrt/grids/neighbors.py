@@ -16,18 +16,21 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
 from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
 from commrt.arrays.places import places_of
 from commrt.arrays.plain import as_array
+from commrt.boxes.fronts import ANY_SHAPE, Fronts, box_front
 from commrt.boxes.host_plans import Place, box_template
 from commrt.boxes.strided import address_table
 from commrt.boxes.words import words_of_moves
 from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import BufferError_, MismatchError, UsageError, shown
+from commrt.errors import BufferError_, CommError, MismatchError, UsageError, shown
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.on_device import (
     BoundNeighbors,
@@ -41,7 +44,7 @@ from commrt.planning.kept_plans import KeptPlans
 from commrt.schedule.boxes import Box, Move
 from commrt.vocabulary.checks import as_integer, as_items, check_flag
 from commrt.vocabulary.dtypes import DType
-from commrt.vocabulary.operations import names_of, other_call
+from commrt.vocabulary.operations import CallSpec, names_of, other_call
 
 __all__ = [
     "Counts",
@@ -148,6 +151,7 @@ class NeighborCalls:
         self._group, self._around = group, around
         self._devices, self._comparison = devices, comparison
         self._families = families
+        self._fronts = Fronts()
         self.plans: KeptPlans[Any] = KeptPlans(group)
         """Plans of calls on device arrays."""
 
@@ -245,6 +249,10 @@ class NeighborCalls:
         stream: Any,
     ) -> Any:
         group = self._group
+        if timeout_s is None and stream is None and type(nonblocking) is bool:
+            done = self._run_again(what, x, out, sends, receives, nonblocking)
+            if done is not NotImplemented:
+                return done
         here = f"{what}, rank {group.rank}"
         limit = self._comparison.limit(what, timeout_s, here=here)
         arguments = (as_array(x, f"{here}: x"), out, sends, receives)
@@ -254,10 +262,48 @@ class NeighborCalls:
             look = partial(self._check_values, bound)
             call = BoundNeighbors(group, self._devices, plan, bound, look)
             return call.run(bool(nonblocking), limit, stream)
+        given = bound.x.array, bound.out.array
+        self._fronts.keep((what,), given, lambda: self._front(bound))
         table, address = address_table((bound.x, bound.out))
         owners = table, bound.x.owner, bound.out.owner
         how = what, bool(nonblocking), limit
         return group.run_plan(plan, address, 0, owners, None, bound.result, *how)
+
+    def _run_again(
+        self,
+        what: str,
+        x: Any,
+        out: Any,
+        sends: Counts,
+        receives: Counts,
+        nonblocking: bool,
+    ) -> Any:
+        """Return what a call gives whose kind is known; else NotImplemented."""
+        if type(x) is not np.ndarray:
+            return NotImplemented
+        group, around, row = self._group, self._around, other_call(what)
+        given = x.size, out, sends, receives
+        try:
+            leaving, coming = _blocks(group.rank, around, row, what, *given)
+        except CommError:
+            return NotImplemented  # where it is raised, the other ranks hear of it
+        if out is None:
+            out = np.zeros(_out_shape(around, row, x.shape, coming), x.dtype)
+        front = self._fronts.find((what,), (x, out))
+        if front is None:
+            return NotImplemented
+        group.check_usable()
+        return front.run(
+            *(group, (x, out), out, nonblocking, group.timeout_s),
+            numbers=[at for block in (*leaving, *coming) for at in block],
+            sizes=[x.size, coming[-1][1] if coming else 0],
+        )
+
+    def _front(self, bound: _Bound) -> _native.BoxFront:
+        """Return what runs calls of this kind without Python."""
+        dtype = bound.x.dtype
+        arrays = [(dtype, ANY_SHAPE, written) for written in (False, True)]
+        return box_front(self._family(bound), bound.what, arrays)
 
     @property
     def binders(self) -> Binders:
@@ -367,13 +413,18 @@ class NeighborCalls:
 
     def _host_plan(self, bound: _Bound) -> _native.Plan:
         """Return the plan of a call on the host, without the other ranks."""
+        itemsize = bound.x.dtype.itemsize
+        numbers = [at for pair in (*bound.sends, *bound.receives) for at in pair]
+        family = self._family(bound)
+        return self._group.box_plan(family, numbers, [itemsize, itemsize])
+
+    def _family(self, bound: _Bound) -> _native.PlanFamily:
+        """Return the family of a call on the host, made where there is none."""
         group, dtype = self._group, bound.x.dtype
-        family = self._families.get(
+        return self._families.get(
             (bound.what, dtype.code),
             lambda: group.box_family(self._template(bound.what, dtype)),
         )
-        numbers = [at for pair in (*bound.sends, *bound.receives) for at in pair]
-        return group.box_plan(family, numbers, [dtype.itemsize, dtype.itemsize])
 
     def _template(self, what: str, dtype: DType) -> _native.BoxTemplate:
         """Return what makes the plans of all counts: where blocks begin and end."""
@@ -432,48 +483,73 @@ def _bind(
 ) -> _Bound:
     """Return the call of a name; ``what`` says also where an argument is wrong."""
     source = view_anywhere(x, f"{what}: x")
-    outgoing, incoming = len(around.destinations), len(around.sources)
     row = other_call(name)
+    count, given = source.count, (sends, receives)
+    leaving, coming = _blocks(rank, around, row, what, count, out, *given)
+    total = coming[-1][1] if coming else 0
+    if out is None:
+        out = zeros_like_array(source, _out_shape(around, row, source.shape, coming))
+    target = view_anywhere(out, f"{what}: out")
+    _check_out(what, source, target, total)
+    return _Bound(name, source, target, out, leaving, coming, around, rank)
+
+
+def _blocks(
+    rank: int,
+    around: Neighborhood,
+    row: CallSpec,
+    what: str,
+    count: int,
+    out: Any,
+    sends: Counts,
+    receives: Counts,
+) -> tuple[_Ranges, _Ranges]:
+    """Return the blocks in ``x``, of ``count`` elements, and those in ``out``."""
+    outgoing, incoming = len(around.destinations), len(around.sources)
     gathers, takes_counts = row.sends_whole, bool(row.count_arguments)
     if takes_counts and not gathers:
         leaving = _ranges(_checked(what, "send_counts", sends, outgoing))
     elif gathers:
-        leaving = ((0, source.count),) * outgoing
+        leaving = ((0, count),) * outgoing
     else:
-        if outgoing and source.count % outgoing:
+        if outgoing and count % outgoing:
             raise UsageError(
-                f"{what}: x has {source.count} elements, expected a multiple of the "
+                f"{what}: x has {count} elements, expected a multiple of the "
                 f"{outgoing} neighbours it goes to; pad it"
             )
-        leaving = _ranges([source.count // max(1, outgoing)] * outgoing)
+        leaving = _ranges([count // max(1, outgoing)] * outgoing)
     if takes_counts:
         coming = _ranges(_checked(what, "recv_counts", receives, incoming))
     else:
         each = leaving[0][1] - leaving[0][0] if leaving else None
         if each is None:
-            each = source.count if gathers else 0
+            each = count if gathers else 0
             if out is not None and incoming:
                 each = view_anywhere(out, f"{what}: out").count // incoming
         coming = _ranges([each] * incoming)
-    expected = leaving[-1][1] if leaving else source.count
-    if expected != source.count:
+    expected = leaving[-1][1] if leaving else count
+    if expected != count:
         raise UsageError(
-            f"{what}: x has {source.count} elements, expected {expected}, the sum of "
+            f"{what}: x has {count} elements, expected {expected}, the sum of "
             f"send_counts; correct one of them"
         )
-    total = coming[-1][1] if coming else 0
-    if out is None:
-        shape: tuple[int, ...] = (total,)
-        if incoming and total == incoming * (coming[0][1]) and not takes_counts:
-            rest = source.shape if gathers else source.shape[1:]
-            divides = gathers or source.shape[:1] == (outgoing,)
-            shape = (incoming, *rest) if divides else (total,)
-        out = zeros_like_array(source, shape)
-    target = view_anywhere(out, f"{what}: out")
-    _check_out(what, source, target, total)
     if takes_counts:
         _check_own(around, rank, what, leaving, coming)
-    return _Bound(name, source, target, out, leaving, coming, around, rank)
+    return leaving, coming
+
+
+def _out_shape(
+    around: Neighborhood, row: CallSpec, shape: tuple[int, ...], coming: _Ranges
+) -> tuple[int, ...]:
+    """Return the shape of the result of an ``x`` of that shape."""
+    if not coming:
+        return (0,)
+    outgoing, total = len(around.destinations), coming[-1][1]
+    if row.count_arguments or total != len(coming) * coming[0][1]:
+        return (total,)
+    if row.sends_whole:
+        return len(coming), *shape
+    return (len(coming), *shape[1:]) if shape[:1] == (outgoing,) else (total,)
 
 
 def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:

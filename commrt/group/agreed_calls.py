@@ -49,17 +49,26 @@ def fact_number(fact: Any, numbers: Sequence[int] = ()) -> int:
 class SharedFact:
     """A fact that is to be equal on some of the ranks, this one among them."""
 
-    number: int
-    """It stands for the fact: ``fact_number``."""
+    seed: int
+    """A number for the fact (``fact_number``), but for lengths that belong to it."""
     num_ranks: int
     """How many ranks share it."""
     is_first: bool
     """True on one of these ranks."""
+    extents: Sequence[tuple[int, int]] | None = ()
+    """Lengths that belong to it: array of the call, and dimension. None: the numbers
+    of the call."""
 
     @property
-    def term(self) -> int:
-        """The number that this rank adds."""
-        return self.number * (1 - self.num_ranks) if self.is_first else self.number
+    def factor(self) -> int:
+        """How often this rank adds the fact's number, modulo 2⁶⁴."""
+        return (1 - self.num_ranks) & _WORD if self.is_first else 1
+
+    def term(self, shapes: Sequence[Sequence[int]], numbers: Sequence[int]) -> int:
+        """Return the number that this rank adds, given the call's arrays or numbers."""
+        if self.extents is not None:
+            numbers = [shapes[array][dim] for array, dim in self.extents]
+        return fact_number(self.seed, numbers) * self.factor
 
 
 class AgreedCalls:
@@ -68,15 +77,24 @@ class AgreedCalls:
     def __init__(self, ranks: Sums) -> None:
         self._ranks = ranks
 
-    def fit(self, what: str, facts: Iterable[SharedFact], limit_s: float) -> bool:
+    def fit(
+        self,
+        what: str,
+        facts: Iterable[SharedFact],
+        limit_s: float,
+        shapes: Sequence[Sequence[int]] = (),
+        numbers: Sequence[int] = (),
+    ) -> bool:
         """Return whether the facts of all ranks' calls fit; collective.
 
         Args:
             what: the operation.
             facts: those that this rank shares; at least one with each other rank.
             limit_s: seconds that the others may take to come.
+            shapes: those of the call's arrays.
+            numbers: those of the call.
         """
-        mine = sum(each.term for each in facts) & _WORD
+        mine = sum(each.term(shapes, numbers) for each in facts) & _WORD
         total = np.array([mine], np.uint64)
         self._ranks.allreduce(total, op="sum", name=what, timeout_s=limit_s)
         return not total[0]

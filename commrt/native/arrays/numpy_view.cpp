@@ -139,6 +139,7 @@ bool strided_view_of_numpy(PyObject* object, StridedView& view) {
   std::copy_n(PyArray_STRIDES(array), ndim, view.strides);
   view.dtype = static_cast<DType>(code);
   view.writable = (flags & NPY_ARRAY_WRITEABLE) != 0;
+  view.is_contiguous = (flags & NPY_ARRAY_C_CONTIGUOUS) != 0;
   view.is_distinct = has_distinct_elements(view, PyArray_ITEMSIZE(array));
   return true;
 }

@@ -36,6 +36,7 @@ struct StridedView {
   DType dtype = DType::F32;
   bool writable = false;
   bool is_distinct = false;  // no two of its elements share memory
+  bool is_contiguous = false;  // as C arrays are
 };
 // False, with no Python error set, for arrays that are not aligned, of an unknown type or byte
 // order, or of more dimensions, and for everything else.

@@ -16,9 +16,9 @@
 
 #include "arrays/view.hpp"
 #include "bindings/bindings.hpp"
+#include "calls/box_front.hpp"
 #include "calls/group.hpp"
 #include "engine/box_template.hpp"
-#include "engine/call_trail.hpp"
 
 namespace commrt {
 
@@ -81,6 +81,10 @@ LayoutKind read_layout(const LayoutOf& given, const BoxTemplate& made) {
   }
   return kind;
 }
+
+// Seed, factor, and array and dimension of each extent that belongs to a fact.
+using FactOf =
+    std::tuple<uint64_t, uint64_t, std::optional<std::vector<std::pair<uint32_t, uint32_t>>>>;
 
 std::shared_ptr<BoxTemplate> make_box_template(
     int rank, int size, int coll, const std::string& label, int redop, bool reduces, bool stated,
@@ -175,11 +179,38 @@ void bind_boxes(nb::module_& m) {
      "(address, dtype code, shape, strides, writable, no two elements share memory) of a plain numpy "
      "array, contiguous or not; else None.");
   m.def("fact_number", [](uint64_t seed, const std::vector<int64_t>& numbers) {
-    for (const int64_t one : numbers) {
-      seed = CallTrail::mixed(seed ^ CallTrail::mixed(static_cast<uint64_t>(one)));
-    }
-    return seed;
+    return fact_number(seed, numbers.data(), numbers.size());
   }, nb::arg("seed"), nb::arg("numbers"), "A number that stands for a fact with these numbers.");
+  nb::class_<BoxFront>(m, "BoxFront", "Runs calls of one kind that move boxes of numpy's arrays.")
+      .def("__init__", [](BoxFront* self, FamilyPtr family, const std::string& operation,
+                          const std::vector<std::tuple<int, int, bool>>& arrays,
+                          const std::vector<std::tuple<uint32_t, uint32_t, int64_t>>& least,
+                          const std::vector<FactOf>& facts) {
+        std::vector<BoxFront::Array> its_arrays;
+        for (const auto& [dtype, ndim, is_written] : arrays) {
+          its_arrays.push_back({static_cast<DType>(dtype), ndim, is_written});
+        }
+        std::vector<BoxFront::Least> its_least;
+        for (const auto& [array, dim, num] : least) its_least.push_back({array, dim, num});
+        std::vector<BoxFront::Fact> its_facts;
+        for (const auto& [seed, factor, extents] : facts) its_facts.push_back({seed, factor, extents});
+        new (self) BoxFront(std::move(family), operation, std::move(its_arrays),
+                            std::move(its_least), std::move(its_facts));
+      }, nb::arg("family"), nb::arg("operation"), nb::kw_only(), nb::arg("arrays"),
+           nb::arg("least"), nb::arg("facts"),
+           "`arrays`: element type, dimensions (negative: any, contiguous), and if it is written. "
+           "`least`: array, dimension, elements. `facts`: seed, factor, and the extents that belong "
+           "to it; None: the call's numbers.")
+      .def("run", [](const BoxFront& front, nb::handle group, nb::handle arrays, nb::handle result,
+                     bool nonblocking, double timeout_s,
+                     const std::optional<std::vector<int64_t>>& numbers,
+                     const std::optional<std::vector<int64_t>>& sizes) {
+        return front.run(group, arrays, numbers ? &*numbers : nullptr, sizes ? &*sizes : nullptr,
+                         result, nonblocking, timeout_s);
+      }, nb::arg("group"), nb::arg("arrays"), nb::arg("result"), nb::arg("nonblocking"),
+           nb::arg("timeout_s"), nb::arg("numbers") = nb::none(), nb::arg("sizes") = nb::none(),
+           "Run a call on a tuple of arrays. NotImplemented: Python has to look. None: the ranks' "
+           "calls do not fit, and nothing was sent.");
   m.def("make_box_template", &make_box_template, nb::kw_only(), nb::arg("rank"), nb::arg("size"),
         nb::arg("coll"),
         nb::arg("label"), nb::arg("redop"), nb::arg("reduces"), nb::arg("stated"),

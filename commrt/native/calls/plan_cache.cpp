@@ -362,15 +362,13 @@ PlanPtr PlanCache::box_plan(PlanFamily& family, std::vector<int64_t> numbers,
     return by.make(key.counts.data(), num, strides.data(), strides.size(), comm, std::move(used));
   };
   // Nobody asks again for the plans of a family that was dropped meanwhile.
-  const auto kept = families_.find(family.key());
-  if (kept == families_.end() || kept->second.get() != &family) return make(nullptr);
+  if (!has(family)) return make(nullptr);
   return *make_new(vector_plans_, key, family, &by, make);
 }
 
 void PlanCache::add_range(PlanFamily& family, int64_t lo, int64_t hi,
                           std::shared_ptr<PlanTemplate> made) {
-  const auto it = families_.find(family.key());
-  if (it == families_.end() || it->second.get() != &family) return;
+  if (!has(family)) return;
   families_nbytes_ -= family.nbytes();
   family.add(lo, hi, std::move(made));
   family.count_bytes();

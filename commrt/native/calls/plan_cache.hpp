@@ -185,6 +185,11 @@ class PlanCache {
                    const std::vector<int64_t>& strides, Comm& comm);
   // Lets a family make the plans of full vectors of `lo` to below `hi` elements.
   void add_range(PlanFamily& family, int64_t lo, int64_t hi, std::shared_ptr<PlanTemplate> made);
+  // True unless a family was dropped.
+  bool has(const PlanFamily& family) const {
+    const auto it = families_.find(family.key());
+    return it != families_.end() && it->second.get() == &family;
+  }
   // Drops a family with its plans.
   void drop_family(const FamilyPtr& family);
   // The family that was not used for longest, where they take too much; null where they do not.

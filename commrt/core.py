@@ -35,7 +35,8 @@ from commrt.fusion.fused import Fusion
 from commrt.grids.geometry import Grid
 from commrt.grids.halo_arguments import HALO_CALLS
 from commrt.grids.halos import Halos
-from commrt.grids.neighbors import NeighborCalls, Neighborhood, grid_neighborhood
+from commrt.grids.neighbor_arguments import Neighborhood, grid_neighborhood
+from commrt.grids.neighbors import NeighborCalls
 from commrt.group.compare import Refusing
 from commrt.group.symmetric import SymmetricMemory
 from commrt.growing import Growth

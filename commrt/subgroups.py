@@ -14,7 +14,7 @@ from commrt.calls.channel import Channel
 from commrt.errors import MismatchError, UsageError, shown
 from commrt.grids.geometry import Grid, make_grid, ranks_along, times
 from commrt.grids.mesh import parse_axes
-from commrt.grids.neighbors import make_neighborhood
+from commrt.grids.neighbor_arguments import make_neighborhood
 from commrt.group.calls_of_some import CallsOfSome
 from commrt.group.compare import Comparison
 from commrt.vocabulary.checks import as_integer, as_items, check_flag, check_name

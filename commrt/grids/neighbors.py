@@ -9,18 +9,14 @@ nobody, nothing is sent, and that part of the output stays as it is.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from commrt import _native
 from commrt.arrays.device import as_stream, current_stream_of, place_of
-from commrt.arrays.host import HostView, overlap, view_anywhere, zeros_like_array
+from commrt.arrays.host import view_anywhere
 from commrt.arrays.places import places_of
 from commrt.arrays.plain import as_array
 from commrt.boxes.fronts import ANY_SHAPE, Fronts, box_front
@@ -30,8 +26,17 @@ from commrt.boxes.words import words_of_moves
 from commrt.calls.bound_call import Binders
 from commrt.calls.families import Families
 from commrt.device_calls.collectives import DeviceCollectives
-from commrt.errors import BufferError_, CommError, MismatchError, UsageError, shown
+from commrt.errors import CommError, MismatchError
 from commrt.grids.halo_arguments import HALO_CALLS
+from commrt.grids.neighbor_arguments import (
+    BoundBlocks,
+    Counts,
+    Neighborhood,
+    bind_blocks,
+    blocks_of,
+    moves_of,
+    out_shape,
+)
 from commrt.grids.on_device import (
     BoundNeighbors,
     carried_neighbors,
@@ -41,90 +46,14 @@ from commrt.group.compare import Comparison
 from commrt.group.finite_values import check_finite_on_stream
 from commrt.group.group import Group
 from commrt.planning.kept_plans import KeptPlans
-from commrt.schedule.boxes import Box, Move
-from commrt.vocabulary.checks import as_integer, as_items, check_flag
+from commrt.vocabulary.checks import check_flag
 from commrt.vocabulary.dtypes import DType
-from commrt.vocabulary.operations import CallSpec, names_of, other_call
+from commrt.vocabulary.operations import names_of, other_call
 
-__all__ = [
-    "Counts",
-    "NeighborCalls",
-    "Neighborhood",
-    "grid_neighborhood",
-    "make_neighborhood",
-]
+__all__ = ["NeighborCalls"]
 
-_X, _OUT = 0, 1
-_LARGEST = 2**63 - 1
-Counts = Sequence[int] | None
-_Ranges = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Neighborhood:
-    """The ranks beside one rank, in order; None where there is nobody."""
-
-    sources: tuple[int | None, ...]
-    """Whom it receives from."""
-    destinations: tuple[int | None, ...]
-    """Ranks that it sends to."""
-    source_numbers: tuple[int, ...]
-    """Numbers of the messages, among those from the same rank; sender and receiver
-    count alike."""
-    destination_numbers: tuple[int, ...]
-
-
-def grid_neighborhood(neighbors: Sequence[int | None]) -> Neighborhood:
-    """Return that of a grid's -x, +x, -y, +y and so on."""
-    numbers = tuple(range(len(neighbors)))
-    return Neighborhood(
-        tuple(neighbors), tuple(neighbors), numbers, tuple(each ^ 1 for each in numbers)
-    )
-
-
-def make_neighborhood(sources: list[int], destinations: list[int]) -> Neighborhood:
-    """Return that of a graph: the k-th edge between two ranks is the k-th for both."""
-    return Neighborhood(
-        tuple(sources),
-        tuple(destinations),
-        _occurrence(sources),
-        _occurrence(destinations),
-    )
-
-
-def _occurrence(ranks: list[int]) -> tuple[int, ...]:
-    seen: Counter[int] = Counter()
-    found = []
-    for rank in ranks:
-        found.append(seen[rank])
-        seen[rank] += 1
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """One call's arrays, and the elements of each neighbour's block."""
-
-    what: str
-    x: HostView
-    out: HostView
-    result: Any
-    sends: _Ranges
-    """Begin and end in x of each destination's block."""
-    receives: _Ranges
-    """Begin and end in out of each source's block."""
-    around: Neighborhood
-    rank: int
-
-    @property
-    def moves(self) -> list[Move]:
-        """The blocks of a call among neighbours, by this rank's counts."""
-        return _moves(self.around, self.rank, self.sends, self.receives)
-
-    @property
-    def on(self) -> Any:
-        """The device of its arrays; None for host memory."""
-        return self.x.on
+_Arguments = tuple[Any, Any, Counts, Counts]
+"""The arrays x and out, and the counts sent and received."""
 
 
 class NeighborCalls:
@@ -284,11 +213,11 @@ class NeighborCalls:
         group, around, row = self._group, self._around, other_call(what)
         given = x.size, out, sends, receives
         try:
-            leaving, coming = _blocks(group.rank, around, row, what, *given)
+            leaving, coming = blocks_of(group.rank, around, row, what, *given)
         except CommError:
             return NotImplemented  # where it is raised, the other ranks hear of it
         if out is None:
-            out = np.zeros(_out_shape(around, row, x.shape, coming), x.dtype)
+            out = np.zeros(out_shape(around, row, x.shape, coming), x.dtype)
         front = self._fronts.find((what,), (x, out))
         if front is None:
             return NotImplemented
@@ -299,7 +228,7 @@ class NeighborCalls:
             sizes=[x.size, coming[-1][1] if coming else 0],
         )
 
-    def _front(self, bound: _Bound) -> _native.BoxFront:
+    def _front(self, bound: BoundBlocks) -> _native.BoxFront:
         """Return what runs calls of this kind without Python."""
         dtype = bound.x.dtype
         arrays = [(dtype, ANY_SHAPE, written) for written in (False, True)]
@@ -347,7 +276,7 @@ class NeighborCalls:
         stream: Any = None,
         *,
         runs: bool = False,
-    ) -> _Bound:
+    ) -> BoundBlocks:
         """Return the call, checked; in check mode also against all ranks.
 
         ``runs``: with the values, since the call runs now.
@@ -355,26 +284,26 @@ class NeighborCalls:
         group = self._group
         group.check_usable()
 
-        def check() -> _Bound:
+        def check() -> BoundBlocks:
             here = f"{what}, rank {group.rank}"
             check_flag(here, "nonblocking", nonblocking)
-            found = _bind(group.rank, self._around, what, here, *arguments)
+            found = bind_blocks(group.rank, self._around, what, here, *arguments)
             place_of(here, [found.x, found.out], stream)
             if runs:
                 self._check_values(found, stream)
             return found
 
-        def describe(bound: _Bound) -> dict[str, Any]:
+        def describe(bound: BoundBlocks) -> dict[str, Any]:
             return {"dtype": bound.x.dtype.name}
 
-        bound: _Bound = self._comparison.together(
+        bound: BoundBlocks = self._comparison.together(
             what, check, timeout_s=timeout_s, describe=describe
         )
         if group.checker is not None:
             self._compare(bound, timeout_s)
         return bound
 
-    def _check_values(self, bound: _Bound, stream: Any = None) -> None:
+    def _check_values(self, bound: BoundBlocks, stream: Any = None) -> None:
         """Raise NotFiniteError where a checking group would send NaN or infinity."""
         group = self._group
         if not group.nan_check:
@@ -384,7 +313,7 @@ class NeighborCalls:
         for part in sorted({part for peer, part in parts if peer not in others}):
             check_finite_on_stream(group, bound.what, bound.x, stream, part=part)
 
-    def _plan(self, bound: _Bound, timeout_s: float, stream: Any = None) -> Any:
+    def _plan(self, bound: BoundBlocks, timeout_s: float, stream: Any = None) -> Any:
         """Return the engine's plan; the first one of device arrays is collective."""
         if bound.on is None:
             return self._host_plan(bound)
@@ -411,14 +340,14 @@ class NeighborCalls:
             self.plans.keep(key, plan)
         return plan
 
-    def _host_plan(self, bound: _Bound) -> _native.Plan:
+    def _host_plan(self, bound: BoundBlocks) -> _native.Plan:
         """Return the plan of a call on the host, without the other ranks."""
         itemsize = bound.x.dtype.itemsize
         numbers = [at for pair in (*bound.sends, *bound.receives) for at in pair]
         family = self._family(bound)
         return self._group.box_plan(family, numbers, [itemsize, itemsize])
 
-    def _family(self, bound: _Bound) -> _native.PlanFamily:
+    def _family(self, bound: BoundBlocks) -> _native.PlanFamily:
         """Return the family of a call on the host, made where there is none."""
         group, dtype = self._group, bound.x.dtype
         return self._families.get(
@@ -434,14 +363,14 @@ class NeighborCalls:
         blocks = tuple(places[: ways[0]]), tuple(places[ways[0] :])
         return box_template(
             self._group,
-            _moves(around, self._group.rank, *blocks),
+            moves_of(around, self._group.rank, *blocks),
             [(dtype, 1), (dtype, 1)],
             coll=other_call(what).code,
             label="boxes/direct",
             stated=True,
         )
 
-    def _compare(self, bound: _Bound, timeout_s: float) -> None:
+    def _compare(self, bound: BoundBlocks, timeout_s: float) -> None:
         """Raise the same MismatchError on all ranks unless sends fit receives."""
         group = self._group
         size = bound.x.dtype.itemsize
@@ -465,177 +394,3 @@ class NeighborCalls:
                     f"bytes to rank {edge[1]}, which expects {coming.get(edge, 0)}; "
                     f"nothing was sent; give both ranks equal counts"
                 )
-
-
-_Arguments = tuple[Any, Any, Counts, Counts]
-"""The arrays x and out, and the counts sent and received."""
-
-
-def _bind(
-    rank: int,
-    around: Neighborhood,
-    name: str,
-    what: str,
-    x: Any,
-    out: Any,
-    sends: Counts,
-    receives: Counts,
-) -> _Bound:
-    """Return the call of a name; ``what`` says also where an argument is wrong."""
-    source = view_anywhere(x, f"{what}: x")
-    row = other_call(name)
-    count, given = source.count, (sends, receives)
-    leaving, coming = _blocks(rank, around, row, what, count, out, *given)
-    total = coming[-1][1] if coming else 0
-    if out is None:
-        out = zeros_like_array(source, _out_shape(around, row, source.shape, coming))
-    target = view_anywhere(out, f"{what}: out")
-    _check_out(what, source, target, total)
-    return _Bound(name, source, target, out, leaving, coming, around, rank)
-
-
-def _blocks(
-    rank: int,
-    around: Neighborhood,
-    row: CallSpec,
-    what: str,
-    count: int,
-    out: Any,
-    sends: Counts,
-    receives: Counts,
-) -> tuple[_Ranges, _Ranges]:
-    """Return the blocks in ``x``, of ``count`` elements, and those in ``out``."""
-    outgoing, incoming = len(around.destinations), len(around.sources)
-    gathers, takes_counts = row.sends_whole, bool(row.count_arguments)
-    if takes_counts and not gathers:
-        leaving = _ranges(_checked(what, "send_counts", sends, outgoing))
-    elif gathers:
-        leaving = ((0, count),) * outgoing
-    else:
-        if outgoing and count % outgoing:
-            raise UsageError(
-                f"{what}: x has {count} elements, expected a multiple of the "
-                f"{outgoing} neighbours it goes to; pad it"
-            )
-        leaving = _ranges([count // max(1, outgoing)] * outgoing)
-    if takes_counts:
-        coming = _ranges(_checked(what, "recv_counts", receives, incoming))
-    else:
-        each = leaving[0][1] - leaving[0][0] if leaving else None
-        if each is None:
-            each = count if gathers else 0
-            if out is not None and incoming:
-                each = view_anywhere(out, f"{what}: out").count // incoming
-        coming = _ranges([each] * incoming)
-    expected = leaving[-1][1] if leaving else count
-    if expected != count:
-        raise UsageError(
-            f"{what}: x has {count} elements, expected {expected}, the sum of "
-            f"send_counts; correct one of them"
-        )
-    if takes_counts:
-        _check_own(around, rank, what, leaving, coming)
-    return leaving, coming
-
-
-def _out_shape(
-    around: Neighborhood, row: CallSpec, shape: tuple[int, ...], coming: _Ranges
-) -> tuple[int, ...]:
-    """Return the shape of the result of an ``x`` of that shape."""
-    if not coming:
-        return (0,)
-    outgoing, total = len(around.destinations), coming[-1][1]
-    if row.count_arguments or total != len(coming) * coming[0][1]:
-        return (total,)
-    if row.sends_whole:
-        return len(coming), *shape
-    return (len(coming), *shape[1:]) if shape[:1] == (outgoing,) else (total,)
-
-
-def _check_out(what: str, x: HostView, out: HostView, total: int) -> None:
-    if not out.writable:
-        raise BufferError_(f"{what}: out is read-only: pass a writable array")
-    if out.dtype is not x.dtype:
-        raise BufferError_(
-            f"{what}: out has dtype {out.dtype.name}, x has {x.dtype.name}; they must "
-            f"be equal"
-        )
-    if out.count != total:
-        raise UsageError(
-            f"{what}: out has {out.count} elements, expected {total}, what the "
-            f"neighbours send; pass such an array, or leave out= away"
-        )
-    if overlap(x, out):
-        raise UsageError(f"{what}: out overlaps x; pass separate arrays")
-
-
-def _checked(what: str, argument: str, counts: Any, expected: int) -> list[int]:
-    items = as_items(counts)
-    found = [None] if items is None else [*map(as_integer, items)]
-    right = [count for count in found if count is not None and count >= 0]
-    if len(right) != len(found) or len(found) != expected:
-        raise UsageError(
-            f"{what}: {argument}={shown(counts)} must be {expected} numbers of "
-            "elements from 0, one for each neighbour"
-        )
-    if sum(right) > _LARGEST:
-        raise UsageError(
-            f"{what}: {argument} add up to {shown(sum(right))}: too many, expected at "
-            f"most {_LARGEST} elements; check the numbers, or split the call"
-        )
-    return right
-
-
-def _ranges(counts: list[int]) -> _Ranges:
-    return tuple(pairwise(accumulate(counts, initial=0)))
-
-
-def _check_own(
-    around: Neighborhood, rank: int, what: str, sends: _Ranges, receives: _Ranges
-) -> None:
-    """Raise UsageError where a rank expects other counts of itself than it sends."""
-    for (low, high), (begin, end) in _own_blocks(around, rank, sends, receives):
-        if high - low != end - begin:
-            raise UsageError(
-                f"{what}: it sends itself {high - low} elements and expects "
-                f"{end - begin} by recv_counts; the counts must be equal"
-            )
-
-
-def _own_blocks(
-    around: Neighborhood, rank: int, sends: _Ranges, receives: _Ranges
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the ranges in x and in out of what a rank sends itself."""
-    if rank not in around.sources:
-        return
-    leaving = zip(around.destinations, around.destination_numbers, sends, strict=True)
-    own = {number: block for peer, number, block in leaving if peer == rank}
-    for peer, number, block in zip(
-        around.sources, around.source_numbers, receives, strict=True
-    ):
-        if peer == rank:
-            yield own[number], block
-
-
-def _moves(
-    around: Neighborhood, rank: int, sends: _Ranges, receives: _Ranges
-) -> list[Move]:
-    own: dict[int, Box] = {}
-    moves = []
-    for peer, number, (low, high) in zip(
-        around.destinations, around.destination_numbers, sends, strict=True
-    ):
-        box = Box(_X, (low,), (high,))
-        if peer == rank:
-            own[number] = box
-        elif peer is not None:
-            moves.append(Move(0, number, peer, box, None))
-    for peer, number, (low, high) in zip(
-        around.sources, around.source_numbers, receives, strict=True
-    ):
-        box = Box(_OUT, (low,), (high,))
-        if peer == rank:
-            moves.append(Move(0, number, None, own[number], box))
-        elif peer is not None:
-            moves.append(Move(0, number, peer, None, box))
-    return moves

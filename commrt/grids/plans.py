@@ -8,7 +8,7 @@ from typing import Any
 
 from commrt.calls.bound_call import Planned
 from commrt.grids.halo_arguments import EXCHANGE, REDUCE
-from commrt.grids.neighbors import Counts
+from commrt.grids.neighbor_arguments import Counts
 from commrt.plans import Plans
 
 __all__ = ["CartPlans", "NeighborPlans"]

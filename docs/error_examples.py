@@ -206,7 +206,7 @@ ENTRIES = (
         "MemoryError_",
         "There is no memory for the array that a call was to return. Nothing was sent.",
         "Check the numbers of elements, or pass `out=`.",
-        "grid = comm.cart((1,), periodic=True)\n"
+        "grid = comm.cart((1,), periodic=False)\n"
         "grid.neighbor_allgatherv(np.ones(4), recv_counts=[2**50, 2**50])",
     ),
     Entry(

@@ -239,7 +239,10 @@ class Redistributions:
             return NotImplemented
         made = target.local_shape(rank)
         if out is None:
-            out = np.empty(made, x.dtype)
+            try:
+                out = np.empty(made, x.dtype)
+            except (MemoryError, ValueError):
+                return NotImplemented  # where it is raised, the other ranks hear of it
         front = self._fronts.find((source.kind, target.kind), (x, out))
         if front is None:
             return NotImplemented

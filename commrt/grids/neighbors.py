@@ -217,7 +217,10 @@ class NeighborCalls:
         except CommError:
             return NotImplemented  # where it is raised, the other ranks hear of it
         if out is None:
-            out = np.zeros(out_shape(around, row, x.shape, coming), x.dtype)
+            try:
+                out = np.zeros(out_shape(around, row, x.shape, coming), x.dtype)
+            except (MemoryError, ValueError):
+                return NotImplemented
         front = self._fronts.find((what,), (x, out))
         if front is None:
             return NotImplemented

@@ -3,6 +3,7 @@
 #include "calls/box_front.hpp"
 
 #include <exception>
+#include <new>
 #include <stdexcept>
 
 #include "calls/fusion.hpp"
@@ -48,7 +49,10 @@ bool are_apart(const std::vector<StridedView>& views) {
 // Memory of a call that lives as long as the call does.
 nb::object words(size_t num, uint64_t*& first) {
   auto made = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(8 * num)));
-  if (!made.is_valid()) throw nb::python_error();
+  if (!made.is_valid()) {
+    PyErr_Clear();
+    throw std::bad_alloc();
+  }
   first = reinterpret_cast<uint64_t*>(PyByteArray_AS_STRING(made.ptr()));
   return made;
 }
@@ -132,14 +136,30 @@ nb::object BoxFront::run(nb::handle group_object, nb::handle arrays,
                          const std::vector<int64_t>* numbers, const std::vector<int64_t>* sizes,
                          nb::handle result, bool nonblocking, double timeout_s) const {
   Group& group = *nb::inst_ptr<Group>(group_object);
-  if (group.slow || !group.plans.has(*family_) || group.nan_check || group.check != nullptr || group.fusion != nullptr ||
-      !PyTuple_CheckExact(arrays.ptr()) ||
+  if (group.slow || group.nan_check || group.check != nullptr || group.fusion != nullptr ||
+      !group.plans.has(*family_) || !PyTuple_CheckExact(arrays.ptr()) ||
       PyTuple_GET_SIZE(arrays.ptr()) != static_cast<Py_ssize_t>(arrays_.size())) {
     return python_looks();
   }
-  thread_local Views views;
-  if (!read(arrays, views) || !suits(views, sizes)) return python_looks();
+  Prepared call;
+  try {
+    if (!prepare(group, arrays, numbers, sizes, call)) return python_looks();
+  } catch (const std::exception&) {
+    return python_looks();  // it raises the same, in its place in the order of calls
+  }
+  if (call.sum_plan != nullptr) {
+    run_plan(group_object, call.sum_plan, call.sum, call.sum, call.sum_memory, call.sum_memory,
+             nb::none(), operation_, false, timeout_s);
+    if (*call.sum != 0) return nb::none();
+  }
+  return run_plan(group_object, call.plan, call.table, nullptr, call.owners, nb::handle(), result,
+                  operation_, nonblocking, timeout_s);
+}
 
+bool BoxFront::prepare(Group& group, nb::handle arrays, const std::vector<int64_t>* numbers,
+                       const std::vector<int64_t>* sizes, Prepared& call) const {
+  thread_local Views views;
+  if (!read(arrays, views) || !suits(views, sizes)) return false;
   std::vector<int64_t> own_numbers, strides;
   for (size_t i = 0; i < views.size(); ++i) {
     const StridedView& view = views[i];
@@ -151,33 +171,22 @@ nb::object BoxFront::run(nb::handle group_object, nb::handle arrays,
     }
   }
   if (numbers != nullptr) own_numbers = *numbers;
-  const uint64_t said = sum_of_facts(views, own_numbers);
-  uint64_t* table;
-  const nb::object memory = words(views.size(), table);
-  for (size_t i = 0; i < views.size(); ++i) table[i] = reinterpret_cast<uint64_t>(views[i].data);
-
-  PlanPtr plan;
-  try {
-    plan = group.plans.box_plan(*family_, std::move(own_numbers), strides, *group.comm);
-  } catch (const std::exception&) {
-    return python_looks();  // it raises the same, in its place in the order of calls
-  }
   if (!facts_.empty()) {
     const PlanKey key{1, PlanKey::pack(kAllreduce, DType::U64, static_cast<int>(RedOp::Sum), kHost),
                       0};
-    const PlanPtr* found = group.plans.find(key);
-    if (found == nullptr) return python_looks();
-    const PlanPtr sum_plan = *found;
-    uint64_t* sum;
-    const nb::object sum_memory = words(1, sum);
-    *sum = said;
-    run_plan(group_object, sum_plan, sum, sum, sum_memory, sum_memory, nb::none(), operation_, false,
-             timeout_s);
-    if (*sum != 0) return nb::none();
+    const PlanPtr* const found = group.plans.find(key);
+    if (found == nullptr) return false;
+    call.sum_plan = *found;
+    call.sum_memory = words(1, call.sum);
+    *call.sum = sum_of_facts(views, own_numbers);
   }
-  const auto owners = nb::make_tuple(memory, nb::borrow(arrays));
-  return run_plan(group_object, plan, table, nullptr, owners, nb::handle(), result, operation_,
-                  nonblocking, timeout_s);
+  const nb::object memory = words(views.size(), call.table);
+  for (size_t i = 0; i < views.size(); ++i) {
+    call.table[i] = reinterpret_cast<uint64_t>(views[i].data);
+  }
+  call.owners = nb::make_tuple(memory, nb::borrow(arrays));
+  call.plan = group.plans.box_plan(*family_, std::move(own_numbers), strides, *group.comm);
+  return true;
 }
 
 }  // namespace commrt

@@ -17,6 +17,8 @@ namespace commrt {
 
 namespace nb = nanobind;
 
+class Group;
+
 // Python checks the first call of a kind, and says here what later ones have to be like. A call
 // that is like that runs from here, whatever its lengths. Python looks at every other one.
 class BoxFront {
@@ -51,7 +53,16 @@ class BoxFront {
 
  private:
   using Views = std::vector<StridedView>;
+  // All that a call needs, before anything of it is sent.
+  struct Prepared {
+    PlanPtr sum_plan, plan;  // of the sum: null where the ranks need not agree
+    uint64_t *sum = nullptr, *table = nullptr;
+    nb::object sum_memory, owners;
+  };
 
+  // False where Python has to look; it throws where there is no memory.
+  bool prepare(Group& group, nb::handle arrays, const std::vector<int64_t>* numbers,
+               const std::vector<int64_t>* sizes, Prepared& call) const;
   bool read(nb::handle arrays, Views& views) const;
   bool suits(const Views& views, const std::vector<int64_t>* sizes) const;
   uint64_t sum_of_facts(const Views& views, const std::vector<int64_t>& numbers) const;

@@ -140,6 +140,13 @@ def out_of(rank: int, more: dict[str, Any], dtype: str = "float32") -> Any:
     return np.zeros(more["target"].local_shape(rank), dtype)
 
 
+def cut(rows: int, size: int) -> dict[str, Any]:
+    """Return a call by which each rank keeps a part of what all have."""
+    whole, part = (Layout((rows,), (size,), (kind,)) for kind in (None, Block(0)))
+    x = np.broadcast_to(np.float32(1), (rows,))
+    return {"x": x, "source": whole, "target": part}
+
+
 MOVED: dict[str, Call] = {
     "another length": moved(lambda _: 7),
     "no rows": moved(lambda _: 0),
@@ -168,6 +175,9 @@ MOVED: dict[str, Call] = {
     ),
     "to a layout of other ranks": moved(
         change=lambda _, m: m.update(target=Layout((12, 4), (7,), (Block(0), None)))
+    ),
+    "without memory for it on one": moved(
+        change=lambda r, m: m.update(cut(10 if r else 2**50, m["target"].size))
     ),
     "to no layout": moved(change=lambda _, m: m.update(target="columns")),
 }
@@ -244,6 +254,11 @@ BESIDE: dict[str, Call] = {
     "of one count too many": beside(
         "neighbor_allgatherv", lambda _: ramp(5), recv_counts=lambda _: (5, 5, 5)
     ),
+    "without memory for it on one": beside(
+        "neighbor_allgatherv",
+        lambda _: ramp(5),
+        recv_counts=lambda r: (5, 5) if r else (2**50, 5),
+    ),
     "gathered by counts": beside(
         "neighbor_allgatherv", lambda _: ramp(5), recv_counts=lambda _: (5, 5)
     ),
@@ -284,6 +299,7 @@ def make_known(cart: Any) -> None:
         source = Layout((rows, 4), (size,), (Block(0), None))
         target = Layout((rows, 4), (size,), (None, Cyclic(0)))
         cart.redistribute(ramp(*source.local_shape(rank)), source, target)
+    cart.redistribute(**cut(20, size))
     for x in (ramp(20), ramp(2, 10)):
         cart.neighbor_allgather(x)
         cart.neighbor_alltoall(x)

@@ -13,7 +13,12 @@ from typing import Any
 
 from commrt import nccl
 from commrt.bench.aggregate import aggregate, markdown
-from commrt.bench.bench_operations import MEASURED, MULTI, bench_operation
+from commrt.bench.bench_operations import (
+    MEASURED,
+    MULTI,
+    THERE_AND_BACK,
+    bench_operation,
+)
 from commrt.bench.device_memory import number_of_devices
 from commrt.bench.launch import (
     DEVICE_KINDS,
@@ -95,6 +100,11 @@ def main(args: argparse.Namespace) -> int:
             "run it outside mpiexec"
         )
     colls = [bench_operation(name).name for name in args.op.split(",")]
+    if THERE_AND_BACK.name in colls:
+        raise UsageError(
+            f"--op {THERE_AND_BACK.name}: messages between two ranks of a host are "
+            f"measured by: python -m commrt.bench latency"
+        )
     if args.outstanding and MULTI.name in colls:
         raise UsageError(
             f"--outstanding {args.outstanding}: {MULTI.name} has several messages in "

@@ -86,6 +86,8 @@ class GlooPeer:
                 return reduce(target, *extra, **how)
 
             return copied
+        if coll == "send_recv":
+            return self._there_and_back(source, target)
         parts = None
         if at_root and coll in ("gather", "scatter", "gatherv", "scatterv"):
             whole = target if coll.startswith("gather") else source
@@ -111,6 +113,20 @@ class GlooPeer:
             "scatterv": partial(dist.scatter, target, parts, root, **how),
         }
         return calls[coll]
+
+    def _there_and_back(self, x: Any, out: Any) -> Call:
+        """Return a call that sends a message to the last rank and gets it back."""
+        dist, last = self._dist, self.size - 1
+
+        def root() -> None:
+            dist.send(x, last)
+            dist.recv(out, last)
+
+        def other() -> None:
+            dist.recv(out, 0)
+            dist.send(out, 0)
+
+        return {0: root, last: other}.get(self.rank, lambda: None)
 
 
 def connect() -> tuple[GlooPeer, dict[str, Any]]:

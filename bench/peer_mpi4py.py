@@ -75,6 +75,8 @@ class Mpi4pyPeer:
 
         if coll == "multi_sendrecv":
             return self._messages(x, out, MPI.Request.Waitall)
+        if coll == "send_recv":
+            return self._there_and_back(x, out)
         at_root = self.rank == root
         source: Any = x if out is not None else MPI.IN_PLACE
         target: Any = out if out is not None else x
@@ -102,6 +104,20 @@ class Mpi4pyPeer:
             "reduce_scatterv": partial(method("Reduce_scatter"), x, out, xs[1]),
         }
         return calls[coll]
+
+    def _there_and_back(self, x: Array, out: Array | None) -> Call:
+        """Return a call that sends a message to the last rank and gets it back."""
+        comm, last = self._comm, self.size - 1
+
+        def root() -> None:
+            comm.Send(x, last)
+            comm.Recv(out, last)
+
+        def other() -> None:
+            comm.Recv(out, 0)
+            comm.Send(out, 0)
+
+        return {0: root, last: other}.get(self.rank, lambda: None)
 
     def _messages(self, x: Array, out: Array | None, wait_all: Any) -> Call:
         """Return a call that exchanges a block with every rank, as messages."""

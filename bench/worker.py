@@ -20,7 +20,7 @@ from commrt.bench import (
     submit_cost,
     timing_loop,
 )
-from commrt.bench.bench_operations import MULTI, bench_operation
+from commrt.bench.bench_operations import MULTI, THERE_AND_BACK, bench_operation
 from commrt.bench.device_memory import DeviceMemory, Timing, memory_for
 from commrt.bench.timing_loop import Array, Call, HostMemory, Measure, Memory, Parts
 from commrt.vocabulary.operations import OpSpec
@@ -86,6 +86,9 @@ class CommrtPeer:
         self, coll: str, x: Array, out: Array | None, root: int, extra: dict[str, Any]
     ) -> Call:
         spec = bench_operation(coll)
+        if spec is THERE_AND_BACK:
+            assert out is not None
+            return self._there_and_back(x, out, extra)
         method = getattr(self.comm, coll)
         if spec is MULTI:
             assert out is not None
@@ -102,6 +105,20 @@ class CommrtPeer:
         if out is not None and (spec.output_on != "root" or self.rank == root):
             extra = {**extra, "out": out}
         return partial(method, x, **extra)
+
+    def _there_and_back(self, x: Array, out: Array, extra: dict[str, Any]) -> Call:
+        """Return a call that sends a message to the last rank and gets it back."""
+        comm, last = self.comm, self.size - 1
+
+        def root() -> None:
+            comm.send(x, dest=last, **extra)
+            comm.recv(out, source=last)
+
+        def other() -> None:
+            comm.recv(out, source=0)
+            comm.send(out, dest=0, **extra)
+
+        return {0: root, last: other}.get(self.rank, lambda: None)
 
 
 def equal_counts(spec: OpSpec, num_x: int, size: int) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from commrt import algorithms
-from commrt.bench.bench_operations import MULTI, bench_operation
+from commrt.bench.bench_operations import MESSAGES, bench_operation
 from commrt.bench.cluster.launches import Hosts, hosts_of
 from commrt.bench.cluster.placements import Placement, parse_placement
 from commrt.bench.cluster.table import OURS, OWN, report
@@ -31,7 +31,7 @@ from commrt.vocabulary.link_rates import parse_rate
 __all__ = ["SCHEMA", "main"]
 
 SCHEMA = "commrt-compare-hosts/1"
-_OPERATIONS = "allreduce,allgather,reduce_scatter,alltoall,bcast,alltoallv"
+_OPERATIONS = "allreduce,allgather,reduce_scatter,alltoall,bcast,alltoallv,send_recv"
 _PLACEMENTS = ("4x1", "2x2", "2,1,1", "2x1")
 _KINDS = ("commrt", "mpi4py", "gloo")
 
@@ -179,7 +179,7 @@ def _compare(
 
 
 def _own_ways(args: argparse.Namespace, coll: str, placement: Placement) -> list[_Way]:
-    if args.own == 0 or coll == MULTI.name:
+    if args.own == 0 or coll in MESSAGES:
         return []
     names = algorithms.names(coll, placement.size, placement.nodes)
     ours = parse_peer(OURS)

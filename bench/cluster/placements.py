@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from commrt.bench.bench_operations import bench_operation
+from commrt.bench.bench_operations import THERE_AND_BACK, bench_operation
 from commrt.errors import UsageError, shown
 
 __all__ = ["Placement", "bound_us", "parse_placement"]
@@ -73,6 +73,8 @@ def bound_us(coll: str, nbytes: int, placement: Placement, rate: int) -> float |
         None for an operation that has no array, or combines those of some ranks.
     """
     spec = bench_operation(coll)
+    if spec is THERE_AND_BACK:
+        return 2 * nbytes * 8 / rate * 1e6
     size, hosts = placement.size, len(placement.ranks)
     smallest = min(placement.ranks)
     if spec.is_empty or spec.combines_some:

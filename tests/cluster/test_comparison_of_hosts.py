@@ -20,7 +20,8 @@ def test_libraries_are_compared_between_hosts(
     cluster: ClusterCommands, tmp_path: Path, placement: str
 ) -> None:
     before = machine()
-    words = f"-p {placement} --rate 1gbit --op allreduce --sizes 8,10000 --launches 1"
+    ops = "allreduce,send_recv"
+    words = f"-p {placement} --rate 1gbit --op {ops} --sizes 8,10000 --launches 1"
     raw = tmp_path / "raw.json"
     argv = [sys.executable, "-m", "commrt.bench.cluster", *words.split()]
     done = run_process(
@@ -31,7 +32,7 @@ def test_libraries_are_compared_between_hosts(
     assert done.ok, done.describe_failure()
     assert f"| {placement} | mpi4py |" in done.stdout
     data = json.loads(raw.read_text())
-    assert [one["peer"] for one in data["launches"]] == ["commrt", "mpi4py"]
+    assert [one["peer"] for one in data["launches"]] == ["commrt", "mpi4py"] * 2
     for one in data["launches"]:
         assert [row["nbytes"] for row in one["rows"]] == [8, 10000]
         assert all(row["valid"] for row in one["rows"])

@@ -217,6 +217,11 @@ bool P2P::lose(int peer, const char* function, int code) {
   std::vector<std::shared_ptr<Op>> ended(c.unannounced.begin(), c.unannounced.end());
   ended.insert(ended.end(), c.streaming.begin(), c.streaming.end());
   for (const Direct& one : c.direct) if (one.op->p2p->is_send) ended.push_back(one.op);
+  for (const MpiPacket& one : c.mpi_sending) {
+    const bool is_known = one.op == nullptr || one.op->finished() ||
+                          std::find(ended.begin(), ended.end(), one.op) != ended.end();
+    if (!is_known) ended.push_back(one.op);
+  }
   for (auto it = posted_.begin(); it != posted_.end();) {
     const bool lost = static_cast<int>(it->first >> 32) == peer;
     if (lost) ended.insert(ended.end(), it->second.begin(), it->second.end());
@@ -340,78 +345,6 @@ bool P2P::pull_mpi(int peer) {
   return any;
 }
 
-// Forgets packets that MPI has sent.
-bool P2P::reap(int peer) {
-  Channel& c = channels_[peer];
-  bool any = false;
-  for (auto it = c.mpi_sending.begin(); it != c.mpi_sending.end();) {
-    MpiStatus status;
-    int flag = 0;
-    const int rc = comm_.off_node->test(&it->request, &flag, &status);
-    if (rc != 0) return lose(peer, "MPI_Test", rc);
-    it = flag ? c.mpi_sending.erase(it) : std::next(it);
-    any = any || flag;
-  }
-  return any;
-}
-
-// A long message between nodes need not be cut and copied where a relay carries it: its memory
-// is told to the relay as it is matched. 0: it comes in packets.
-uint64_t P2P::expect_direct(const std::shared_ptr<Op>& op, int source, uint64_t nbytes) {
-  const Link& link = comm_.link(source);
-  const bool relayed = link.kind == LinkKind::Mpi && comm_.off_node->is_relay;
-  if (!relayed || nbytes <= kPacketBytes) return 0;
-  uint64_t where = 0;
-  Direct one{{}, op};
-  // An error is the peer's: the next packet to or from it says so, too.
-  if (comm_.off_node->expect(op->p2p->recv_buffer, nbytes, link.mpi_rank, comm_.mpi_comm, &where,
-                             &one.request) != 0) {
-    return 0;
-  }
-  channels_[source].direct.push_back(std::move(one));
-  return where;
-}
-
-// False: it goes in packets, as its peer has asked for that, or is lost.
-bool P2P::send_direct(const std::shared_ptr<Op>& op, uint64_t where) {
-  const P2PTask& task = *op->p2p;
-  Direct one{{}, op};
-  if (comm_.off_node->deliver(task.send_buffer, task.nbytes, comm_.link(task.peer).mpi_rank, where,
-                              comm_.mpi_comm, &one.request) != 0) {
-    return false;
-  }
-  channels_[task.peer].direct.push_back(std::move(one));
-  return true;
-}
-
-// Ends what has left, or come.
-bool P2P::settle_direct(int peer) {
-  auto& all = channels_[peer].direct;
-  bool any = false;
-  for (auto it = all.begin(); it != all.end();) {
-    MpiStatus status;
-    int flag = 0;
-    const int rc = comm_.off_node->test(&it->request, &flag, &status);
-    if (rc != 0) return lose(peer, "MPI_Test", rc);
-    if (!flag) {
-      ++it;
-      continue;
-    }
-    const auto op = std::move(it->op);
-    it = all.erase(it);
-    P2PTask& task = *op->p2p;
-    task.moved = task.is_send ? task.nbytes : task.expected;
-    if (task.is_send) {
-      complete(op);
-    } else {
-      receiving_.erase(task.id);
-      complete_received(op);
-    }
-    any = true;
-  }
-  return any;
-}
-
 namespace {
 
 // A message whose gate is closed lets others pass, but none of its own tag.
@@ -474,6 +407,7 @@ bool P2P::flush(int peer) {
       comm_.link(peer).kind == LinkKind::Shared ? kPacketBytes : kMpiPacketBytes;
   const size_t most = std::max(kMpiPacketBytes / 4, packet);
   const bool relayed = comm_.link(peer).kind == LinkKind::Mpi && comm_.off_node->is_relay;
+  const bool needs_help = comm_.link(peer).kind == LinkKind::Mpi && !relayed;
   const size_t most_eager = relayed ? kRelayEagerBytes : kPacketBytes;
   size_t pushed = 0;
   while (!c.notices.empty()) {
@@ -521,10 +455,13 @@ bool P2P::flush(int peer) {
     task.moved += nbytes;
     pushed += nbytes;
     any = true;
-    if (task.moved == task.nbytes) {
-      complete(op);
-      c.streaming.pop_front();
+    if (needs_help) {
+      c.mpi_sending.back().op = op;
+      ++task.leaving;
     }
+    if (task.moved != task.nbytes) continue;
+    c.streaming.pop_front();
+    if (task.leaving == 0) complete(op);
   }
   return any;
 }

@@ -115,6 +115,7 @@ struct P2PTask {
   unsigned char* recv_buffer = nullptr;
   uint64_t nbytes = 0;      // to send, or room to receive
   uint64_t moved = 0;       // sent so far, or received so far
+  uint32_t leaving = 0;     // send: packets of it that MPI has not sent yet
   uint64_t expected = 0;    // receive: length of the matched message
   uint64_t sum = 0;         // checksum of the whole message, as its sender says, if it has one
   bool has_sum = false;     // send: it is known already
@@ -250,6 +251,7 @@ class P2P {
     MpiRequest request;
     size_t nbytes = 0;
     std::unique_ptr<unsigned char[]> bytes;
+    std::shared_ptr<Op> op;  // the send that it is a part of; null: of none that waits for it
   };
   // A long message that a relay carries from memory to memory.
   struct Direct {

@@ -63,6 +63,7 @@ def test_too_many_ranks_are_refused() -> None:
         ("scatter", "4x1", 3.0),
         ("alltoall", "2x2", 4.0),
         ("alltoallv", "2,1,1", 4.0),
+        ("send_recv", "2,1,1", 2.0),
     ],
 )
 def test_a_bound_is_what_the_busiest_link_carries(

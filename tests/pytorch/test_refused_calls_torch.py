@@ -100,3 +100,52 @@ def messages_and_refusals(debug: bool) -> list[float]:
 def test_messages_meet_after_refusals_of_torch(torchrun: Any, debug: bool) -> None:
     found = torchrun(2, messages_and_refusals, deadline_s=DEADLINE_S, debug=debug)
     assert found == [[float(turn) for turn in range(6) for _ in range(2)]] * 2
+
+
+def batches_that_one_rank_refuses(debug: bool) -> list[list[float]]:
+    """Refuse each message of a batch in turn; return what comes in the next step."""
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("commrt")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    meta, found = torch.ones(4, device="meta"), []
+    peers = [rank - 1, rank + 1] if 0 < rank < size - 1 else [abs(rank - 1)]
+    for turn in range(8):
+        wrong, is_of_all = turn % 4, turn >= 4
+        for is_wrong in ((rank == 1 or is_of_all), False):
+            x = torch.full((4,), float(10 * turn + rank))
+            outs = [torch.zeros(4) for _ in peers]
+            messages = [
+                message
+                for peer, out in zip(peers, outs, strict=True)
+                for message in (
+                    dist.P2POp(dist.isend, x, peer),
+                    dist.P2POp(dist.irecv, out, peer),
+                )
+            ][:: -1 if turn % 2 else 1]
+            if is_wrong:
+                messages[wrong % len(messages)].tensor = meta
+                with pytest.raises(RuntimeError) as raised:
+                    dist.batch_isend_irecv(messages)
+                assert not isinstance(raised.value, RefusedError)
+                continue
+            for work in dist.batch_isend_irecv(messages):
+                with suppress(RefusedError):
+                    work.wait()
+        found.append([float(out[0] - 10 * turn) for out in outs])
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches_meet_after_one_that_a_rank_refuses(
+    torchrun: Any, size: int, debug: bool
+) -> None:
+    """torch calls no message of a batch behind the one that raises."""
+    found = torchrun(
+        size, batches_that_one_rank_refuses, deadline_s=DEADLINE_S, debug=debug
+    )
+    peers = {2: [[1.0], [0.0]], 3: [[1.0], [0.0, 2.0], [1.0]]}[size]
+    assert found == [[each] * 8 for each in peers]

@@ -14,7 +14,6 @@ from started_operations import past_refusals
 import commrt
 from commrt.comm import core_of
 from commrt.errors import (
-    CommError,
     MismatchError,
     ObjectError,
     RefusedError,

@@ -50,6 +50,9 @@ _OBJECTS = frozenset(
 )
 """Functions that pickle before they ask the group, and unpickle behind."""
 _PICKLING = "_object_to_tensor"
+_MESSAGES = {"send": "dst", "recv": "src"}
+"""Functions that send or receive one message, and the end of the arguments that name
+its other rank."""
 
 
 def listen() -> None:
@@ -82,8 +85,8 @@ class _Listener(logging.Handler):
         is_pickling = any(frame.f_code.co_name == _PICKLING for frame in frames)
         if name in _COLLECTIVES or (name in _OBJECTS and is_pickling):
             calls.comm.comparison.refuse(name, error, None)
-        elif name in ("send", "recv"):
-            _refuse_message(calls, error, name, given)
+        elif name in _MESSAGES:
+            _refuse_message(calls, error, _MESSAGES[name], given)
 
 
 def _frames(traceback: TracebackType | None) -> list[FrameType]:
@@ -122,10 +125,9 @@ def _calls_of(given: dict[str, Any]) -> Calls | None:
 
 
 def _refuse_message(
-    calls: Calls, error: Exception, name: str, given: dict[str, Any]
+    calls: Calls, error: Exception, end: str, given: dict[str, Any]
 ) -> None:
     """Take the place of a message whose tensor torch has refused."""
-    end = "dst" if name == "send" else "src"
     peer, in_world = given.get(f"group_{end}"), given.get(end)
     if peer is None and in_world is not None:
         try:
@@ -133,7 +135,7 @@ def _refuse_message(
         except (TypeError, ValueError):  # the peer is what is wrong
             return
     here: list[Place] = [(peer, given.get("tag", 0))]
-    sends, recvs = (here, []) if name == "send" else ([], here)
+    sends, recvs = (here, []) if end == _MESSAGES["send"] else ([], here)
     comm = calls.comm
     refuse_messages(comm, error, sends, recvs)
     if comm.checker is not None:

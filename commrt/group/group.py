@@ -73,6 +73,7 @@ _FAULTS = {"calls": "mismatch", "mismatch": "mismatch", "peer": "death"}
 """Kinds of errors that faults are told of, by the engine's word."""
 _REST_S = 1.0
 _MOST_REFUSALS = 64
+_FROM_ANYONE = ("probe", "recv", "recv_object")
 
 
 class Latest(dict[int, str]):
@@ -395,9 +396,10 @@ class Group(_native.Group):
         """Return a rank of this group, or raise UsageError."""
         found = as_integer(rank)
         if found is None or not 0 <= found < self.size:
+            more = ", or no source, for whichever rank sends"
             raise UsageError(
                 f"{what}: {argument}={shown(rank)} is not a rank of {self.name}; "
-                f"expected 0..{self.size - 1}"
+                f"expected 0..{self.size - 1}{more if what in _FROM_ANYONE else ''}"
             )
         return found
 

@@ -24,6 +24,7 @@ from commrt.vocabulary.checks import LARGEST_TAG, as_integer
 
 __all__ = [
     "Place",
+    "is_refusal",
     "is_untold",
     "refuse_messages",
     "said_refused",
@@ -53,10 +54,15 @@ def said_refused(rank: int, why: str) -> str:
     return f"rank {rank} has refused its call, and nothing was delivered: {why}"
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error refuses a call: its operation has not begun."""
+    return not isinstance(error, _OF_OPERATIONS)
+
+
 def is_untold(error: Exception) -> bool:
     """Return whether other ranks have to hear of an error; once, for they do now."""
     is_told = getattr(error, "is_told", False) or getattr(error, "on_all_ranks", False)
-    if is_told or isinstance(error, _OF_OPERATIONS):
+    if is_told or not is_refusal(error):
         return False
     with suppress(AttributeError):  # some exceptions take no attributes
         error.is_told = True  # type: ignore[attr-defined]

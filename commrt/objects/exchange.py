@@ -296,14 +296,10 @@ def scatter(talk: Talk, x: Any) -> Steps[Any]:
     """Return this rank's object of the root's list; the root's own is not copied."""
     size, root, me = talk.channel.size, talk.root, talk.channel.rank
     packed, joined, refusal = _pack_each(x, size) if talk.is_root else ([], None, None)
-    each_sizes = [_sizes_of(each) for each in packed] or [(0, 0)] * size
-    row = yield from _told_by_root(
-        talk,
-        refusal,
-        [*(head for head, _ in each_sizes), *(large for _, large in each_sizes)],
-    )
-    sizes = row[_SIZES : _SIZES + size].tolist()
-    large_sizes = row[_SIZES + size :].tolist()
+    yield from _told_by_root(talk, refusal, (0, 0))
+    each_sizes = np.array([_sizes_of(each) for each in packed] or [(0, 0)] * size)
+    yield [talk.bcast(each_sizes)]
+    sizes, large_sizes = each_sizes.T.tolist()
     head = yield from talk.memory(
         lambda: np.empty(sizes[me], np.uint8), sizes[me], most=max(sizes)
     )
@@ -344,10 +340,16 @@ def _pack_each(x: Any, size: int) -> tuple[list[Packed], Bytes | None, Refusal |
 def _told_by_root(
     talk: Talk, refusal: Refusal | None, sizes: Sequence[int]
 ) -> Steps[Row]:
-    """Return the root's row; where the root has nothing to send, all ranks raise."""
-    row = talk.row(refusal, sizes)
-    yield [talk.bcast(row)]
-    talk.check([row], [talk.root])
+    """Return the root's row; where the root has nothing to send, all ranks raise.
+
+    Every rank's row goes to every rank. A root that sent its row alone would go on, and
+    be steps ahead of a rank that has refused the call, which takes one place.
+    """
+    mine = talk.row(refusal, sizes)
+    rows = np.empty((talk.channel.size, mine.size), np.int64)
+    yield [talk.allgather(mine, rows)]
+    talk.check([*rows], range(talk.channel.size))
+    row: Row = rows[talk.root]
     if row[_REFUSED]:
         text = np.empty(row[_REFUSED], np.uint8) if refusal is None else refusal.head
         yield [talk.bcast(text)]

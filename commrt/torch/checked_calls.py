@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import wraps
@@ -33,7 +33,6 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.group.call_site import call_site
-from commrt.group.refusals import Place, refuse_messages, take_places
 from commrt.messages.from_anyone import FromAnyone
 from commrt.torch.described import DESCRIBED, key_of, tensor_in_words
 from commrt.torch.errors import as_torch_error
@@ -41,6 +40,7 @@ from commrt.torch.group_methods import Collectives
 from commrt.torch.messages import Messages
 from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
+from commrt.torch.refused_messages import telling_peers_of_batch
 from commrt.torch.work import CommrtWork, seconds, wait_for
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class CheckedCalls(Collectives, Messages):
         """Send a tensor, and what it is."""
         calls, channel = self.calls, self._channel
         with calls.raising():
-            with _telling(calls.comm, channel, sends=[(dst_rank, tag)]):
+            with telling_peers_of_batch(calls.comm, channel, sends=[(dst_rank, tag)]):
                 x = given(one("send", tensors), "send: tensor")
                 header, moved = _header(x), movable(x)
                 data = calls.comm.send(moved, dest=dst_rank, tag=tag, nonblocking=True)
@@ -164,7 +164,7 @@ class CheckedCalls(Collectives, Messages):
         """Receive a tensor, if it is what the sender sends."""
         calls, channel = self.calls, self._channel
         with calls.raising():
-            with _telling(calls.comm, channel, recvs=[(src_rank, tag)]):
+            with telling_peers_of_batch(calls.comm, channel, recvs=[(src_rank, tag)]):
                 x = given(one("recv", tensors), "recv: tensor")
                 out, back = target(x)
                 data = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
@@ -194,22 +194,6 @@ class CheckedCalls(Collectives, Messages):
 
 for _name in DESCRIBED:
     setattr(CheckedCalls, _name, _compared(_name))
-
-
-@contextlib.contextmanager
-def _telling(
-    comm: Core,
-    channel: Channel,
-    sends: Sequence[Place] = (),
-    recvs: Sequence[Place] = (),
-) -> Iterator[None]:
-    """Let a message's peer hear of an error in here, where it waits for both parts."""
-    try:
-        yield
-    except Exception as error:
-        refuse_messages(comm, error, sends, recvs)
-        take_places(channel, error, sends, recvs)
-        raise
 
 
 def _take_memory(name: str, called: dict[str, Any]) -> None:

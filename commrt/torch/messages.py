@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from commrt.group.refusals import refuse_messages
 from commrt.messages.from_anyone import FromAnyone
 from commrt.torch.calls import Calls
 from commrt.torch.operands import given, movable, target
 from commrt.torch.options import one
 from commrt.torch.profiling import profiled
+from commrt.torch.refused_messages import telling_peers_of_batch
 from commrt.torch.work import CommrtWork
 
 __all__ = ["Messages"]
@@ -24,27 +24,27 @@ class Messages:
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> CommrtWork | None:
         """Send a tensor to a rank of the group."""
         calls = self.calls
-        try:
+        here = [(dst_rank, tag)]
+        with calls.raising(), telling_peers_of_batch(calls.comm, sends=here):
             x = given(one("send", tensors), "send: tensor")
             moved = movable(x)
-        except Exception as error:
-            refuse_messages(calls.comm, error, sends=[(dst_rank, tag)])
-            raise
-        with calls.raising(), profiled("send"):
-            request = calls.comm.send(moved, dest=dst_rank, tag=tag, nonblocking=True)
+            with profiled("send"):
+                request = calls.comm.send(
+                    moved, dest=dst_rank, tag=tag, nonblocking=True
+                )
         return calls.end(request, False, [x], None)
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> CommrtWork | None:
         """Receive a tensor from a rank of the group."""
         calls = self.calls
-        try:
+        here = [(src_rank, tag)]
+        with calls.raising(), telling_peers_of_batch(calls.comm, recvs=here):
             x = given(one("recv", tensors), "recv: tensor")
             out, back = target(x)
-        except Exception as error:
-            refuse_messages(calls.comm, error, recvs=[(src_rank, tag)])
-            raise
-        with calls.raising(), profiled("recv"):
-            request = calls.comm.recv(out, source=src_rank, tag=tag, nonblocking=True)
+            with profiled("recv"):
+                request = calls.comm.recv(
+                    out, source=src_rank, tag=tag, nonblocking=True
+                )
         return calls.end(request, False, [x], back)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CommrtWork | None:

@@ -12,6 +12,7 @@ from commrt.torch.group_options import Options
 from commrt.torch.joined_group import JoinedGroup
 from commrt.torch.process_group import CommrtProcessGroup, group_of
 from commrt.torch.reconfigurable import reconfigurable_group
+from commrt.torch.refused_by_torch import listen
 from commrt.torch.tracing import follow_group
 from commrt.torch.uncompiled import stay_uncompiled
 from commrt.vocabulary.checks import check_flag
@@ -30,6 +31,7 @@ def make_process_group(
     reconfigured is connected later: there it is not collective.
     """
     stay_uncompiled()
+    listen()
     if pg_options is not None and not isinstance(pg_options, Options):
         raise wrong_call(
             f"init_process_group or new_group: pg_options={pg_options!r}: expected "

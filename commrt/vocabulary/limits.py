@@ -41,7 +41,9 @@ def capped(seconds: float) -> float:
 
 
 def check_timeout(what: str, timeout_s: Any) -> float:
-    """Return a number of seconds above 0, or raise UsageError."""
+    """Return a number of seconds above 0, or raise UsageError; also of a timedelta."""
+    if isinstance(timeout_s, timedelta):
+        timeout_s = timeout_s.total_seconds()
     number = isinstance(timeout_s, int | float | np.integer | np.floating)
     if not number or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise UsageError(

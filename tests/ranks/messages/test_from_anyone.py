@@ -140,6 +140,11 @@ def test_wrong_arguments() -> None:
             (lambda: comm.sendrecv(np.ones(1), 1, np.empty(1), None), "source=None"),
             (lambda: comm.plan.recv(np.empty(1), None), "source=None"),
             (lambda: comm.probe(2), "probe: source=2 is not a rank"),
+            (
+                lambda: comm.recv(np.empty(1), -1),
+                r"0\.\.1, or no source, for whichever",
+            ),
+            (lambda: comm.probe(-2), "or no source, for whichever rank sends"),
             (lambda: comm.probe(tag=0.5), "probe: tag=0.5"),
             (lambda: comm.probe(nonblocking=1), "probe: nonblocking=1"),
             (lambda: comm.probe(timeout_s=0), "probe: timeout_s=0"),

@@ -14,9 +14,9 @@ from started_operations import past_refusals
 import commrt
 from commrt.comm import core_of
 from commrt.errors import (
-    CommError,
     MismatchError,
     ObjectError,
+    RefusedError,
     TimeoutError_,
     UsageError,
 )
@@ -259,16 +259,36 @@ def test_ranks_that_disagree_all_raise() -> None:
     everywhere(2, main)
 
 
-def test_roots_of_a_bcast_that_differ_leave_other_calls_alone() -> None:
-    def main(comm: Any) -> Any:
-        comm.bcast_object(1, comm.rank)  # each rank only sends
-        with pytest.raises(CommError):
-            comm.allgather_object(2)
-        with pytest.raises(MismatchError):
-            comm.allgather_object(3)
-        return comm.allreduce(np.ones(1)).item()
+def test_roots_that_differ_are_an_error_of_all_ranks() -> None:
+    """Calls in which a rank alone sends would each go on without the other."""
 
-    assert everywhere(2, main) == [2.0, 2.0]
+    def main(comm: Any) -> None:
+        for call in (comm.bcast_object, comm.scatter_object):
+            with pytest.raises(MismatchError, match=r"root=0\n.*root=1"):
+                call([1, 2], comm.rank)
+        with pytest.raises(MismatchError, match=r"0: bcast_object.*\n.*: scatter"):
+            (comm.scatter_object if comm.rank else comm.bcast_object)([1, 2])
+        assert comm.allgather_object(2) == [2, 2]
+
+    everywhere(2, main)
+
+
+@pytest.mark.parametrize("call", ["bcast_object", "gather_object", "scatter_object"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_root_stays_in_step_with_a_rank_that_refuses(size: int, call: str) -> None:
+    """A root that went on to later steps of the call would be ahead of the others."""
+
+    def main(comm: Any) -> list[Any]:
+        found = []
+        for turn in range(12):
+            wrong, root = turn % size, turn // size % size
+            kind = UsageError if comm.rank == wrong else RefusedError
+            with pytest.raises(kind):
+                getattr(comm, call)([turn] * size, size if comm.rank == wrong else root)
+            found.append(comm.bcast_object(turn, root))
+        return found
+
+    assert everywhere(size, main) == [[*range(12)]] * size
 
 
 def test_a_late_rank_is_waited_for_again() -> None:

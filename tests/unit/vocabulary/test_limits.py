@@ -32,6 +32,7 @@ YEARS_300_S = 300 * 365.25 * 86400
     [
         *(math.inf, 1e300, 10**400, 2**63, np.float32(np.inf), np.uint64(2**64 - 1)),
         *(YEARS_300_S, 2**31, np.int64(2**62)),
+        *(timedelta.max, timedelta(seconds=YEARS_300_S)),
     ],
 )
 def test_what_means_no_limit(written: Any) -> None:
@@ -57,7 +58,10 @@ def test_limits_of_torch(limit: timedelta, seconds: float) -> None:
     assert timedelta_seconds(limit) == seconds
 
 
-@pytest.mark.parametrize("wrong", [math.nan, -math.inf, -1, 0, True, "1", None, [], 1j])
+@pytest.mark.parametrize(
+    "wrong",
+    [math.nan, -math.inf, -1, 0, True, "1", None, [], 1j, timedelta(0), timedelta(-1)],
+)
 def test_what_is_no_limit_is_an_error(wrong: Any) -> None:
     with pytest.raises(UsageError, match="must be a number of seconds above 0"):
         check_timeout("f", wrong)
@@ -72,6 +76,7 @@ def test_text_that_is_no_limit_is_an_error(text: str) -> None:
 def test_short_limits_stay_as_they_are() -> None:
     assert check_timeout("f", np.float32(0.5)) == 0.5
     assert check_timeout("f", 10**6) == 1e6
+    assert check_timeout("f", timedelta(minutes=2)) == 120.0
     assert parse_seconds("1e-3") == 1e-3
 
 

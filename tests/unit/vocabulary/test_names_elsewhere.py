@@ -96,3 +96,9 @@ def test_operations_asked_of_the_module() -> None:
             getattr(commrt, name)
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         _ = commrt.nonsense
+
+
+def test_the_module_lists_each_name_once() -> None:
+    listed = commrt.__dir__()
+    assert sorted({*listed}) == listed
+    assert {*commrt.__all__} <= {*listed}

@@ -176,15 +176,18 @@ def data_spatial(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
 # -- ZeRO ------------------------------------------------------------------------------
 
 
-def _scattered(step: Step, group: Group) -> tuple[Transfer, ...]:
-    """Return the sums of gradients to their owners, and the updated weights back."""
+def _scattered(step: Step, group: Group) -> Iterator[Transfer]:
+    """Yield the sums of gradients to their owners, and the updated weights back."""
     if group.ranks == 1:
-        return ()
-    nbytes = step.table.weight_elements * step.item_nbytes
-    return (
-        Transfer("reduce_scatter", group, nbytes, 1, "gradients"),
-        Transfer("allgather", group, nbytes, 1, "weights"),
-    )
+        return
+    sizes = [step.table.weight_elements]
+    if step.gradients_by_layer:
+        sizes = [layer.weight_elements for layer in step.table]
+    for size in sizes:
+        if size:
+            nbytes = size * step.item_nbytes
+            yield Transfer("reduce_scatter", group, nbytes, 1, "gradients")
+            yield Transfer("allgather", group, nbytes, 1, "weights")
 
 
 def zero_1(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
@@ -208,7 +211,7 @@ def _zero(
     return Parts(
         table.sample_s / ranks,
         table.call_s + table.update_s / ranks,
-        _scattered(step, group_of(axes, ways, 0, 0)),
+        tuple(_scattered(step, group_of(axes, ways, 0, 0))),
         step.memory_nbytes(activations(step) / ranks, share, more),
     )
 

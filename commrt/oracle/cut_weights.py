@@ -11,6 +11,7 @@ GPUs", SC'24, section 3). Both are written here in ParaDL's form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from commrt.oracle.cut_batches import activations, gradients
@@ -38,8 +39,16 @@ def filter_cut(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
 
 
 def channel(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
-    """Return the parts where each rank sums over some channels of each product."""
-    return _cut(step, axes, ways, _of_channels)
+    """Return the parts where each rank sums over some channels of each product.
+
+    Layers that sum over no channels are computed whole by each rank. ParaDL divides all
+    layers.
+    """
+    found = _cut(step, axes, ways, _of_channels)
+    # Outputs are whole on each rank, and so is the work that sums over no channels.
+    others = [layer for layer in step.table if not layer.is_product]
+    more = sum(layer.sample_s for layer in others) * (1 - 1 / ways[0])
+    return replace(found, sample_s=found.sample_s + more)
 
 
 def data_filter(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:

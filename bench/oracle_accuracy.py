@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that the oracle projects, beside real ones of torch's and commrt's layers.
+
+    python -m commrt.run -n 4 -m commrt.bench.oracle_accuracy
+
+The ranks profile a network all at one time, so that times of layers hold what ranks
+cost each other that share cores. They measure their collectives, project a step of each
+strategy, and train by it: torch's DistributedDataParallel, FSDP2 and pipelining, and
+commrt's ``parallelize_cnn`` and ``tensor3d.parallelize``. Strategies take turns. A
+step's time is that of the slowest rank, and the median over turns counts. Accuracy is
+1 - |projected - measured| / measured, as ParaDL has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from commrt.bench.in_process_group import names_of, report
+
+if TYPE_CHECKING:
+    from commrt.oracle.clocks import ClockName
+
+__all__ = ["MODELS", "Way", "main", "measure"]
+
+Build = Callable[[Any, Any, Any], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One strategy on a grid of ranks, as it is projected and as it is run."""
+
+    strategy: str
+    ways: tuple[int, ...]
+    build: Build
+    """Makes a step of a model on its grid and a whole batch."""
+    by_layer: bool = False
+    """True if each layer's gradients are summed by an operation of their own."""
+    segments: int = 4
+
+    @property
+    def name(self) -> str:
+        """The strategy and its grid."""
+        return f"{self.strategy} {'x'.join(map(str, self.ways))}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print a table; collective over the ranks of a launcher."""
+    parser = argparse.ArgumentParser(prog="python -m commrt.bench.oracle_accuracy")
+    parser.add_argument("--model", type=names_of(MODELS), default=[*MODELS])
+    parser.add_argument("--turns", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--batch", type=int, default=32, help="samples of a step")
+    parser.add_argument("--clock", choices=("wall", "cores"), default="wall")
+    parser.add_argument("--out", help="file for all times, in JSON")
+    arguments = parser.parse_args(argv)
+    run = partial(
+        measure, arguments.model,
+        turns=arguments.turns, batch=arguments.batch, clock=arguments.clock,
+    )
+    report(run, _text, arguments.out)
+    return 0
+
+
+def measure(
+    models: Sequence[str], *, turns: int = 7, batch: int = 32, scale: int = 1, clock: ClockName = "wall"
+) -> list[dict[str, Any]]:
+    """Return projected and measured milliseconds of a step; collective.
+
+    Args:
+        models: keys of ``MODELS``.
+        turns: timed steps of each way; one more before them is not timed.
+        batch: samples of a step, over all ranks; a multiple of the ranks.
+        scale: divides widths, for tests.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from commrt.oracle import Oracle
+    from commrt.oracle.clocks import Stopwatch
+    from commrt.oracle.measuring import measured_costs
+    from commrt.oracle.torch_layers import profile
+
+    torch.set_num_threads(1)
+    comm = dist.group.WORLD.communicator  # type: ignore[union-attr]
+    how: dict[str, Any] = {"clock": clock, "rounds": turns}
+    costs = measured_costs(comm, **how)
+    watch = Stopwatch(comm, clock=clock, rounds=1)
+    rows = []
+    for name in models:
+        torch.manual_seed(1)
+        model, example = MODELS[name](batch, scale)
+        table = profile(
+            *(model, example),
+            part=max(1, batch // comm.size),
+            comm=comm,
+            name=name,
+            **how,
+        )
+        ways = _ways(name, comm.size)
+        steps = {way.name: way.build(copy.deepcopy(model), way, example) for way in ways}
+        times: dict[str, list[float]] = {way.name: [] for way in ways}
+        for _ in range(turns):
+            for way in ways:
+                times[way.name].append(watch.together_s(steps[way.name], most=1))
+        for way in ways:
+            oracle = Oracle(
+                *(table, costs, batch),
+                segments=way.segments,
+                gradients_by_layer=way.by_layer,
+            )
+            projected = oracle.project(way.strategy, way.ways, batch=batch)
+            least = min(times[way.name])
+            rows.append(
+                {
+                    "model": name,
+                    "ranks": comm.size,
+                    "way": way.name,
+                    "compute_ms": projected.compute_s * 1e3,
+                    "projected_ms": projected.step_s * 1e3,
+                    "measured_ms": least * 1e3,
+                    "accuracy": 1 - abs(projected.step_s - least) / least,
+                    "all_s": times[way.name],
+                }
+            )
+    return rows
+
+
+# -- networks --------------------------------------------------------------------------
+
+
+def _cnn(batch: int, scale: int) -> tuple[Any, Any]:
+    """Return convolutions on pictures, and a batch of these."""
+    import torch
+    from torch import nn
+
+    def pair(inputs: int, outputs: int) -> list[Any]:
+        first = nn.Conv2d(inputs, outputs, 3, padding=1)
+        second = nn.Conv2d(outputs, outputs, 3, padding=1)
+        return [first, nn.ReLU(), second, nn.ReLU(), nn.AvgPool2d(2)]
+
+    width = 32 // scale
+    layers = [*pair(16, width), *pair(width, 2 * width), *pair(2 * width, 4 * width)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 16)]
+    return nn.Sequential(*layers), torch.randn(batch, 16, 32, 32)
+
+
+def _mlp(batch: int, scale: int) -> tuple[Any, Any]:
+    """Return pairs of linear layers, and a batch of rows."""
+    import torch
+    from torch import nn
+
+    width = 512 // scale
+    layers: list[Any] = []
+    for _ in range(3):
+        layers += [nn.Linear(width, 4 * width), nn.GELU()]
+        layers += [nn.Linear(4 * width, width)]
+    return nn.Sequential(*layers), torch.randn(batch, 8, width)
+
+
+MODELS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {"cnn": _cnn, "mlp": _mlp}
+"""Each makes a model and its batch, for so many samples and a divisor of widths."""
+
+
+def _ways(model: str, ranks: int) -> list[Way]:
+    """Return what is run and projected on so many ranks."""
+    found = [
+        Way("data", (ranks,), _ddp),
+        Way("zero3", (ranks,), _fsdp),
+        Way("pipeline", (ranks,), _pipeline),
+    ]
+    half = ranks // 2
+    if model == "cnn":
+        found += [
+            Way("spatial", (ranks, 1), _cut("height"), by_layer=True),
+            Way("filter", (ranks,), _cut("filter"), by_layer=True),
+            Way("channel", (ranks,), _cut("channel"), by_layer=True),
+        ]
+        if ranks > 2:
+            found += [
+                Way("data+filter", (half, 2), _cut("sample", "filter"), True),
+                Way("data+spatial", (half, 2, 1), _cut("sample", "height"), True),
+            ]
+        return found
+    found += [Way("tensor", (ranks,), _megatron)]
+    if ranks > 2:
+        found += [
+            Way("tensor3d", (1, half, 2), _tensor3d, by_layer=True),
+            Way("tensor3d", (half, 1, 2), _tensor3d, by_layer=True),
+        ]
+    return found
+
+
+# -- steps -----------------------------------------------------------------------------
+
+
+def _communicator() -> Any:
+    import torch.distributed as dist
+
+    return dist.group.WORLD.communicator  # type: ignore[union-attr]
+
+
+def _part(x: Any) -> Any:
+    """Return this rank's samples."""
+    comm = _communicator()
+    return x.tensor_split(comm.size)[comm.rank]
+
+
+def _trained(model: Any, x: Any, loss: Callable[[Any], Any]) -> Callable[[], object]:
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step() -> None:
+        model.zero_grad()
+        loss(model(x)).backward()
+        optimizer.step()
+
+    return step
+
+
+def _plain_loss(y: Any) -> Any:
+    return y.square().mean()
+
+
+def _ddp(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return _trained(DistributedDataParallel(model, gradient_as_bucket_view=True), _part(example), _plain_loss)
+
+
+def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", way.ways)
+    for layer in model:
+        if [*layer.parameters()]:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
+    x = _part(example)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        _plain_loss(model(x)).backward()
+        optimizer.step()
+
+    return step
+
+
+def _pipeline(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    import torch
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    from commrt.oracle.layer_table import contiguous
+    from commrt.oracle.torch_layers import layer_sizes
+
+    comm = _communicator()
+    table = layer_sizes(model, example[:1])
+    flops = table.with_flops_per_s(1e9)
+    runs = contiguous(flops.layers, comm.size)
+    first = sum(len(run) for run in runs[: comm.rank])
+    mine = model[first : first + len(runs[comm.rank])]
+    stage = PipelineStage(mine, comm.rank, comm.size, torch.device("cpu"))
+
+    def loss(y: Any, target: Any) -> Any:
+        return y.square().mean()
+
+    schedule = ScheduleGPipe(stage, way.segments, loss_fn=loss)
+    optimizer = torch.optim.SGD(mine.parameters(), 1e-3) if [*mine.parameters()] else None
+    target = torch.zeros(len(example), 1)
+
+    def step() -> None:
+        mine.zero_grad()
+        given = (example,) if comm.rank == 0 else ()
+        last = comm.rank == comm.size - 1
+        schedule.step(*given, **({"target": target} if last else {}))
+        if optimizer is not None:
+            optimizer.step()
+
+    return step
+
+
+def _cut(*roles: str) -> Build:
+    """Return how ``parallelize_cnn`` makes a step with a role for each axis."""
+
+    def build(model: Any, way: Way, example: Any) -> Callable[[], object]:
+        from commrt.layers.cnn import ParallelStrategy, parallelize_cnn
+        from commrt.layers.process_grid import ProcessGrid
+
+        axes = dict(zip(roles, way.ways, strict=False))
+        grid = ProcessGrid(_communicator(), axes)
+        strategy = ParallelStrategy(**{role: role for role in roles})
+        cuts = {"filter", "channel"} & {*roles}
+        parallelize_cnn(model, grid, strategy, cut_weights=bool(cuts))
+        return _trained(model, example, lambda y: _plain_loss(y).redistribute())
+
+    return build
+
+
+def _megatron(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    return _on_grid(model, {"x": way.ways[0]}, example)
+
+
+def _tensor3d(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    return _on_grid(model, dict(zip("zyx", way.ways, strict=True)), example)
+
+
+def _on_grid(
+    model: Any, axes: Mapping[str, int], example: Any
+) -> Callable[[], object]:
+    from commrt.layers.process_grid import ProcessGrid
+    from commrt.layers.tensor3d import parallelize
+
+    grid = ProcessGrid(_communicator(), axes)
+    cut = parallelize(model, grid)
+    x = example
+    if axes.get("z", 1) > 1:
+        x = x.tensor_split(axes["z"])[grid.coords["z"]]
+    # Megatron's input has a gradient, as that of a layer behind others.
+    return _trained(cut, x.clone().requires_grad_(), _plain_loss)
+
+
+def _text(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = f"{'model':6}{'ranks':>6}  {'strategy':20}"
+    lines = [head + f"{'projected':>12}{'measured':>12}{'accuracy':>10}"]
+    for row in rows:
+        times = f"{row['compute_ms']:>9.1f} {row['projected_ms']:>9.1f} ms{row['measured_ms']:>9.1f} ms"
+        lines.append(
+            f"{row['model']:6}{row['ranks']:>6}  {row['way']:20}{times}"
+            f"{row['accuracy']:>10.3f}"
+        )
+    lines.append(f"mean accuracy {mean(row['accuracy'] for row in rows):.3f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -158,10 +158,12 @@ def data_spatial(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
     samples = math.prod(ways[:first])
     space = math.prod(ways[first:])
     everyone = group_of(axes, ways, 0, len(axes) - 1)
-    sample_s, kept = 0.0, 0.0
+    sample_s = call_s = kept = 0.0
     for layer in table:
         share = samples * (space if layer.extent else 1)
-        sample_s += layer.sample_s / share
+        piece = layer.piece("space", space if layer.extent else 1)
+        sample_s += piece.sample_s / samples
+        call_s += piece.call_s
         elements = layer.input_elements + layer.output_elements
         kept += step.batch * elements / share
     sent = (
@@ -170,7 +172,7 @@ def data_spatial(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
         *halos(step, axes, ways, first, step.batch / samples),
     )
     memory = step.memory_nbytes(kept, table.weight_elements)
-    return Parts(sample_s, table.call_s + table.update_s, sent, memory)
+    return Parts(sample_s, call_s + table.update_s, sent, memory)
 
 
 # -- ZeRO ------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ GPUs", SC'24, section 3). Both are written here in ParaDL's form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 from commrt.oracle.cut_batches import activations, gradients
-from commrt.oracle.layer_table import Layer
+from commrt.oracle.layer_table import Cut, Layer
 from commrt.oracle.step import Limit, Parts, Step, group_of
 from commrt.oracle.transfers import Group, Transfer
 
@@ -35,7 +34,7 @@ _Exchange: TypeAlias = Callable[[Step, Group, float], Iterator[Transfer]]
 
 def filter_cut(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
     """Return the parts where each rank computes some filters of each product."""
-    return _cut(step, axes, ways, _of_filters)
+    return _cut(step, axes, ways, "filter", _of_filters)
 
 
 def channel(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
@@ -44,25 +43,20 @@ def channel(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
     Layers that sum over no channels are computed whole by each rank. ParaDL divides all
     layers.
     """
-    found = _cut(step, axes, ways, _of_channels)
-    # Outputs are whole on each rank, and so is the work that sums over no channels.
-    others = [layer for layer in step.table if not layer.is_product]
-    more = sum(layer.sample_s for layer in others) * (1 - 1 / ways[0])
-    return replace(found, sample_s=found.sample_s + more)
+    return _cut(step, axes, ways, "channel", _of_channels)
 
 
 def data_filter(step: Step, axes: Sequence[str], ways: Sequence[int]) -> Parts:
     """Return the parts where samples are cut, and filters among ranks of a sample."""
-    return _cut(step, axes, ways, _of_filters)
+    return _cut(step, axes, ways, "filter", _of_filters)
 
 
 def _cut(
-    step: Step, axes: Sequence[str], ways: Sequence[int], exchange: _Exchange
+    step: Step, axes: Sequence[str], ways: Sequence[int], what: Cut, exchange: _Exchange
 ) -> Parts:
     """Return the parts of a cut of weights along the last axis, and of samples."""
     table, cut = step.table, ways[-1]
     samples = ways[0] if len(ways) > 1 else 1
-    ranks = samples * cut
     last = len(ways) - 1
     sent = [*exchange(step, group_of(axes, ways, last, last), step.batch / samples)]
     if samples > 1:
@@ -70,9 +64,14 @@ def _cut(
     memory = step.memory_nbytes(
         activations(step) / samples, table.weight_elements / cut
     )
+    # Sums over channels are whole on each rank, and so is the work between them.
+    between = 1 if what == "channel" else cut
+    pieces = [
+        layer.piece(what, cut if layer.is_product else between) for layer in table
+    ]
     return Parts(
-        table.sample_s / ranks,
-        table.call_s + table.update_s / cut,
+        sum(piece.sample_s for piece in pieces) / samples,
+        sum(piece.call_s for piece in pieces) + table.update_s / cut,
         *(tuple(sent), memory),
     )
 

@@ -8,12 +8,26 @@ Sizes are elements, not bytes, and those of activations are of one sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeAlias
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["Layer", "LayerTable", "contiguous"]
+__all__ = ["Cut", "Layer", "LayerTable", "Piece", "contiguous"]
+
+Cut: TypeAlias = Literal["filter", "channel", "space"]
+"""Dimensions along which a layer's work may be cut, besides samples."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Times of one rank's piece of a layer that is cut."""
+
+    sample_s: float
+    """Forward and backward time of one sample."""
+    call_s: float
+    """Time of a call, beside its samples."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +74,15 @@ class Layer:
     """Experts whose weights these are; 0: none."""
     experts_of_token: int = 1
     """Experts that each token goes to."""
+    pieces: Mapping[tuple[Cut, int], Piece] = field(default_factory=dict)
+    """Measured times of a piece, by what is cut, and into how many. ParaDL has none:
+    there a piece takes its part of the layer's time."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
             values = value if isinstance(value, tuple) else (value,)
-            if one.name == "name" or isinstance(value, bool):
+            if one.name in ("name", "pieces") or isinstance(value, bool):
                 continue
             if not all(0 <= number < math.inf for number in values):
                 raise UsageError(
@@ -92,6 +109,11 @@ class Layer:
     def call_s(self) -> float:
         """Forward and backward time of a call, beside its samples."""
         return self.forward_call_s + self.backward_call_s
+
+    def piece(self, cut: Cut, ways: int) -> Piece:
+        """Return the times of a piece: measured ones, or its part of the layer's."""
+        known = self.pieces.get((cut, ways))
+        return known or Piece(self.sample_s / ways, self.call_s)
 
     def halo_elements(self, elements: float, dim: int) -> float:
         """Return the elements beyond one end of a piece that is cut along ``dim``.

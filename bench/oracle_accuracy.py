@@ -62,15 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="file for all times, in JSON")
     arguments = parser.parse_args(argv)
     run = partial(
-        measure, arguments.model,
-        turns=arguments.turns, batch=arguments.batch, clock=arguments.clock,
+        measure,
+        arguments.model,
+        turns=arguments.turns,
+        batch=arguments.batch,
+        clock=arguments.clock,
     )
     report(run, _text, arguments.out)
     return 0
 
 
 def measure(
-    models: Sequence[str], *, turns: int = 7, batch: int = 16, scale: int = 1, clock: ClockName = "wall"
+    models: Sequence[str],
+    *,
+    turns: int = 7,
+    batch: int = 16,
+    scale: int = 1,
+    clock: ClockName = "wall",
 ) -> list[dict[str, Any]]:
     """Return projected and measured milliseconds of a step; collective.
 
@@ -89,7 +97,7 @@ def measure(
     from commrt.oracle.torch_layers import profile
 
     torch.set_num_threads(1)
-    comm = dist.group.WORLD.communicator  # type: ignore[union-attr]
+    comm = dist.group.WORLD.communicator
     how: dict[str, Any] = {"clock": clock, "rounds": 2}
     watch = Stopwatch(comm, clock=clock, rounds=3)
     rows = []
@@ -97,7 +105,9 @@ def measure(
         torch.manual_seed(1)
         model, example = MODELS[name](batch, scale)
         ways = _ways(name, comm.size)
-        steps = {way.name: way.build(copy.deepcopy(model), way, example) for way in ways}
+        steps = {
+            way.name: way.build(copy.deepcopy(model), way, example) for way in ways
+        }
         pairs: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
         for _ in range(turns):
             costs = measured_costs(comm, **how)
@@ -210,7 +220,7 @@ def _ways(model: str, ranks: int) -> list[Way]:
 def _communicator() -> Any:
     import torch.distributed as dist
 
-    return dist.group.WORLD.communicator  # type: ignore[union-attr]
+    return dist.group.WORLD.communicator
 
 
 def _part(x: Any) -> Any:
@@ -239,7 +249,11 @@ def _plain_loss(y: Any) -> Any:
 def _ddp(model: Any, way: Way, example: Any) -> Callable[[], object]:
     from torch.nn.parallel import DistributedDataParallel
 
-    return _trained(DistributedDataParallel(model, gradient_as_bucket_view=True), _part(example), _plain_loss)
+    return _trained(
+        DistributedDataParallel(model, gradient_as_bucket_view=True),
+        _part(example),
+        _plain_loss,
+    )
 
 
 def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
@@ -308,7 +322,9 @@ def _pipeline(model: Any, way: Way, example: Any) -> Callable[[], object]:
         return y.square().mean()
 
     schedule = ScheduleGPipe(stage, way.segments, loss_fn=loss)
-    optimizer = torch.optim.SGD(mine.parameters(), 1e-3) if [*mine.parameters()] else None
+    optimizer = (
+        torch.optim.SGD(mine.parameters(), 1e-3) if [*mine.parameters()] else None
+    )
     target = torch.zeros(len(example), 1)
 
     def step() -> None:
@@ -347,9 +363,7 @@ def _tensor3d(model: Any, way: Way, example: Any) -> Callable[[], object]:
     return _on_grid(model, dict(zip("zyx", way.ways, strict=True)), example)
 
 
-def _on_grid(
-    model: Any, axes: Mapping[str, int], example: Any
-) -> Callable[[], object]:
+def _on_grid(model: Any, axes: Mapping[str, int], example: Any) -> Callable[[], object]:
     from commrt.layers.process_grid import ProcessGrid
     from commrt.layers.tensor3d import parallelize
 

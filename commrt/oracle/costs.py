@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -48,16 +49,12 @@ def interpolated_s(points: Points, nbytes: float) -> float:
 
     A length below the first point takes as long as that.
     """
-    if len(points) == 1 or nbytes <= points[0][0]:
-        return points[0][1]
-    for (low, before), (high, behind) in zip(points, points[1:], strict=False):
-        if nbytes <= high:
-            break
-    # Beyond the last point, a byte costs what it did before, and no less than none.
-    slope = max((behind - before) / (high - low), 0.0) if nbytes > high else None
-    if slope is not None:
-        return behind + slope * (nbytes - high)
-    return before + (behind - before) * (nbytes - low) / (high - low)
+    sizes, times = zip(*points, strict=True)
+    if len(points) == 1 or nbytes <= sizes[-1]:
+        return float(np.interp(nbytes, sizes, times))
+    # Beyond the last point, a byte costs what it did before it, and not less than none.
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return float(times[-1] + max(slope, 0.0) * (nbytes - sizes[-1]))
 
 
 @dataclass(frozen=True)
@@ -175,11 +172,10 @@ class ModelledCosts:
     def seconds(self, transfer: Transfer) -> float:
         """Return the seconds that one of the transfer's operations takes."""
         ranks = transfer.group.ranks
-        carrier = "messages" if self.link_class == "network" else "memory"
-        one = constants(self.link_class, "messages")
-        nbytes = -(-int(math.ceil(transfer.nbytes)) // (4 * ranks)) * 4 * ranks
+        apart = self.link_class == "network"
+        nbytes = -(-math.ceil(transfer.nbytes) // (4 * ranks)) * 4 * ranks
         if transfer.coll == MESSAGE:
-            one = constants(self.link_class, carrier)  # type: ignore[arg-type]
+            one = constants(self.link_class, "messages" if apart else "memory")
             return (one.alpha_us + one.beta_us * transfer.nbytes) * 1e-6
         key = transfer.coll, ranks, nbytes
         if key not in self._known:
@@ -287,11 +283,10 @@ class SimulatedCosts:
     def _message(self, coll: str, group: Group) -> tuple[Points, LinkAudit]:
         """Return the times of messages between neighbours of a group: the slowest."""
         members = self.hosts[list(group.members[0])].tolist()
-        pairs = [*zip(members, members[1:], strict=False)]
-        sizes = (0, 1 << 20)
-        times = [[self._message_us(*pair, nbytes) for pair in pairs] for nbytes in sizes]
+        pairs = [*pairwise(members)]
         points = tuple(
-            (nbytes, max(each) * 1e-6) for nbytes, each in zip(sizes, times, strict=True)
+            (nbytes, max(self._message_us(*pair, nbytes) for pair in pairs) * 1e-6)
+            for nbytes in (0, 1 << 20)
         )
         ranks = np.arange(group.ranks)
         ends = ranks[:-1], ranks[1:]

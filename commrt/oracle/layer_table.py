@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["Cut", "Layer", "LayerTable", "Piece", "contiguous"]
+__all__ = ["CUTS", "Cut", "Layer", "LayerTable", "Piece", "contiguous"]
 
 Cut: TypeAlias = Literal["filter", "channel", "space"]
 """Dimensions along which a layer's work may be cut, besides samples."""
+CUTS: tuple[Cut, ...] = get_args(Cut)
 
 
 @dataclass(frozen=True)

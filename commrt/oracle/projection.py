@@ -202,6 +202,8 @@ class Oracle:
     ) -> list[Projection]:
         """Return all projections on exactly so many ranks, the fastest one first.
 
+        A mixed strategy with a cut into one part is left out: it is another strategy.
+
         Args:
             ranks: ranks in all.
             batch: samples of a step, over all ranks.
@@ -223,6 +225,8 @@ class Oracle:
             limits = row.limits_of(step)
             most = [limits[axis].most for axis in axes]
             for ways in _grids(ranks, most):
+                if row.is_mixed and ways[0] in (1, ranks):
+                    continue
                 found.append(self._projected(row, step, axes, ways, limits))
         return sorted(found, key=lambda one: (one.epoch_s, one.memory_nbytes))
 

@@ -31,6 +31,8 @@ class Strategy:
     formula: _Formula
     limits: tuple[_Limit, ...]
     """One for each fixed axis."""
+    is_mixed: bool = False
+    """True if it is another strategy where one of its two cuts is into one part."""
     cuts_space: bool = False
     """True if spatial dimensions of the table are further axes."""
 
@@ -68,10 +70,12 @@ _ROWS = (
     Strategy(
         *("data+filter", "samples and filters", ("data", "filter")),
         *(weights.data_filter, (batches.batch_limit, weights.filter_limit)),
+        is_mixed=True,
     ),
     Strategy(
         *("data+spatial", "samples and space", ("data",)),
         *(batches.data_spatial, (batches.batch_limit,)),
+        is_mixed=True,
         cuts_space=True,
     ),
     Strategy(

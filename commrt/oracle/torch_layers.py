@@ -334,9 +334,7 @@ def _times_of_call(watch: Stopwatch, call: _Call) -> tuple[float, float]:
     if module is None:
         return 0.0, 0.0
     given = [_leaf(each, call.has_gradient) for each in call.arguments]
-    named = {
-        key: _leaf(each, call.has_gradient) for key, each in call.keywords.items()
-    }
+    named = {key: _leaf(each, call.has_gradient) for key, each in call.keywords.items()}
     writes = getattr(module, "inplace", False)
     if writes:
         module.inplace = False
@@ -396,7 +394,9 @@ def _same(x: Any) -> Any:
 def _of_filters(module: Any, given: Sequence[Any], ways: int) -> Any:
     """Return a module of one piece's filters, and its input."""
     if isinstance(module, nn.Linear) and module.out_features >= ways:
-        return _linear(module, module.in_features, module.out_features // ways, given[0])
+        return _linear(
+            module, module.in_features, module.out_features // ways, given[0]
+        )
     if _is_plain(module) and module.out_channels >= ways:
         return _conv(module, module.in_channels, module.out_channels // ways, given[0])
     return None
@@ -414,7 +414,7 @@ def _of_channels(module: Any, given: Sequence[Any], ways: int) -> Any:
 
 
 def _of_space(module: Any, given: Sequence[Any], ways: int) -> Any:
-    """Return a convolution of one piece's rows, how it joins its halo, and its input."""
+    """Return a convolution of a piece's rows, how it joins its halo, and its input."""
     if not _is_plain(module) or given[0].shape[2] < ways:
         return None
     reach = (module.kernel_size[0] - 1) * module.dilation[0]

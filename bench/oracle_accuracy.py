@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from commrt.bench.in_process_group import names_of, report
 
 if TYPE_CHECKING:
+    from commrt.comm import Communicator
     from commrt.oracle.clocks import ClockName
 
 __all__ = ["MODELS", "Way", "main", "measure"]
@@ -43,7 +44,7 @@ class Way:
     by_layer: bool = False
     """True if each layer's gradients are summed by an operation of their own."""
     segments: int = 4
-    costs: Callable[[Any, dict[str, Any]], Any] = lambda comm, how: None
+    costs: Callable[[Communicator, dict[str, Any]], Any] = lambda comm, how: None
     """Measures what its library's calls cost; None: what commrt's do."""
 
     @property
@@ -196,12 +197,20 @@ def _ways(model: str, ranks: int) -> list[Way]:
     if model == "cnn":
         found += [
             Way("spatial", (ranks, 1), _cut("height"), by_layer=True),
-            Way("filter", (ranks,), _cut("filter"), by_layer=True),
-            Way("channel", (ranks,), _cut("channel"), by_layer=True),
+            Way("filter", (ranks,), _cut("filter"), by_layer=True, costs=_layer_costs),
+            Way(
+                "channel", (ranks,), _cut("channel"), by_layer=True, costs=_layer_costs
+            ),
         ]
         if ranks > 2:
             found += [
-                Way("data+filter", (half, 2), _cut("sample", "filter"), True),
+                Way(
+                    "data+filter",
+                    (half, 2),
+                    _cut("sample", "filter"),
+                    True,
+                    costs=_layer_costs,
+                ),
                 Way("data+spatial", (half, 2, 1), _cut("sample", "height"), True),
             ]
         return found
@@ -277,7 +286,7 @@ def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
     return step
 
 
-def _fsdp_costs(comm: Any, how: dict[str, Any]) -> Any:
+def _fsdp_costs(comm: Communicator, how: dict[str, Any]) -> Any:
     """Return costs of FSDP2's transfers, with its hooks and copies of weights.
 
     A layer gathers its weights twice and scatters their gradients once. So each takes a
@@ -301,6 +310,42 @@ def _fsdp_costs(comm: Any, how: dict[str, Any]) -> Any:
     key = comm.size, 1
     found = {(coll, *key): tuple(points) for coll in ("allgather", "reduce_scatter")}
     return MeasuredCosts(found, f"measured by {comm.size} ranks of FSDP2")
+
+
+def _layer_costs(comm: Communicator, how: dict[str, Any]) -> Any:
+    """Return costs of moves as commrt's layers make them, with new tensors each time.
+
+    Halos, and sums of gradients, are made as ``measured_costs`` does.
+    """
+    import torch
+
+    from commrt.layers.process_grid import ProcessGrid
+    from commrt.layers.tensors import DistTensor, Placement, Sharded
+    from commrt.oracle.clocks import Stopwatch
+    from commrt.oracle.costs import MeasuredCosts
+    from commrt.oracle.measuring import measured_costs
+
+    watch = Stopwatch(comm, **how)
+    raw = measured_costs(comm, **how)
+    found = dict(raw.points)
+    for ranks in sorted({2, comm.size}):
+        grid = ProcessGrid(comm, {"others": comm.size // ranks, "some": ranks})
+        whole = Placement.replicated(2)
+        places = {
+            "allgather": (Placement(None, Sharded(("some",))), ranks),
+            "allreduce": (Placement(None, None, partial=("some",)), 1),
+        }
+        for coll, (placement, parts) in places.items():
+            points = []
+            for nbytes in (1 << 12, 1 << 17, 1 << 20, 1 << 22):
+                columns = nbytes // 64
+                local = torch.ones(16, columns // parts, requires_grad=True)
+                x = DistTensor(local, (16, columns), grid, placement)
+                move = partial(x.redistribute, placement=whole)
+                points.append((nbytes, watch.together_s(move)))
+            found[coll, ranks, 1] = tuple(points)
+        grid.free()
+    return MeasuredCosts(found, f"measured by {comm.size} ranks of commrt's layers")
 
 
 def _pipeline(model: Any, way: Way, example: Any) -> Callable[[], object]:

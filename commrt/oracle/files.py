@@ -51,10 +51,22 @@ def load_table(path: str | Path) -> LayerTable:
 
 def save_table(table: LayerTable, path: str | Path) -> None:
     """Write a table to a file that ``load_table`` reads."""
-    lines = [f"name: {json.dumps(table.name)}", f"times: {json.dumps(table.times)}"]
+    lines = [f"name: {_quoted(table.name)}", f"times: {_quoted(table.times)}"]
     lines.append("layers:")
-    lines += [f"  - {json.dumps(_plain(layer))}" for layer in table]
+    for layer in table:
+        rest = json.dumps(_plain(layer))[1:-1]
+        lines.append(f"  - {{name: {_quoted(layer.name)}, {rest}}}")
     write_file(Path(path), "\n".join(lines) + "\n")
+
+
+def _quoted(text: str) -> str:
+    """Return a text in YAML's double quotes; JSON's pairs of escapes are none there."""
+    plain = (c if c.isprintable() and c not in '"\\' else _escape(c) for c in text)
+    return f'"{"".join(plain)}"'
+
+
+def _escape(character: str) -> str:
+    return f"\\U{ord(character):08x}"
 
 
 def _plain(layer: Layer) -> dict[str, Any]:
@@ -62,6 +74,8 @@ def _plain(layer: Layer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in fields(Layer):
         value = getattr(layer, one.name)
+        if one.name == "name":
+            continue
         if one.name == "pieces":
             if value:
                 found["pieces"] = [
@@ -78,16 +92,11 @@ def _layer(value: Value) -> Layer:
     given = value.mapping(known, known[:3])
     made: dict[str, Any] = {}
     for name, part in given.items():
-        made[name] = _READ.get(name, _number)(part)
+        made[name] = _READ.get(name, Value.number)(part)
     try:
         return Layer(**made)
     except UsageError as error:
         raise value.wrong(error) from error
-
-
-def _number(value: Value) -> float:
-    number = value.number()
-    return int(number) if number == int(number or 0) else number
 
 
 def _pieces(value: Value) -> Mapping[Any, Piece]:
@@ -160,7 +169,7 @@ def load_costs(path: str | Path) -> MeasuredCosts:
 
 def save_costs(costs: MeasuredCosts, path: str | Path) -> None:
     """Write measured costs to a file that ``load_costs`` reads."""
-    lines = [f"source: {json.dumps(costs.source)}", "times:"]
+    lines = [f"source: {_quoted(costs.source)}", "times:"]
     for (coll, ranks, stride), points in costs.points.items():
         plain = {"coll": coll, "ranks": ranks, "stride": stride, "points": points}
         lines.append(f"  - {json.dumps(plain)}")

@@ -98,8 +98,13 @@ def test_grids_that_do_not_fit_are_refused_with_the_reason(
 
 @pytest.mark.parametrize(
     "numbers",
-    [{"item_nbytes": 0}, {"reuse": 0.0}, {"reuse": 2.0}, {"segments": -1}]
-    + [{"optimizer_elements": -1.0}],
+    [
+        {"item_nbytes": 0},
+        {"reuse": 0.0},
+        {"reuse": 2.0},
+        {"segments": -1},
+        {"optimizer_elements": -1.0},
+    ],
 )
 def test_numbers_without_sense_are_refused(numbers: dict[str, float]) -> None:
     wrong = oracle(**numbers)

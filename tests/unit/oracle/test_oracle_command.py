@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -189,7 +189,7 @@ def test_without_matplotlib_the_picture_says_how_to_get_it(
 class _Recorder:
     """A figure of matplotlib, as the picture uses it."""
 
-    made: list[_Recorder] = []
+    made: ClassVar[list[_Recorder]] = []
 
     def __init__(self, **kwargs: Any) -> None:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []

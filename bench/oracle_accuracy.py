@@ -44,6 +44,8 @@ class Way:
     by_layer: bool = False
     """True if each layer's gradients are summed by an operation of their own."""
     segments: int = 4
+    sleeps: bool = False
+    """True if ranks wait for each other by design, which the clock of cores misses."""
     costs: Callable[[Communicator, dict[str, Any]], Any] = lambda comm, how: None
     """Measures what its library's calls cost; None: what commrt's do."""
 
@@ -105,7 +107,9 @@ def measure(
     for name in models:
         torch.manual_seed(1)
         model, example = MODELS[name](batch, scale)
-        ways = _ways(name, comm.size)
+        ways = [
+            way for way in _ways(name, comm.size) if clock == "wall" or not way.sleeps
+        ]
         steps = {
             way.name: way.build(copy.deepcopy(model), way, example) for way in ways
         }
@@ -191,7 +195,7 @@ def _ways(model: str, ranks: int) -> list[Way]:
     found = [
         Way("data", (ranks,), _ddp),
         Way("zero3", (ranks,), _fsdp, True, costs=_fsdp_costs),
-        Way("pipeline", (ranks,), _pipeline),
+        Way("pipeline", (ranks,), _pipeline, sleeps=True),
     ]
     half = ranks // 2
     if model == "cnn":

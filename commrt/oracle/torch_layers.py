@@ -20,7 +20,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from torch import nn
 from commrt.errors import UsageError, shown
 from commrt.layers.cnn.layer_facts import facts_of_call
 from commrt.oracle.clocks import ClockName, Stopwatch
-from commrt.oracle.layer_table import Cut, Layer, LayerTable, Piece
+from commrt.oracle.layer_table import Layer, LayerTable, Piece
+from commrt.oracle.torch_pieces import PieceSeconds, seconds_of_pieces
 
 if TYPE_CHECKING:
     from commrt.comm import Communicator
@@ -127,12 +128,18 @@ def profile(
     watch = Stopwatch(comm, clock=clock, window_s=window_s, rounds=rounds)
     mine = copy.deepcopy(model)
     found: dict[int, tuple[list[_Call], _Times]] = {}
-    cuts: dict[int, list[_Pieces]] = {}
+    cuts: dict[int, list[PieceSeconds]] = {}
     for samples in sorted({less, whole}):
         some = tuple(each[:samples] for each in inputs)
         calls = _calls(mine, some, experts or {})
         found[samples] = calls, _measured(watch, mine, some, calls, loss, optimizer)
-        cuts[samples] = [_pieces(watch, call, pieces) for call in calls] + [{}]
+        cuts[samples] = [
+            seconds_of_pieces(
+                watch, call.module, call.arguments, pieces, call.has_gradient
+            )
+            for call in calls
+        ]
+        cuts[samples].append({})
     by_samples = {samples: times for samples, (_, times) in found.items()}
     calls, times = found[whole]
     layers = [call.layer for call in calls]
@@ -357,109 +364,6 @@ def _times_of_call(watch: Stopwatch, call: _Call) -> tuple[float, float]:
     finally:
         if writes:
             module.inplace = True
-
-
-_Pieces: TypeAlias = dict[tuple[Cut, int], float]
-
-
-def _pieces(watch: Stopwatch, call: _Call, numbers: Sequence[int]) -> _Pieces:
-    """Return seconds of both passes of a layer's pieces, by cut and their number."""
-    found: _Pieces = {}
-    for ways in numbers:
-        for cut, make in _CUTS.items():
-            piece = make(call.module, call.arguments, ways)
-            if piece is not None:
-                module, joined, given = piece
-                found[cut, ways] = _seconds_of_piece(watch, call, module, joined, given)
-    return found
-
-
-def _seconds_of_piece(
-    watch: Stopwatch, call: _Call, module: Any, joined: Any, given: Any
-) -> float:
-    x = _leaf(given, call.has_gradient)
-    wanted = [each for each in (x, *module.parameters()) if each.requires_grad]
-    gradient = torch.ones_like(module(joined(x)))
-
-    def both() -> None:
-        torch.autograd.grad(module(joined(x)), wanted, gradient)
-
-    return watch.mean_s(both)
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def _of_filters(module: Any, given: Sequence[Any], ways: int) -> Any:
-    """Return a module of one piece's filters, and its input."""
-    if isinstance(module, nn.Linear) and module.out_features >= ways:
-        return _linear(
-            module, module.in_features, module.out_features // ways, given[0]
-        )
-    if _is_plain(module) and module.out_channels >= ways:
-        return _conv(module, module.in_channels, module.out_channels // ways, given[0])
-    return None
-
-
-def _of_channels(module: Any, given: Sequence[Any], ways: int) -> Any:
-    """Return a module of one piece's channels, and its input."""
-    if isinstance(module, nn.Linear) and module.in_features >= ways:
-        some = given[0].narrow(-1, 0, module.in_features // ways)
-        return _linear(module, some.shape[-1], module.out_features, some)
-    if _is_plain(module) and module.in_channels >= ways:
-        some = given[0].narrow(1, 0, module.in_channels // ways)
-        return _conv(module, some.shape[1], module.out_channels, some)
-    return None
-
-
-def _of_space(module: Any, given: Sequence[Any], ways: int) -> Any:
-    """Return a convolution of a piece's rows, how it joins its halo, and its input."""
-    if not _is_plain(module) or given[0].shape[2] < ways:
-        return None
-    reach = (module.kernel_size[0] - 1) * module.dilation[0]
-    rows = given[0].shape[2] // ways
-    if reach > rows or isinstance(module.padding, str):
-        return None
-    whole = module.padding
-    narrow = _conv(module, module.in_channels, module.out_channels, given[0])[0]
-    narrow.padding = (0, *whole[1:])
-
-    def joined(x: Any) -> Any:
-        halo = x.detach().narrow(2, 0, reach) if reach else x
-        return torch.cat([x, halo], dim=2) if reach else x
-
-    return narrow, joined, given[0].narrow(2, 0, rows)
-
-
-_CUTS: Mapping[Cut, Callable[[Any, Sequence[Any], int], Any]] = {
-    "filter": _of_filters,
-    "channel": _of_channels,
-    "space": _of_space,
-}
-
-
-def _is_plain(module: Any) -> bool:
-    """Return whether a module is a convolution that is no transposed or grouped one."""
-    kinds = nn.Conv1d, nn.Conv2d, nn.Conv3d
-    return isinstance(module, kinds) and module.groups == 1
-
-
-def _linear(module: Any, taken: int, made: int, x: Any) -> tuple[Any, Any, Any]:
-    kinds = {"device": x.device, "dtype": module.weight.dtype}
-    piece = nn.Linear(taken, made, bias=module.bias is not None, **kinds)
-    return piece, _same, x
-
-
-def _conv(module: Any, taken: int, made: int, x: Any) -> tuple[Any, Any, Any]:
-    piece = type(module)(
-        *(taken, made, module.kernel_size, module.stride, module.padding),
-        dilation=module.dilation,
-        bias=module.bias is not None,
-        device=x.device,
-        dtype=module.weight.dtype,
-    )
-    return piece, _same, x
 
 
 def _leaf(value: Any, has_gradient: bool) -> Any:

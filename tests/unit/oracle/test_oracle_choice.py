@@ -126,6 +126,22 @@ def test_a_mixed_strategy_is_not_another_ones_double() -> None:
     assert not {"data+filter 4x1", "data+filter 1x4"} & {*names}
 
 
+def test_the_nearest_ranks_lie_along_the_last_axis() -> None:
+    one = oracle().project("data+filter", (4, 2), batch=16)
+    forms = {
+        (t.group.axis, t.group.ranks, t.group.stride, t.group.world)
+        for t in one.transfers
+    }
+    assert forms == {("filter", 2, 1, 8), ("data", 4, 2, 8)}
+    cut = oracle().project("data+spatial", (2, 2, 2), batch=16)
+    forms = {(t.group.axis, t.group.ranks, t.group.stride) for t in cut.transfers}
+    assert forms == {
+        ("data*height*width", 8, 1),
+        ("height", 2, 2),
+        ("width", 2, 1),
+    }
+
+
 def test_measured_pieces_replace_parts() -> None:
     pieces = {("filter", 2): Piece(9e-4, 0.5)}
     slow = Layer(**{**vars(CONV), "pieces": pieces})

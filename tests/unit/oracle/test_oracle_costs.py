@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,8 @@ def test_groups_behind_one_cable_share_it() -> None:
     assert "4 groups share the link" in str(audit)
     one = transfer("allreduce", 1 << 20, across)
     least = transfer("allreduce", 1, across)
+    # Links cost bytes more time, and latencies none.
+    assert costs.seconds(least) == pytest.approx(alone.seconds(least))
     bytes_alone = alone.seconds(one) - alone.seconds(least)
     assert costs.seconds(one) - costs.seconds(least) == pytest.approx(4 * bytes_alone)
     # Pairs of neighbours have no link in common.
@@ -215,6 +218,29 @@ def test_two_groups_share_an_adapter_of_abci() -> None:
     audit = costs.audit("allreduce", Group("data", 8, 4, 32))
     assert (audit.penalty, audit.groups) == (2, 2)
     assert "nic" in audit.link
+
+
+def test_a_link_that_a_group_does_not_use_does_not_hold_it_back() -> None:
+    network = star(6)
+    one = np.array([0]), np.array([1]), np.array([8.0])
+    # Two groups send to host 1; the third one is alone.
+    shared = link_audit(network, place(network, 6), [[0, 1], [2, 1]], *one)
+    assert (shared.penalty, shared.groups) == (2, 2)
+    groups = [[0, 1], [2, 3], [4, 5]]
+    assert link_audit(network, place(network, 6), groups, *one).penalty == 1
+    # A group's own slowest link counts, not one of others that is slower still.
+    text = "hosts: [a, b, c, d]\nlinks:\n  - {ends: [a, b], rate: 8GB/s}\n"
+    text += "  - {ends: [c, d], rate: 1GB/s}\n  - {ends: [b, c], rate: 1GB/s}\n"
+    apart = network_of(text)
+    assert link_audit(apart, place(apart, 4), [[0, 1], [2, 3]], *one).penalty == 1
+
+
+def network_of(text: str) -> Network:
+    """Return the network of a file with this text."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        return load_network(file.name).network
 
 
 def test_an_audit_without_messages_finds_nothing() -> None:

@@ -229,8 +229,9 @@ def test_a_link_that_a_group_does_not_use_does_not_hold_it_back() -> None:
     groups = [[0, 1], [2, 3], [4, 5]]
     assert link_audit(network, place(network, 6), groups, *one).penalty == 1
     # A group's own slowest link counts, not one of others that is slower still.
-    text = "hosts: [a, b, c, d]\nlinks:\n  - {ends: [a, b], rate: 8GB/s}\n"
-    text += "  - {ends: [c, d], rate: 1GB/s}\n  - {ends: [b, c], rate: 1GB/s}\n"
+    text = "hosts: [a, b, c, d]\nswitches: [s, t]\nlinks:\n"
+    for ends, rate in (("a, s", 8), ("b, s", 8), ("s, t", 1), ("c, t", 1), ("d, t", 1)):
+        text += f"  - {{ends: [{ends}], rate: {rate}GB/s}}\n"
     apart = network_of(text)
     assert link_audit(apart, place(apart, 4), [[0, 1], [2, 3]], *one).penalty == 1
 

@@ -299,7 +299,7 @@ def _reason(
     if others:
         other = others[0]
         times = other.epoch_s / best.epoch_s if best.epoch_s else 1.0
-        words.append(f"the next strategy, {other.name}, takes {times:.3g} of its time")
+        words.append(f"the next strategy, {other.name}, takes {times:.4g} of its time")
     faster = [one for one in large if one.epoch_s < best.epoch_s]
     if faster:
         first = min(faster, key=lambda one: one.epoch_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m commrt info``, ``verify``, ``draw``, ``trace`` and ``analyze``."""
+"""``python -m commrt COMMAND``: info, verify, draw, trace, analyze and oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commrt.errors import CommError, suggest
 
 __all__ = ["main"]
 
-COMMANDS = ("analyze", "draw", "info", "trace", "verify")
+COMMANDS = ("analyze", "draw", "info", "oracle", "trace", "verify")
 USAGE = """\
 usage: python -m commrt COMMAND [OPTIONS]
 
@@ -19,6 +19,7 @@ commands:
   analyze  name the operation at which ranks diverged: analyze FOLDER, of COMMRT_DUMP
   info     show backends, algorithms, the table in force, ranks and the environment
   draw     make a picture of an algorithm: draw ring --ranks 8 --out ring.svg
+  oracle   project time and memory of training strategies: oracle project TABLE
   trace    show what ranks have called: trace summarize FOLDER; also plot, perfetto
   verify   check an algorithm for many rank counts: verify ring --ranks 1..64
 
@@ -63,6 +64,10 @@ def _run(command: str, options: list[str]) -> int:
         from commrt.commands import analyze
 
         return analyze.main(options)
+    if command == "oracle":
+        from commrt.oracle import cli as oracle
+
+        return oracle.main(options)
     from commrt.commands import verify
 
     return verify.main(options)

@@ -84,8 +84,14 @@ class Value:
         return text == "true"
 
 
-def from_yaml(text: str, source: str) -> Value:
-    """Return the one document of a text, or raise UsageError with the line."""
+def from_yaml(text: str, source: str, expected: str = "a network's kind") -> Value:
+    """Return the one document of a text, or raise UsageError with the line.
+
+    Args:
+        text: YAML.
+        source: name of the file, for messages.
+        expected: what an empty file lacks.
+    """
     try:
         loader = _LOADER(text)
         try:
@@ -98,7 +104,7 @@ def from_yaml(text: str, source: str) -> Value:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UsageError(f"{source}{where}: not YAML: {problem}") from error
     if root is None:
-        raise UsageError(f"{source}: the file is empty; expected a network's kind")
+        raise UsageError(f"{source}: the file is empty; expected {expected}")
     return _Reader(source).value(root, "", 1)
 
 
@@ -116,7 +122,7 @@ class _Reader:
             raise here.wrong("aliases (*) are not allowed; write the value out")
         self._seen.add(id(node))
         if depth > _MOST_DEEP or len(self._seen) > _MOST_VALUES:
-            raise here.wrong("more values, or deeper ones, than any network needs")
+            raise here.wrong("more values, or deeper ones, than any such file needs")
         if node.tag.rpartition(":")[2] not in _TAGS:
             raise here.wrong(f"tags are not allowed: {node.tag}; leave it out")
         if isinstance(node, yaml.ScalarNode):

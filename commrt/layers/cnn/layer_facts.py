@@ -15,7 +15,7 @@ from torch.func import functional_call
 from commrt.errors import UsageError
 from commrt.layers.cnn.known_modules import WITH_BATCH_STATISTICS, takes_channels
 
-__all__ = ["LayerFacts", "facts_of", "run_without_memory"]
+__all__ = ["LayerFacts", "facts_of", "facts_of_call", "run_without_memory"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def facts_of(model: nn.Module, shape: Sequence[int]) -> list[LayerFacts]:
         if not [*module.children()]:
 
             def keep(m: Any, args: Any, y: Any, path: str = path) -> None:
-                found.append(_facts(path, m, args[0], y))
+                found.append(facts_of_call(path, m, args[0], y))
 
             hooks.append(module.register_forward_hook(keep))
     try:
@@ -86,7 +86,7 @@ def run_without_memory(
         ) from error
 
 
-def _facts(path: str, module: nn.Module, x: Any, y: Any) -> LayerFacts:
+def facts_of_call(path: str, module: nn.Module, x: Any, y: Any) -> LayerFacts:
     """Return the facts of one call."""
     weights = sum(each.numel() for each in module.parameters())
     is_product = takes_channels(module)

@@ -41,7 +41,7 @@ LAYERS = (
     ("layers", "elastic"),
     (
         *("tuning", "bench", "commands", "examples", "tables"),
-        *("run", "__main__", "running", "sim"),
+        *("run", "__main__", "running", "sim", "oracle"),
     ),
     ("cluster",),
 )

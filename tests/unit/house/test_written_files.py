@@ -26,6 +26,10 @@ OTHERS = {
         "bench/figure.py",
         "figure.savefig(drawn, format=out.suffix.lstrip('.'), metadata={'Date': None})",
     ),
+    (
+        "commrt/oracle/plot.py",
+        "figure.savefig(drawn, format=path.suffix.lstrip('.'), **extra)",
+    ),
     # It calls the writer.
     ("commrt/kernels/__init__.py", "cache.save(where, name, content)"),
     # Held as a lock, never written.

@@ -90,11 +90,14 @@ def root_runs_ahead(folder: str) -> list[Any]:
     """Have the root call once more after a rank has found that its calls differ."""
     comm = commrt.init()
     comm.timeout_s = 250
-    root = 1 if comm.rank == comm.size - 1 else 0
     comm.bcast(np.ones(2), root=0, **NATIVE)
     told = Path(folder, "told")
     try:
-        comm.bcast(np.ones(2), root=root, **NATIVE)
+        # Of two bcasts with different roots no rank need wait, as MPICH has them.
+        if comm.rank == comm.size - 1:
+            comm.barrier(**NATIVE)
+        else:
+            comm.bcast(np.ones(2), root=0, **NATIVE)
         while not told.exists():
             pass
         comm.bcast(np.ones(2), root=0, **NATIVE)
@@ -111,7 +114,7 @@ def test_a_root_that_runs_ahead_raises_in_its_next_call(
     found = mpirun(3, root_runs_ahead, env=env, folder=str(tmp_path))
     assert [len(one) for one in found] == [1] * 3, found
     assert len({text for (text,) in found}) == 1, found
-    assert "bcast #1 on world" in found[0][0]
+    assert "#1 on world" in found[0][0]
 
 
 def waits_for_other_roots() -> list[Any]:

@@ -133,7 +133,10 @@ class Drawing:
         """Yield the cases of each visit; as many as there are, if these are fewer."""
         rng = random.Random(f"{self.seed} {self.where.size} {self.where.nodes}")
         every = self.where.visits()
-        todo = list(self.first)
+        for visit in self.first:
+            if fresh := self._fresh(self._trials(visit, rng), must=True):
+                yield fresh
+        todo: list[Visit] = []
         in_vain = 0
         while len(self._seen) < self.number and in_vain <= 2 * len(every):
             if not todo:
@@ -143,11 +146,12 @@ class Drawing:
             if fresh:
                 yield fresh
 
-    def _fresh(self, trials: Iterable[Trial]) -> list[Trial]:
+    def _fresh(self, trials: Iterable[Trial], *, must: bool = False) -> list[Trial]:
         found = []
         for trial in trials:
             line = trial.line()
-            if line not in self._seen and len(self._seen) < self.number:
+            has_room = must or len(self._seen) < self.number
+            if line not in self._seen and has_room:
                 self._seen.add(line)
                 found.append(trial)
         return found

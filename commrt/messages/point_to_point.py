@@ -93,7 +93,7 @@ class Messages:
 
     def recv(
         self,
-        out: Any = None,
+        out: Any,
         source: int | None = None,
         tag: int = 0,
         *,
@@ -113,12 +113,6 @@ class Messages:
         """
         self.group.check_going()
         with telling_peers(self.group, recvs=[(source, tag)]):
-            if out is None:
-                raise UsageError(
-                    f"recv, rank {self.group.rank}: out is missing: pass an array to "
-                    f"receive into, as in comm.recv(out, source=1); "
-                    f"comm.recv_object(source=1) receives an object"
-                )
             nonblocking = check_flag("recv", "nonblocking", nonblocking)
             limit = self.group.limit("recv", timeout_s)
             if source is not None:

@@ -135,7 +135,6 @@ def test_wrong_arguments() -> None:
         frozen.flags.writeable = False
         for call, message in (
             (lambda: comm.recv(frozen), "out is read-only"),
-            (lambda: comm.recv(source=1), r"out is missing: .*recv_object"),
             (lambda: comm.recv(np.empty(1), tag=-1), "tag=-1"),
             (lambda: comm.recv(np.empty(1), "0"), "source='0' is not a rank"),
             (lambda: comm.sendrecv(np.ones(1), 1, np.empty(1), None), "source=None"),

@@ -26,7 +26,7 @@ class LinkAudit:
     """The links of groups that send at one time."""
 
     penalty: float
-    """What the time of a byte is multiplied by: 1 where no group shares a link."""
+    """The factor of the time of a byte: 1 where no group shares a link."""
     link: str
     """The link that holds the slowest group back; empty: there is none."""
     groups: int

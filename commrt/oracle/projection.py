@@ -45,7 +45,7 @@ class Projection:
     memory_nbytes: int
     """Bytes that a rank keeps."""
     transfers: tuple[Transfer, ...]
-    """What a rank takes part in during a step."""
+    """The transfers that a rank takes part in during a step."""
     limits: Mapping[str, Limit]
     """The most ranks along each axis."""
     origin: str

@@ -77,7 +77,7 @@ class Limit:
 
     most: int
     reason: str
-    """What limits it, as in "the batch of 64 samples"."""
+    """Its limit in words, as in "the batch of 64 samples"."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Parts:
     step_s: float
     """Computation of a step beside that."""
     transfers: tuple[Transfer, ...]
-    """What a rank takes part in during a step."""
+    """The transfers that a rank takes part in during a step."""
     memory_nbytes: int
 
 

@@ -25,7 +25,7 @@ class Strategy:
 
     name: str
     about: str
-    """What is cut, for help and tables."""
+    """The parts that are cut, for help and tables."""
     fixed_axes: tuple[str, ...]
     """Axes of the grid of ranks, the nearest ranks along the last one."""
     formula: _Formula

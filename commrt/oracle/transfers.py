@@ -21,7 +21,7 @@ _ROUNDS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1, "alltoall": 1}
 """Times that a ring, or a pairwise exchange, goes around its p - 1 peers."""
 MESSAGE = "message"
 COLLECTIVES = (*_ROUNDS, MESSAGE)
-"""What a strategy may send; a message goes to one peer while one comes back."""
+"""The operations of a strategy; a message goes to one peer while one comes back."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Transfer:
     times: float
     """How often a step has it."""
     purpose: str
-    """What is sent, such as ``gradients``."""
+    """The values that are sent, such as ``gradients``."""
 
     @property
     def sent_nbytes(self) -> float:

@@ -27,7 +27,7 @@ bool is_numpy_array(PyObject* object);  // with any strides and of any type
 // Fills in where the first element of an array of numpy's or of a subclass lies at this moment, and
 // how many bytes its elements have. False for everything else.
 bool memory_of_numpy(PyObject* object, const void*& address, int64_t& nbytes);
-// What calls that move boxes need of an array of numpy's, whatever its strides.
+// The facts that calls which move boxes need of a numpy array, with any strides.
 constexpr int kMostNumpyDims = 8;
 struct StridedView {
   void* data = nullptr;

@@ -141,7 +141,7 @@ void PlanCache::put(Order::iterator at, PlanPtr plan, size_t key_nbytes) {
   bound();
 }
 
-// What Python has planned takes it a hundred times as long to plan again.
+// Python would take a hundred times as long to plan its plans again.
 void PlanCache::keep_for_long(Order::iterator at) {
   at->made_by = nullptr;
   if (!at->is_young) return;

@@ -57,8 +57,17 @@ __all__ = ["grown_by_mpi"]
 
 Plain = TypeVar("Plain", bound=Channel)
 
-_RUNNER = ("-m", "commrt.running.newcomer")
-"""Starts MPI at once, and runs the program then: MPI waits for the former."""
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
+_RUNNER = (
+    "-c",
+    f"import sys; sys.path[:1] = [{_FOLDER!r}]; "
+    f"from commrt.running.newcomer import main; main()",
+)
+"""Starts MPI at once, and runs the program then: MPI waits for the former.
+
+By ``-m`` it would find modules in the current folder that are in the way, and not where
+these ranks have commrt from.
+"""
 _OF_ONE_PROCESS = ("COMMRT_RANK_PROCESS", "COMMRT_JOIN")
 _PART, _MOST_S = 0.1, 1.0
 """Part of the limit, and seconds, that are left for the ranks to agree."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the program of a newcomer that ranks of MPI have started.
 
-``comm.grow(count)`` starts ``python -m commrt.running.newcomer``. MPI waits there until
-each newcomer has started MPI, for ever if one does not. So that comes first, and the
-program after it, which may fail.
+``comm.grow(count)`` starts ``main``. MPI waits there until each newcomer has started
+MPI, for ever if one does not. So that comes first, and the program after it, which may
+fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,3 @@ def _end_if_refused(place: Guest, error: CommError) -> None:
         sys.stderr.write(f"{error}\n")
         end_where_mpi_cannot()
         raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    main()

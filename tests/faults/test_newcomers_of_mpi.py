@@ -115,6 +115,7 @@ def test_ranks_of_mpi_grow(of_library: MpiRun, counts: list[int], nodes: str) ->
 
 def grows_with(program: list[str] | None, count: int, timeout_s: float) -> Any:
     """Say how grow ends, that the communicator works on, and that grow does again."""
+    os.chdir("/")  # code of -c looks for modules here first
     comm = commrt.init()
     begun = time.monotonic()
     try:
@@ -165,6 +166,29 @@ def test_newcomers_have_program_folder_and_variables(of_library: MpiRun) -> None
     for said in of_library(2, hears_what_a_newcomer_has, env=BY_TCP):
         new = [["a b", "--x"], "/", "599", None, 1, 1]
         assert said == [[0, []], [1, []], [2, new]]
+
+
+def grows_beside_modules_in_the_way(folder: str, program: list[str]) -> Any:
+    os.chdir(folder)
+    return sum_of(commrt.init().grow(1, program=program, timeout_s=LIMIT_S))
+
+
+def test_modules_of_the_current_folder_are_not_in_the_way(
+    of_library: MpiRun, tmp_path: Path
+) -> None:
+    """They are not in the way of a script in another folder."""
+    beside, program = tmp_path / "beside", tmp_path / "train.py"
+    beside.mkdir()
+    for name in ("commrt", "json", "numpy"):
+        (beside / f"{name}.py").write_text("raise ImportError('in the way')")
+    program.write_text(JOINS)
+    found = of_library(
+        *(2, grows_beside_modules_in_the_way),
+        folder=str(beside),
+        program=[str(program)],
+        env=BY_TCP,
+    )
+    assert found == [7.0, 7.0]
 
 
 def test_a_program_that_ends_before_it_joins_is_named(of_library: MpiRun) -> None:

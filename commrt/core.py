@@ -183,9 +183,7 @@ class Core(Channel):
         checks = Checker.is_wanted() if checks is None else checks
         self.settle()
         if self.size > 1 and checks:
-            self.checker = Checker(
-                self, self.private("check", limit), self.table_digest
-            )
+            self.checker = Checker(self, self.private("check"), self.table_digest)
             self.parts.append(self.checker)
             self.call_check = self.checker.numbers
             self.guards_arrays = True
@@ -260,11 +258,6 @@ class Core(Channel):
         super().check_usable()
         self.devices.refused.settle()
 
-    def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
-        """Return name and identity of a channel of the same ranks; collective."""
-        self._cut_buckets()
-        return super().agree_private(purpose, timeout_s)
-
     @contextmanager
     def _meeting(self) -> Iterator[None]:
         """Send open buckets before the ranks meet for an operation."""
@@ -283,12 +276,10 @@ class Core(Channel):
         if self.fusion.nbytes is not None:
             self.fusion.make_way()
 
-    def _host_channel(self, timeout_s: float) -> HostCalls:
-        """Return what runs the host's parts of calls on device arrays; collective."""
-        with self.making():
-            made = HostCalls(self, *self.agree_private("host", timeout_s), timeout_s)
-        self.privates.add(made)
-        _native.end_together(made, self)
+    def _host_channel(self) -> HostCalls:
+        """Return what runs the host's parts of calls on device arrays; local."""
+        made = HostCalls(self, "host")
+        self.adopt(made)
         return made
 
     # -- ending ------------------------------------------------------------------
@@ -416,17 +407,18 @@ class HostCalls(Channel):
     It has what such parts use beside collectives: compression and sparse sums.
     """
 
-    def __init__(self, comm: Core, name: str, identity: int, timeout_s: float) -> None:
-        """Connect the ranks of ``comm``; collective over them."""
-        self._outer: Core = weakref.proxy(comm)
+    def __init__(self, comm: Core, purpose: str) -> None:
+        """Connect the ranks of ``comm``; local, as ``Channel.private``."""
+        place = comm.places.of(purpose)
         super().__init__(
             comm.world,
             comm.world_ranks,
-            name,
-            identity,
+            f"{comm.name}.{purpose}",
+            place.identity,
             deterministic=comm.deterministic,
-            timeout_s=timeout_s,
+            place=place,
         )
+        self.places = comm.places.within(purpose)
         self.compression = Compression(self, self.selection, self.private)
         self.collectives = Collectives(
             self, self.comparison, (self.compression, self.host)
@@ -434,36 +426,16 @@ class HostCalls(Channel):
         self.sparse = SparseSums(self, comm.devices, self.comparison, self.private)
         self.sparse.made_for = weakref.ref(comm.sparse)
         self.parts += [self.sparse, self.compression]
-        self.nan_check = False  # the program's arrays are looked at in its call
-        self.settle()
         inject_faults(self)
 
     sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
     topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
 
-    def open(self, service: str, timeout_s: float) -> None:
-        """Let the ranks make what calls of a service use, once; collective."""
-        opened = {"sparse": self.sparse.open, "compression": self.compression.open}
-        opened[service](timeout_s)
-
-    def carrier_of(self, service: str | None) -> Refusing | None:
-        """Return what calls of a service begin on; None: it is not open yet."""
+    def carrier_of(self, service: str | None) -> Refusing:
+        """Return what calls of a service begin on."""
         if service is None:
             return self
-        found = {"sparse": self.sparse.opened, "compression": self.compression.opened}
-        return found[service]
-
-    def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
-        """Return name and identity of a channel of the same ranks; collective.
-
-        Callers open services while jobs go on here: the program's own calls say which
-        opening it is, and refused ones end it.
-        """
-        label = f"comm{self.identity}/{purpose}/{self._outer.next_seq}"
-        identity = self.world.agree_id(
-            self.world_ranks, label, timeout_s=timeout_s, heed=self._outer.heed_others
-        )
-        return f"{self.name}.{purpose}", identity
+        return self.sparse.open() if service == "sparse" else self.compression.open()
 
 
 class CartCore(Core):

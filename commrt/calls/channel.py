@@ -19,10 +19,12 @@ from commrt.calls.methods import method_of
 from commrt.calls.selection import Selection
 from commrt.calls.settings import Settings
 from commrt.devices.arrays import may_free
-from commrt.errors import UsageError
+from commrt.errors import BackendError, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.group.native_mpi import NativeMpi
+from commrt.job.arena import Arena
+from commrt.job.private_places import Place, Places
 from commrt.job.world import World
 from commrt.vocabulary.operations import OPERATIONS
 
@@ -88,8 +90,9 @@ class Channel(Group, Operations):
         settings: Settings | None = None,
         stager: Callable[[Any], _native.Stager] = _refuse,
         sendrecv: Callable[..., Any] = _refuse,
+        place: Place | None = None,
     ) -> None:
-        """Connect ``ranks`` (ranks of the world); collective over them.
+        """Connect ``ranks`` (ranks of the world); collective unless it has a ``place``.
 
         Args:
             world: the job.
@@ -103,6 +106,7 @@ class Channel(Group, Operations):
             settings: the group's own choices, equal on all ranks.
             stager: returns what runs calls on a device through pinned memory.
             sendrecv: sends one message and receives one; for backends.
+            place: its memory, where it is a private one.
         """
         super().__init__(
             world,
@@ -111,7 +115,11 @@ class Channel(Group, Operations):
             identity,
             deterministic=deterministic,
             limit_s=timeout_s,
+            place=place,
         )
+        self._place = place
+        self.places = Places(identity, self.arena)
+        """Identities and memory of its private channels."""
         self.settings = mine = settings or Settings()
         """Its own choices; a communicator that replaces it has them, too."""
         self.table = mine.table or world.table
@@ -144,37 +152,48 @@ class Channel(Group, Operations):
 
     # -- making ------------------------------------------------------------------
 
-    def agree_private(self, purpose: str, timeout_s: float) -> tuple[str, int]:
-        """Return name and identity of a channel of the same ranks; collective."""
-        # With the number of the next call: a rank whose call was refused is ahead.
-        label = f"comm{self.identity}/{purpose}/{self.next_seq}"
-        identity = self.world.agree_id(
-            self.world_ranks, label, timeout_s=timeout_s, heed=self.heed_others
-        )
-        return f"{self.name}.{purpose}", identity
+    def private(self, purpose: str) -> Channel:
+        """Return a channel of the same ranks for commrt's own use; local.
 
-    def private(self, purpose: str, timeout_s: float) -> Channel:
-        """Return a channel of the same ranks for commrt's own use; collective."""
-        with self.making():
-            made = Channel(
-                self.world,
-                self.world_ranks,
-                *self.agree_private(purpose, timeout_s),
-                timeout_s=timeout_s,
-            )
-            made.nan_check = False  # the program's arrays are looked at in its call
-            made.settle()
+        Other ranks make theirs when they come to it. BackendError where there is no
+        memory for it.
+        """
+        place = self.places.of(purpose)
+        made = Channel(
+            self.world,
+            self.world_ranks,
+            f"{self.name}.{purpose}",
+            place.identity,
+            place=place,
+        )
+        self.adopt(made)
+        return made
+
+    def adopt(self, made: Channel) -> None:
+        """See to it that a private channel ends as this one does."""
+        made.nan_check = False  # the program's arrays are looked at in its call
         self.privates.add(made)
         _native.end_together(made, self)
-        return made
+
+    def room(self) -> Arena:
+        """Map the memory of a private channel beside that of its messages; local.
+
+        Each rank maps it at most once, and closes it. BackendError where it cannot.
+        """
+        if self._place is None:
+            raise BackendError(f"{self.name} is no private channel")
+        return self._place.room()
 
     @contextmanager
     def _calls_apart(self, native_comm: MPI.Intracomm | None) -> Iterator[Collectives]:
         """Give collectives of the same ranks that leave nothing behind here."""
+        key = f"comm{self.identity}/measuring"
+        identity = self.world.agree_id(self.world_ranks, key)
         made = Channel(
             self.world,
             self.world_ranks,
-            *self.agree_private("measuring", self.timeout_s),
+            f"{self.name}.measuring",
+            identity,
             native_comm=native_comm,
         )
         made.has_checksums = False  # a library's collectives are measured, too

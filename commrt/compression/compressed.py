@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,8 +137,8 @@ class Compression:
     Args:
         channel: the ranks.
         choices: says what a call would run, and by which rules.
-        make_channel: returns another channel of the same ranks, given its purpose and
-            the limit of the wait in seconds; collective.
+        make_channel: returns another channel of the same ranks, given its purpose;
+            local.
     """
 
     asked_by: ClassVar[tuple[str, ...]] = ("compress", "algorithm", "params")
@@ -148,11 +149,12 @@ class Compression:
         self,
         channel: Channel,
         choices: Chooser,
-        make_channel: Callable[[str, float], Channel],
+        make_channel: Callable[[str], Channel],
     ) -> None:
         self._channel, self._choices = channel, choices
         self._make_channel = make_channel
         self._channels: _Channels | None = None
+        self._lock = threading.RLock()
         self.is_open = self._rules_may_compress()
         """True if calls are compressed that do not ask for it."""
 
@@ -266,45 +268,36 @@ class Compression:
             self._channel.checker.check(call, bound)
         return CompressedCall(self, call, bound, wire)
 
-    def open(self, timeout_s: float) -> _Channels:
-        """Return the state of compressed operations; the ranks make it together."""
-        channels = self._channels
-        if channels is None:
-            one, make = self._channel, self._make_channel
-            alone = one.size == 1
-            names = ("compress.shares", "compress.sums")
-            with one.making():
-                pair = [one if alone else make(name, timeout_s) for name in names]
-            channels = self._channels = _Channels(pair[0], pair[1], alone)
-        return channels
-
-    @property
-    def opened(self) -> Refusing | None:
-        """Carrier of compressed calls; None: the ranks have not made it yet."""
-        return self._channels
+    def open(self) -> _Channels:
+        """Return the state of compressed operations; the first call makes it."""
+        with self._lock:
+            if self._channels is None:
+                one = self._channel
+                alone = one.size == 1
+                names = ("compress.shares", "compress.sums")
+                pair = [one if alone else self._make_channel(name) for name in names]
+                self._channels = _Channels(pair[0], pair[1], alone)
+            return self._channels
 
     def carrier(self, arguments: Mapping[str, Any]) -> Refusing | None:
-        """Return what a call of such arguments begins on; None: on the channel itself.
-
-        There the ranks meet, too, before they open the others.
-        """
+        """Return what a call of such arguments begins on; None: the channel itself."""
         asked = arguments.get(COMPRESS)
         is_exact = asked is None or (isinstance(asked, str) and asked == EXACT)
-        return None if is_exact else self._channels
+        return None if is_exact else self.open()
 
     def check_places(self, places: _native.Places, what: str) -> None:
         """Raise UsageError where an array of a bound call has other memory."""
         try:
             places.check(what)
         except Exception as error:
-            (self._channels or self._channel).refuse(error)
+            self.open().refuse(error)
             raise
 
     def start(self, call: Call, bound: Bound, wire: WireFormat) -> SteppedRequest:
         """Start a compressed call; return its request."""
         self._channel.check_usable()
         limit = self._channel.timeout_s if call.timeout_s is None else call.timeout_s
-        channels = self.open(limit)
+        channels = self.open()
         channels.shares.check_usable()
         seq = channels.seq
         title = (
@@ -370,11 +363,9 @@ class Compression:
             channels.sums.free()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
-        if self._channels is not None:
-            self._channels.fail(why)
+        """End the waits of other ranks for this one, which may have come first."""
+        self.open().fail(why)
 
     def end_on_all_ranks(self, why: str) -> None:
         """End its calls in flight and all later ones, on all ranks."""
-        if self._channels is not None:
-            self._channels.end(why)
+        self.open().end(why)

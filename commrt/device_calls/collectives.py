@@ -92,8 +92,7 @@ class DeviceCollectives:
 
     Args:
         comm: the ranks.
-        make_host_channel: returns what the host's parts of calls go over, given the
-            limit of the wait in seconds; collective.
+        make_host_channel: returns what the host's parts of calls go over; local.
         compress: returns a compressed call, checked.
     """
 
@@ -105,7 +104,7 @@ class DeviceCollectives:
     def __init__(
         self,
         comm: Channel,
-        make_host_channel: Callable[[float], HostChannel],
+        make_host_channel: Callable[[], HostChannel],
         compress: Callable[[Call, Bound], Compressed | None],
     ) -> None:
         self.comm = comm

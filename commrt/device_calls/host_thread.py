@@ -47,11 +47,8 @@ _NAP_S = 50e-6
 class HostChannel(Protocol):
     """Runs the host's parts of calls: collectives, compressed ones, sparse sums."""
 
-    def open(self, service: str, timeout_s: float) -> None:
-        """Let the ranks make what calls of a service use, once; collective."""
-
-    def carrier_of(self, service: str | None) -> Refusing | None:
-        """Return what calls of a service begin on; None: it is not open yet."""
+    def carrier_of(self, service: str | None) -> Refusing:
+        """Return what calls of a service begin on."""
 
     @property
     def sparse_allreduce(self) -> Callable[..., Any]:
@@ -315,15 +312,14 @@ class HostJobs:
     Args:
         comm: the ranks.
         options: returns how work on a device uses pinned memory.
-        make_channel: returns what the jobs go over, given the limit of the wait in
-            seconds; collective.
+        make_channel: returns what the jobs go over; local.
     """
 
     def __init__(
         self,
         comm: Group,
         options: Callable[[Any], tuple[int, int, int, int, bool]],
-        make_channel: Callable[[float], HostChannel],
+        make_channel: Callable[[], HostChannel],
     ) -> None:
         self._comm, self._options, self._make_channel = comm, options, make_channel
         self._works: dict[int, tuple[Any, _native.HostWork]] = {}
@@ -353,18 +349,18 @@ class HostJobs:
             found = self._works[id(device)] = device, made
         return found[1]
 
-    def channel(self, service: str | None, timeout_s: float) -> HostChannel:
-        """Return the channel of the host's calls, ready for those of a service.
-
-        Collective the first time, as the ranks make it together.
-        """
-        found = self._channel
-        if found is None:
-            found = self._channel = self._make_channel(timeout_s)
+    def channel(self, service: str | None) -> HostChannel:
+        """Return the channel of the host's calls, ready for those of a service."""
+        found = self._open()
         found.check_usable()
-        if service is not None:
-            found.open(service, timeout_s)
+        found.carrier_of(service)  # made here: the thread finds it
         return found
+
+    def _open(self) -> HostChannel:
+        with self._issue:
+            if self._channel is None:
+                self._channel = self._make_channel()
+            return self._channel
 
     def start(
         self,
@@ -408,11 +404,7 @@ class HostJobs:
 
         The other ranks' job of that place fails.
         """
-        channel = self._channel
-        carrier = None if channel is None else channel.carrier_of(service)
-        if carrier is None:  # the others meet first, to make what it uses
-            self._comm.refuse(error)
-            return
+        carrier = self._open().carrier_of(service)
         with self._issue, self._feed.changed:
             self._feed.jobs.append(_RefusedJob(carrier, error))
             self._feed.changed.notify()
@@ -456,8 +448,7 @@ class HostJobs:
 
     def give_up(self, why: str) -> None:
         """Let the other ranks wait for no job of this one."""
-        if self._channel is not None:
-            self._channel.give_up(why)
+        self._open().give_up(why)
 
     def close(self) -> None:
         """End the thread, and free what the jobs used."""

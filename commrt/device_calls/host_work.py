@@ -143,7 +143,7 @@ def _started(
     begins = _Begins(made, places)
     try:
         jobs.work(device).refuse_capture(handle)
-        begins.channel = jobs.channel(made.service, made.timeout_s)
+        begins.channel = jobs.channel(made.service)
         devices.order_exported(device, handle, views)
         job = devices.launch(
             lambda: jobs.start(

@@ -43,6 +43,7 @@ from commrt.group.rank_states import (
 )
 from commrt.job.arena import Arena
 from commrt.job.links import agree_link_class, measure_links, spins_for
+from commrt.job.private_places import Place, Places
 from commrt.job.slot_window import measure_slot_window
 from commrt.job.world import World
 from commrt.mpi import tags
@@ -165,6 +166,7 @@ class Group(_native.Group):
         *,
         deterministic: bool = False,
         limit_s: float | None = None,
+        place: Place | None = None,
     ) -> None:
         """Connect ``ranks`` (ranks of the world); collective over them.
 
@@ -175,6 +177,7 @@ class Group(_native.Group):
             identity: a number that the ranks agreed on, and nobody else has.
             deterministic: results shall not depend on the algorithm.
             limit_s: limit of the waits in here; None for the job's.
+            place: its memory, where it is a private one: then nobody waits in here.
         """
         watch_forks()
         world.free_lingering()
@@ -205,7 +208,7 @@ class Group(_native.Group):
         # Keys of exchanges of this group, and of groups made from it, begin with it.
         self._resources.callback(world.bootstrap.forget, f"comm{identity}")
         world.heeds.begin(self.set_failure)
-        self._attach(self.timeout_s if limit_s is None else limit_s)
+        self._attach(self.timeout_s if limit_s is None else limit_s, place)
         self.facts = self._agree_facts()
         self._set_spins(spins_for(self.facts, self.is_relayed))
         self.set_slot_window(world.slot_window_nbytes)
@@ -218,7 +221,7 @@ class Group(_native.Group):
 
     # -- making ------------------------------------------------------------------
 
-    def _attach(self, limit_s: float) -> None:
+    def _attach(self, limit_s: float, place: Place | None) -> None:
         """Connect with the ranks of this node by memory, with others by messages."""
         world = self.world
         here = world.node_of(world.rank)
@@ -226,13 +229,14 @@ class Group(_native.Group):
         members = [i for i, r in enumerate(ranks) if world.node_of(r) == here]
         if len(members) > 1:
             region = _native.region_nbytes(len(members), LANE_NBYTES)
-            on_node = [ranks[i] for i in members]
             key = f"comm{self.identity}/arena/{here}"
-            self.arena = world.share_memory(on_node, key, region, limit_s)
+            on_node = [ranks[i] for i in members]
+            asked = on_node, key, region, limit_s, Places.parts(region)
+            arena = place.memory() if place else world.share_memory(*asked)
+            self.arena = arena
             self._resources.callback(self._leave_memory)
-            self._attach_arena(
-                self.arena.address, self.arena.region_nbytes, LANE_NBYTES, members
-            )
+            memory = arena.address, arena.region_nbytes
+            self._attach_arena(*memory, LANE_NBYTES, members)
             if world.bells is not None:
                 self.attach_bells(world.bells.native, world.bells.of(ranks))
         if world.liveness is not None:

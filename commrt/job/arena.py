@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import mmap
@@ -61,7 +62,9 @@ _libc.mremap.argtypes = [
     ctypes.c_int,
     ctypes.c_void_p,
 ]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MADV_POPULATE_WRITE = 23
 
 
 class Arena:
@@ -72,6 +75,7 @@ class Arena:
     """
 
     def __init__(self, address: int, members: int, region_nbytes: int) -> None:
+        self._members = members
         self.address = address
         """Start of the mapping in this process."""
         self.region_nbytes = region_nbytes
@@ -84,6 +88,14 @@ class Arena:
         array = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         return memoryview(array).cast("B")
 
+    def part(self, number: int) -> Arena:
+        """Map one of the blocks behind this one, which ``share`` was asked for.
+
+        Each member does it alone, at most once, and closes it. BackendError where it
+        cannot be mapped, and where this arena has no such block.
+        """
+        raise BackendError(f"this memory has no part {number}")
+
     def close(self) -> None:
         """Unmap; idempotent. Nothing may use the address afterwards."""
         if self.address:
@@ -95,6 +107,39 @@ class Arena:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _SharedArena(Arena):
+    """Memory of a file, which goes on behind it.
+
+    No descriptor is kept for what lies there, as a process has few and may have many
+    communicators. The kernel maps the pages of a shared mapping once more, and those
+    that follow in their file, too (mremap(2) with no old length).
+    """
+
+    def __init__(
+        self, address: int, members: int, region_nbytes: int, parts: Sequence[int]
+    ) -> None:
+        super().__init__(address, members, region_nbytes)
+        self._parts = [_whole_pages(nbytes) for nbytes in parts]
+
+    def part(self, number: int) -> Arena:
+        before_nbytes = self._members * sum(self._parts[:number])
+        region_nbytes = self._parts[number]
+        nbytes = self._members * region_nbytes
+        last_page = self.address + self.nbytes - _PAGE
+        try:
+            mapped = _remap(last_page, 0, _PAGE + before_nbytes + nbytes)
+        except OSError as error:
+            raise BackendError(
+                f"{nbytes} bytes of shared memory cannot be mapped: {error}; raise the "
+                f"limit of this process's address space (ulimit -v)"
+            ) from error
+        _libc.munmap(mapped, _PAGE + before_nbytes)
+        made = Arena(mapped + _PAGE + before_nbytes, self._members, region_nbytes)
+        if env.read_str("COMMRT_SHM") == "devshm":
+            _take_pages(made)
+        return made
 
 
 class Mirror:
@@ -131,12 +176,14 @@ def share(
     key: str,
     region_nbytes: int,
     timeout_s: float,
+    parts: Sequence[int] = (),
 ) -> Arena:
     """Return one block of memory that all ``members`` map, a region for each.
 
-    Collective over ``members``, which must lie on one node; ``key`` and
-    ``region_nbytes`` are the same on all. Raises BackendError on every member where
-    the memory cannot be had or cannot be mapped by one of them.
+    Collective over ``members``, which must lie on one node; ``key``, ``region_nbytes``
+    and ``parts`` are the same on all. ``parts`` are the bytes for each member of more
+    blocks, which ``Arena.part`` maps. Raises BackendError on every member where the
+    memory cannot be had or cannot be mapped by one of them.
     """
     if len(members) == 1:
         return process_arena(1, region_nbytes)
@@ -144,7 +191,9 @@ def share(
         raise BackendError(
             f"COMMRT_SHM=off, but ranks {list(members)} are to share memory; unset it"
         )
-    arena, failures = _try_share(bootstrap, members, key, region_nbytes, timeout_s)
+    arena, failures = _try_share(
+        bootstrap, members, key, region_nbytes, timeout_s, parts
+    )
     if not failures and arena is not None:
         return arena
     if arena is not None:
@@ -253,17 +302,19 @@ def _try_share(
     key: str,
     region_nbytes: int,
     timeout_s: float,
+    parts: Sequence[int] = (),
 ) -> tuple[Arena | None, dict[int, str]]:
     """Share memory; return this member's mapping, and who failed and why."""
     region_nbytes = _whole_pages(region_nbytes)
     first = bootstrap.rank == members[0]
-    offer = _Offer(len(members) * region_nbytes) if first else None
+    behind_nbytes = len(members) * sum(map(_whole_pages, parts))
+    offer = _Offer(len(members) * region_nbytes, behind_nbytes) if first else None
     arena = None
     try:
         said = {"nbytes": region_nbytes, **(offer.described if offer else {})}
         answers = _tell(bootstrap, members, f"{key}/offer", said, timeout_s)
         _check_same_size(members, [answer["nbytes"] for answer in answers])
-        arena, reason = _map_offer(offer, answers[0], len(members), timeout_s)
+        arena, reason = _map_offer(offer, answers[0], len(members), parts, timeout_s)
         if reason and not answers[0]["error"]:
             _check_offerer(bootstrap, members, key, reason)
         said = {"reason": reason}
@@ -317,29 +368,35 @@ def _check_same_size(members: Sequence[int], sizes: list[int]) -> None:
 
 
 def _map_offer(
-    offer: _Offer | None, described: dict[str, Any], members: int, timeout_s: float
+    offer: _Offer | None,
+    described: dict[str, Any],
+    members: int,
+    parts: Sequence[int],
+    timeout_s: float,
 ) -> tuple[Arena | None, str]:
     """Map what the first member offers; return the mapping, or why there is none."""
     if described["error"]:
         return None, str(described["error"])
     region_nbytes = int(described["nbytes"])
+    all_nbytes = members * (region_nbytes + sum(map(_whole_pages, parts)))
     try:
         fd = os.dup(offer.fd) if offer else _receive_fd(described, timeout_s)
         try:
-            if os.fstat(fd).st_size != members * region_nbytes:
+            if os.fstat(fd).st_size != all_nbytes:
                 raise OSError("the shared file has another size than agreed")
             address = _map(fd, members * region_nbytes)
         finally:
             os.close(fd)
     except OSError as error:
         return None, str(error)
-    return Arena(address, members, region_nbytes), ""
+    return _SharedArena(address, members, region_nbytes, parts), ""
 
 
 class _Offer:
     """The first member's side: the memory, and how the others get at it."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, behind_nbytes: int = 0) -> None:
+        """``behind_nbytes``: of the file behind that, which take no memory yet."""
         self.fd = -1
         self._path = ""
         self._server: DescriptorServer | None = None
@@ -347,9 +404,9 @@ class _Offer:
         try:
             check_fits(nbytes)
             if env.read_str("COMMRT_SHM") == "devshm":
-                self._create_file(nbytes)
+                self._create_file(nbytes, behind_nbytes)
             else:
-                self._create_memfd(nbytes)
+                self._create_memfd(nbytes + behind_nbytes)
         except (OSError, BackendError) as error:
             self.close()
             self.described["error"] = f"no shared memory: {error}"
@@ -376,7 +433,7 @@ class _Offer:
         self.described["socket"] = self._server.name
         self.described["token"] = self._server.token
 
-    def _create_file(self, nbytes: int) -> None:
+    def _create_file(self, nbytes: int, behind_nbytes: int) -> None:
         path = f"/dev/shm/commrt-{secrets.token_hex(16)}"
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         self.fd = os.open(path, flags, 0o600)
@@ -384,6 +441,7 @@ class _Offer:
         # Unlike ftruncate this fails cleanly where /dev/shm is too small.
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
+            os.ftruncate(self.fd, nbytes + behind_nbytes)
         except OSError as error:
             raise BackendError(
                 f"{nbytes} bytes in /dev/shm: {error.strerror}: unset COMMRT_SHM for "
@@ -435,6 +493,20 @@ def _remap(address: int, old: int, nbytes: int, at: int | None = None) -> int:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes again: {os.strerror(code)}")
     return int(found)
+
+
+def _take_pages(arena: Arena) -> None:
+    """Write to all pages; where /dev/shm is full, that is an error and no SIGBUS."""
+    if _libc.madvise(arena.address, arena.nbytes, _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        return  # a kernel before 5.14 cannot say so
+    arena.close()
+    raise BackendError(
+        f"{arena.nbytes} bytes in /dev/shm: {os.strerror(code)}: unset COMMRT_SHM for "
+        f"memory without a name, or make /dev/shm larger"
+    )
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -21,18 +21,20 @@ def share_by_threads(
     key: str,
     region_nbytes: int,
     timeout_s: float,
+    parts: Sequence[int] = (),
 ) -> Arena:
     """Return one block of memory that all ``members`` use, a region for each.
 
     Collective over ``members``, which are threads of this process. The memory goes
-    when the last of those that have it closes it. Raises BackendError on all of them
-    where it cannot be had, and PeerFailedError where the first one has left before.
+    when the last of those that have it closes it. ``parts``: as of ``arena.share``.
+    Raises BackendError on all of them where it cannot be had, and PeerFailedError where
+    the first one has left before.
     """
     mine = b""
     arena = None
     if bootstrap.rank == members[0]:
         try:
-            arena = _ThreadArena.create(len(members), region_nbytes)
+            arena = _ThreadArena.create(len(members), region_nbytes, parts)
             mine = str(arena.number).encode()
         except (OSError, BackendError) as error:  # the others wait to hear of it
             mine = f"no: {error}".encode()
@@ -69,18 +71,24 @@ class _ThreadArena(Arena):
     _numbers = itertools.count()
     _offered: ClassVar[dict[int, _ThreadArena]] = {}
 
-    def __init__(self, address: int, members: int, region_nbytes: int) -> None:
+    def __init__(
+        self, address: int, members: int, region_nbytes: int, parts: Sequence[int] = ()
+    ) -> None:
         super().__init__(address, members, region_nbytes)
         self.number = next(self._numbers)
         """Names it; unlike an address, no other arena ever has the same."""
         self._users = members
         self._to_come = members - 1
+        self._parts = parts
+        self._mapped: dict[int, _Part] = {}
 
     @classmethod
-    def create(cls, members: int, region_nbytes: int) -> _ThreadArena:
+    def create(
+        cls, members: int, region_nbytes: int, parts: Sequence[int]
+    ) -> _ThreadArena:
         """Map memory for ``members`` threads, and offer it to the others."""
         plain = process_arena(members, region_nbytes)
-        arena = cls(plain.address, members, plain.region_nbytes)
+        arena = cls(plain.address, members, plain.region_nbytes, parts)
         with cls._lock:
             if members > 1:
                 cls._offered[arena.number] = arena
@@ -97,6 +105,22 @@ class _ThreadArena(Arena):
                     del cls._offered[number]
             return arena
 
+    def part(self, number: int) -> Arena:
+        """Do as ``Arena.part``; the memory is there as long as somebody may use it."""
+        with self._lock:
+            mapped = self._mapped.get(number)
+            if mapped is None:
+                try:
+                    plain = process_arena(self._members, self._parts[number])
+                except OSError as error:
+                    raise BackendError(
+                        f"memory of the ranks of this process cannot be mapped: {error}"
+                    ) from error
+                mapped = _Part(plain.address, self._members, plain.region_nbytes)
+                self._mapped[number] = mapped
+            mapped.add_user()
+            return mapped
+
     def take_back(self) -> None:
         """Close it, also for those that have not taken it yet, and never will."""
         with self._lock:
@@ -112,3 +136,17 @@ class _ThreadArena(Arena):
         self._users -= users
         if self._users == 0:
             super().close()
+            for mapped in self._mapped.values():
+                mapped.close()
+
+
+class _Part(_ThreadArena):
+    """A block behind another arena, which is a user of it: threads may still come."""
+
+    def __init__(self, address: int, members: int, region_nbytes: int) -> None:
+        super().__init__(address, members, region_nbytes)
+        self._users = 1
+
+    def add_user(self) -> None:
+        """Let one more thread use it; the caller holds the lock."""
+        self._users += 1

@@ -33,6 +33,7 @@ from commrt.job.holders import Holders
 from commrt.job.inquiries import Inquiries, Place
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
+from commrt.job.private_places import IDENTITIES
 from commrt.job.thread_memory import share_by_threads
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library, tags
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["World", "connect_world"]
+
+_LARGEST_TAG = 2**31 - 1
+"""Tags are integers of 32 bits where no MPI carries messages."""
 
 
 @dataclass
@@ -193,14 +197,16 @@ class World:
         key: str,
         region_nbytes: int,
         timeout_s: float | None = None,
+        parts: Sequence[int] = (),
     ) -> Arena:
         """Return memory that all ``ranks`` of this node map, a region for each.
 
-        Raises BackendError on all of them where it cannot be had.
+        ``parts``: as of ``arena.share``. Raises BackendError on all of them where it
+        cannot be had.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         how = share_by_threads if self.in_process else share
-        return how(self.bootstrap, ranks, key, region_nbytes, timeout_s)
+        return how(self.bootstrap, ranks, key, region_nbytes, timeout_s, parts)
 
     def attach_other_nodes(
         self, group: _native.Group, ranks: list[int], tag: int
@@ -259,11 +265,13 @@ class World:
             self.bootstrap.forget(key)
         numbers, theirs = zip(*map(json.loads, said), strict=True)
         chosen: int = max(numbers)
-        self.identities.next = chosen + 1
-        if self.mpi is not None and tags.last(chosen) > self.mpi_tag_ub:
+        self.identities.next = chosen + IDENTITIES
+        limit = _LARGEST_TAG if self.mpi is None else self.mpi_tag_ub
+        if tags.last(self.identities.next - 1) > limit:
             raise BackendError(
-                f"communicator {chosen} needs an MPI tag above this library's limit "
-                f"of {self.mpi_tag_ub}: free communicators do not give theirs back"
+                f"communicator {chosen // IDENTITIES} of this job needs a tag above "
+                f"{limit}, the largest: free communicators do not give theirs back; "
+                f"make few and keep them"
             )
         return chosen, [*theirs]
 

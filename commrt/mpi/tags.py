@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tags of messages on commrt's MPI communicator of all ranks.
 
-Tags below ``FIRST`` belong to the bootstrap. Each of commrt's communicators takes four
-from there on, by its identity: steps of schedules, messages of its users, and one for
-each MPI communicator that may be made for it. MPI_Comm_create_group needs tags that no
-message has: Open MPI 5 sends its own messages on the same communicator by that tag, and
-a probe for users' messages would take them away. All ranks would wait in it for ever.
+Tags below ``FIRST`` belong to the bootstrap. Each identity, a communicator's or that of
+a private channel, takes four from there on: steps of schedules, messages of its users,
+and one for each MPI communicator that may be made for it. MPI_Comm_create_group needs
+tags that no message has: Open MPI 5 sends its own messages on the same communicator by
+that tag, and a probe for users' messages would take them away. All ranks would wait in
+it for ever.
 """
 
 from __future__ import annotations

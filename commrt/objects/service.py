@@ -33,15 +33,14 @@ class Objects:
     Args:
         group: the ranks.
         comparison: compares the calls of all ranks in check mode.
-        make_channel: returns a channel of the same ranks, given its purpose and the
-            limit of the wait in seconds; collective.
+        make_channel: returns a channel of the same ranks, given its purpose; local.
     """
 
     def __init__(
         self,
         group: Group,
         comparison: Comparison,
-        make_channel: Callable[[str, float], Channel],
+        make_channel: Callable[[str], Channel],
     ) -> None:
         self._group, self._comparison = group, comparison
         self._make_channel = make_channel
@@ -49,6 +48,8 @@ class Objects:
         self._unfinished: SteppedRequest | None = None
         """A call that was given up in time; it ends before the next one begins."""
         self._lock = threading.RLock()
+        """Held while a call runs."""
+        self._opening = threading.RLock()
         self._messages = ObjectMessages(group)
 
     # -- collectives -------------------------------------------------------------
@@ -163,7 +164,8 @@ class Objects:
         """Run a collective, with a root or without one, to its end."""
         group = self._group
         group.check_usable()
-        limit = self._comparison.limit(call, timeout_s, self._channel)
+        channel = self._open()
+        limit = self._comparison.limit(call, timeout_s, channel)
 
         def check() -> int:
             return group.check_rank(call, "root", *root) if root else -1
@@ -173,10 +175,9 @@ class Objects:
             check,
             timeout_s=limit,
             describe=lambda rank: {"root": rank},
-            carrier=self._channel,
+            carrier=channel,
         )
         with self._lock:
-            channel = self._open(limit)
             if self._unfinished is not None:
                 with suppress(*IN_STEP):  # which its own call has raised
                     self._finish(self._unfinished, limit)
@@ -207,11 +208,12 @@ class Objects:
 
         return ended
 
-    def _open(self, timeout_s: float) -> Channel:
-        """Return the channel of objects; the ranks make it at their first call."""
-        if self._channel is None:
-            self._channel = self._make_channel("objects", timeout_s)
-        return self._channel
+    def _open(self) -> Channel:
+        """Return the channel of objects; the first call makes it."""
+        with self._opening:
+            if self._channel is None:
+                self._channel = self._make_channel("objects")
+            return self._channel
 
     # -- ending ------------------------------------------------------------------
 
@@ -228,11 +230,9 @@ class Objects:
         channel.free()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
-        if self._channel is not None:
-            self._channel.set_failure(why)
+        """End the waits of other ranks for this one, which may have come first."""
+        self._open().set_failure(why)
 
     def end_on_all_ranks(self, why: str) -> None:
         """End its calls in flight and all later ones, on all ranks."""
-        if self._channel is not None:
-            self._channel.end_on_all_ranks(why)
+        self._open().end_on_all_ranks(why)

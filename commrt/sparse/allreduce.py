@@ -83,11 +83,11 @@ def sparse_allreduce(
     offsets = talk.elements.offsets(mine, bounds)
     desk = lay_out(talk, mine, offsets) if header.algorithm in (None, "split") else None
     lengths = [end - begin for begin, end in pairwise(offsets)]
-    counts, rows = yield from agree(talk, what, header, [desk is not None, *lengths])
+    room = 0 if desk is None else desk.most(talk.elements)
+    counts, rows = yield from agree(talk, what, header, [room, *lengths])
     per_range = [said[1:] for said in rows]
-    if not all(said[0] for said in rows) or (
-        desk is not None and not can_share(talk, desk, mine, per_range)
-    ):
+    least = min(said[0] for said in rows)
+    if least == 0 or not can_share(talk, least, mine, per_range):
         desk = None  # somebody's entries are not there, or the sums would not be
     report.counts = tuple(counts)
     report.estimated_fill = estimated_fill(counts, output.length)

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from commrt import env
 from commrt.errors import BackendError
 from commrt.job.arena import Arena
@@ -33,21 +31,24 @@ __all__ = ["Desk", "Room", "make_room"]
 _HALVES, _SECTIONS = 2, 2
 _HAD, _SUMMED = 0, 1
 _SECTION_NBYTES = 16 << 20
-"""Most bytes of a section's address space; only written pages take memory."""
+"""Most bytes that a rank uses of a section; only written pages take memory."""
 _LEAST_SECTION_NBYTES = 1 << 16
 _PART_OF_LIMIT = 8
-"""All sections of a node are at most this part of what its memory is."""
+"""All sections of a node use at most this part of what its memory is."""
 _LINE = 64
 
 
 class Room:
     """The memory of one communicator's ranks, which share a node."""
 
-    def __init__(self, arena: Arena, me: int) -> None:
+    def __init__(self, arena: Arena, me: int, most_nbytes: int) -> None:
         self._arena = arena
         self._closed = False
         self.me = me
         self.section_nbytes = arena.region_nbytes // (_HALVES * _SECTIONS)
+        """Bytes from one section to the next, the same on all ranks."""
+        self.most_nbytes = min(most_nbytes, self.section_nbytes)
+        """Bytes of a section that this rank may use."""
         self.ended = 0
         """Number of operations that all ranks are known to have ended."""
 
@@ -86,8 +87,8 @@ class Desk:
     half: int
 
     def most(self, elements: Elements) -> int:
-        """Return the number of entries that a section holds."""
-        return (self.room.section_nbytes - _LINE) // elements.entry_nbytes
+        """Return the number of entries that this rank may have in a section."""
+        return (self.room.most_nbytes - _LINE) // elements.entry_nbytes
 
     def lay_out(self, elements: Elements, mine: Piece, offsets: Sequence[int]) -> None:
         """Copy this rank's entries there, but those of its own range.
@@ -130,33 +131,25 @@ class Desk:
     ) -> Piece:
         indices = self.room.address(rank, self.half, section)
         # Behind as many indices as there can be: nobody has to know how many there are.
-        most_nbytes = self.most(elements) * elements.index_nbytes
-        values = indices + -(-most_nbytes // _LINE) * _LINE
+        most = (self.room.section_nbytes - _LINE) // elements.entry_nbytes
+        values = indices + -(-most * elements.index_nbytes // _LINE) * _LINE
         indices += low * elements.index_nbytes
         values += low * elements.dtype.itemsize
         return Piece(first, last, False, count, indices, values, self.room)
 
 
-def make_room(channel: Channel, timeout_s: float) -> Room | None:
-    """Return memory for a new channel, None where its ranks share none; collective."""
+def make_room(channel: Channel) -> Room | None:
+    """Return memory for a new channel, None where this rank has none for it. Local."""
     if channel.size == 1 or channel.facts.nodes > 1:
         return None
     # A file in /dev/shm is there as a whole, used or not.
     if env.read_str("COMMRT_SHM") == "devshm":
         return None
-    limit = np.array([memory_limit_nbytes() // _PART_OF_LIMIT // channel.size])
-    channel.allreduce(limit, op="min", timeout_s=timeout_s)
-    section = min(_SECTION_NBYTES, int(limit[0]) // (_HALVES * _SECTIONS))
-    if section < _LEAST_SECTION_NBYTES:
+    limit_nbytes = memory_limit_nbytes() // _PART_OF_LIMIT // channel.size
+    section_nbytes = min(_SECTION_NBYTES, limit_nbytes // (_HALVES * _SECTIONS))
+    if section_nbytes < _LEAST_SECTION_NBYTES:
         return None
-    section -= section % 4096
     try:
-        arena = channel.world.share_memory(
-            channel.world_ranks,
-            f"comm{channel.identity}/sparse",
-            _HALVES * _SECTIONS * section,
-            timeout_s,
-        )
-    except BackendError:  # on every rank
+        return Room(channel.room(), channel.rank, section_nbytes)
+    except BackendError:
         return None
-    return Room(arena, channel.rank)

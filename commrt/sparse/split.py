@@ -80,16 +80,17 @@ def lay_out(talk: Talk, mine: Piece, offsets: Sequence[int]) -> Desk | None:
 
 
 def can_share(
-    talk: Talk, desk: Desk, mine: Piece, counts: Sequence[Sequence[int]]
+    talk: Talk, room: int, mine: Piece, counts: Sequence[Sequence[int]]
 ) -> bool:
     """Return whether ``shared_split`` can run; the same on all ranks.
 
-    Not where a range may become dense, or has more entries than there is room for.
+    Not where a range may become dense, or has more entries than ``room``, the least
+    that a rank has room for.
     """
     elements = talk.elements
     most = [sum(column) for column in zip(*counts, strict=True)]
     ranges = pairwise(even_bounds(mine.first, mine.last, talk.comm.size))
-    return max(most) <= desk.most(elements) and not any(
+    return max(most) <= room and not any(
         elements.dense_pays(entries, last - first)
         for entries, (first, last) in zip(most, ranges, strict=True)
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -78,8 +79,7 @@ class SparseSums:
         group: the ranks.
         devices: brings arrays on devices to the host and back.
         comparison: compares the calls of all ranks in check mode.
-        make_channel: returns a channel of the same ranks, given its purpose and the
-            limit of the wait in seconds; collective.
+        make_channel: returns a channel of the same ranks, given its purpose; local.
     """
 
     report: SparseReport | None = None
@@ -90,11 +90,12 @@ class SparseSums:
         group: Group,
         devices: DeviceCollectives,
         comparison: Comparison,
-        make_channel: Callable[[str, float], Channel],
+        make_channel: Callable[[str], Channel],
     ) -> None:
         self._group, self._devices = group, devices
         self._comparison, self._make_channel = comparison, make_channel
         self._state: _Sparse | None = None
+        self._lock = threading.RLock()
         self.made_for: Callable[[], SparseSums | None] = lambda: None
         """Returns the sums whose calls on device arrays run here, on the host."""
 
@@ -127,10 +128,8 @@ class SparseSums:
                 communicator is ``deterministic``, only those that add from the left.
             nonblocking: return a request. Its steps run in ``test()`` and ``wait()``;
                 those of device arrays in a thread, and ``wait()`` blocks only where
-                the result's length is not known before (docs/how-to/use-gpus.md). The
-                first sparse call of a communicator waits for all ranks all the same,
-                as they make what sparse calls use.
-            timeout_s: limit of the wait, and of that of the first call.
+                the result's length is not known before (docs/how-to/use-gpus.md).
+            timeout_s: limit of the wait.
 
         Raises:
             UsageError: an argument is wrong; nothing was sent.
@@ -139,7 +138,7 @@ class SparseSums:
         what = "sparse_allreduce"
         here = f"{what}, rank {self._group.rank}"
         self._group.check_usable()
-        with self._refusing(what, self._state):
+        with self._refusing(what, self.open()):
             parts = parts_on_device(what, x)
             given = tuple(x) if isinstance(x, tuple | list) else x
             is_on_device = parts is not None or holds_device_arrays(
@@ -195,14 +194,13 @@ class SparseSums:
             residual: an array like ``x``, zeros before the first call. Without it,
                 what is not sent is lost.
             nonblocking: return a request. ``x`` is read before it is returned;
-                ``residual`` is read then, and written when the request ends. The first
-                sparse call of a communicator waits for all ranks all the same.
-            timeout_s: limit of the wait, and of that of the first call.
+                ``residual`` is read then, and written when the request ends.
+            timeout_s: limit of the wait.
         """
         what = "topk_allreduce"
         here = f"{what}, rank {self._group.rank}"
         self._group.check_usable()
-        with self._refusing(what, self._state):
+        with self._refusing(what, self.open()):
             is_on_device = holds_device_arrays(what, x=x, residual=residual)
         carrier = self._carrier(is_on_device)
         limit = self._comparison.limit(what, timeout_s, carrier, here=here)
@@ -282,7 +280,7 @@ class SparseSums:
             check,
             timeout_s=limit,
             describe=_described,
-            carrier=carrier or self._state,
+            carrier=carrier or self.open(),
         )
 
     def check_topk(
@@ -307,7 +305,7 @@ class SparseSums:
             check,
             timeout_s=limit,
             describe=_described,
-            carrier=self._state,
+            carrier=self.open(),
         )
 
     def _largest_on_host(
@@ -359,20 +357,15 @@ class SparseSums:
 
     # -- refusing ----------------------------------------------------------------
 
-    @property
-    def opened(self) -> Refusing | None:
-        """Carrier of sparse calls; None: the ranks have not made it yet."""
-        return self._state
-
-    def _carrier(self, is_on_device: bool) -> Refusing | None:
+    def _carrier(self, is_on_device: bool) -> Refusing:
         """Return what runs calls of the host's arrays, or of a device's."""
         if is_on_device:
             return RefusedOnHost(self._devices.host_jobs, "sparse")
-        return self._state
+        return self.open()
 
     @contextmanager
     def _refusing(
-        self, what: str, carrier: Refusing | None, *, meets: bool = False
+        self, what: str, carrier: Refusing, *, meets: bool = False
     ) -> Iterator[None]:
         """Let the other ranks know of an error in here; ``Comparison.refuse``."""
         try:
@@ -383,15 +376,13 @@ class SparseSums:
 
     # -- starting ----------------------------------------------------------------
 
-    def open(self, timeout_s: float) -> _Sparse:
-        """Return the state of sparse operations; the ranks make it together."""
-        state = self._state
-        if state is None:
-            with self._group.making():
-                channel = self._make_channel("sparse", timeout_s)
-                room = make_room(channel, timeout_s)
-            state = self._state = _Sparse(channel, room)
-        return state
+    def open(self) -> _Sparse:
+        """Return the state of sparse operations; the first call makes it."""
+        with self._lock:
+            if self._state is None:
+                channel = self._make_channel("sparse")
+                self._state = _Sparse(channel, make_room(channel))
+            return self._state
 
     def _start(
         self,
@@ -401,7 +392,7 @@ class SparseSums:
         nonblocking: bool,
         limit: float,
     ) -> Any:
-        state = self.open(limit)
+        state = self.open()
         state.channel.check_usable()
         seq = state.seq
         state.seq += 1
@@ -438,7 +429,6 @@ class SparseSums:
     def _header(
         self, what: str, argument: SparseArgument, form: str, algorithm: str | None
     ) -> Header:
-        seq = 0 if self._state is None else self._state.seq
         return Header(
             what,
             argument.dtype.name,
@@ -448,7 +438,7 @@ class SparseSums:
             0,
             argument.shape,
             argument.count,
-            seq,
+            self.open().seq,
         )
 
     def _check_algorithm(self, what: str, algorithm: Any) -> None:
@@ -481,14 +471,12 @@ class SparseSums:
             state.room.close()
 
     def give_up(self, why: str) -> None:
-        """End the waits of other ranks for this one."""
-        if self._state is not None:
-            self._state.channel.set_failure(why)
+        """End the waits of other ranks for this one, which may have come first."""
+        self.open().channel.set_failure(why)
 
     def end_on_all_ranks(self, why: str) -> None:
         """End its calls in flight and all later ones, on all ranks."""
-        if self._state is not None:
-            self._state.channel.end_on_all_ranks(why)
+        self.open().channel.end_on_all_ranks(why)
 
 
 def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:

@@ -82,7 +82,6 @@ def late_partners() -> list[str]:
         found += both(lambda kind=kind, n=values: late_partner(kind)[:n], kind)
     with job("commrt", "rest"):
         size = dist.get_world_size()
-        dist.all_reduce(torch.eye(3).to_sparse())  # the first one waits for all ranks
         for kind in WITHOUT_GLOO:
             is_open, *got = late_partner(kind)
             found += [] if is_open else [f"{kind}: waited"]
@@ -120,8 +119,6 @@ def late_on_nodes(kinds: list[str], algorithm: str | None) -> list[str]:
         options = {"pg_options": Options(algorithm=algorithm)} if algorithm else {}
         with job("commrt", which, **options):
             size = dist.get_world_size()
-            if "sparse" in kinds:
-                dist.all_reduce(torch.eye(3).to_sparse())  # waits for all ranks
             for kind in kinds if which == "first" else reversed(kinds):
                 is_open, *got = late_partner(kind)
                 found += [] if is_open else [f"{kind}, {which}: waited"]
@@ -200,8 +197,32 @@ def sent_by_all() -> list[torch.Tensor]:
     return [got[:5], got[-5:]]
 
 
+def sparse_in_other_order() -> list[torch.Tensor]:
+    """First sparse calls on new groups, each ended before the next is waited for."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    found = []
+    for waits in (True, False):
+        groups = [dist.new_group() for _ in range(3)]
+        order = [(i + rank) % 3 for i in range(3)]
+        totals = {i: torch.diag(numbers(4) + i).to_sparse() for i in order}
+        works = [
+            dist.all_reduce(totals[i], group=groups[i], async_op=True) for i in order
+        ]
+        for work in works:
+            if waits:
+                work.wait()
+            else:
+                work.get_future().wait()
+        found += [totals[i].to_dense() for i in range(3)]
+    return [torch.full((1,), size), *found]
+
+
 def orders() -> list[str]:
-    return both(other_order, "orders") + both(sent_by_all, "sent by all")
+    return [
+        *both(other_order, "orders"),
+        *both(sent_by_all, "sent by all"),
+        *both(sparse_in_other_order, "sparse"),
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

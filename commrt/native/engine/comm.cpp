@@ -8,6 +8,7 @@
 #include "engine/chaos.hpp"
 #include "engine/engine.hpp"
 #include "engine/in_flight.hpp"
+#include "engine/kin.hpp"
 #include "engine/mpi_turn.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
@@ -29,14 +30,14 @@ const char* Op::failure_kind() const {
 
 Comm::Comm(Engine& engine_, int rank_, int size_, std::string name_)
     : engine(engine_), rank(rank_), size(size_), name(std::move(name_)), records(kRecords), message_records(kRecords),
-      links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
+      kin_(std::make_shared<Kin>(Kin{this, nullptr})), links_(static_cast<size_t>(size_)), member_index_(static_cast<size_t>(size_), -1) {
   for (auto& lane : lanes_) lane.last.assign(static_cast<size_t>(size), 0);
   p2p = std::make_unique<P2P>(*this);
   engine.add(this);  // last: from now on a progress thread may look at it
 }
 
 Comm::~Comm() {
-  *self_ = nullptr;
+  kin_->comm = nullptr;
   engine.remove(this);
   if (p2p->idle() && active_.empty()) return;
   // Dropped with operations in flight: MPI may still read and write what belongs to them.

@@ -36,6 +36,7 @@ class InFlight;
 class Relay;
 struct Fault;
 struct GlooCall;
+struct Kin;
 struct RankState;
 struct ToldWait;
 
@@ -430,10 +431,9 @@ class Comm {
   // Ends all operations in flight, and all that would follow, on all ranks.
   void revoke(const std::string& why);
   int who_revoked() const;  // a rank of this node that did; -1: none
-  void end_with(Comm& origin) { origin_ = origin.self_; }  // from which this was made
+  void end_with(Comm& origin);  // from which this was made
   bool ends_with_origin();  // true if it has ended now, as a rank has revoked its origin
-  // True if an on-node peer's operation `seq` failed. Then anything may have been read from its
-  // buffers until now, because the peer may use them again.
+  // True if an on-node peer's operation `seq` failed. What was read from its buffers may be anything.
   bool gave_up(int peer, uint64_t seq) const;
   // The calls of ranks differ, as this rank or another has found. Returns the words for that which all
   // ranks of this node use: those of the first of them that has found a difference.
@@ -577,7 +577,7 @@ class Comm {
   mutable uint32_t said_dead_ = 0;  // 1 + a rank that has died, as others say; 0: none says so
   std::shared_ptr<Relay> relay_;  // what off_node and mpi_comm refer to, or null
   std::shared_ptr<ToldAfar> told_;  // for ranks of other nodes that ask; null where nobody can
-  std::shared_ptr<Comm*> self_ = std::make_shared<Comm*>(this), origin_;  // of one that has gone: null
+  const std::shared_ptr<Kin> kin_;
   std::vector<Segment> heap_;
   std::vector<Mirror> mirrors_;
   bool showing_[kCallLines] = {};  // which call lines belong to operations in flight

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/comm.hpp"
+#include "engine/kin.hpp"
 #include "engine/p2p.hpp"
 
 namespace commrt {
@@ -60,12 +61,16 @@ int Comm::who_revoked() const {
   return -1;
 }
 
+void Comm::end_with(Comm& origin) {
+  origin.kin_->next();  // so that the line of a communicator that replaces another stays short
+  kin_->origin = origin.kin_;
+}
+
 // The rank that revokes it may have left this one, and then does not tell its other ranks.
 bool Comm::ends_with_origin() {
   if (broken.load(std::memory_order_relaxed)) return false;
-  for (const auto* next = origin_.get(); next != nullptr && *next != nullptr;) {
-    const Comm& from = **next;
-    next = from.origin_.get();
+  for (Kin* next = kin_->next(); next != nullptr; next = next->next()) {
+    const Comm& from = *next->comm;
     const int who = from.arena == nullptr ? -1 : from.who_revoked();
     if (who < 0 && !from.was_revoked) continue;
     if (liveness_ != nullptr && liveness_->look(true) && !who_died().empty()) return false;

@@ -7,7 +7,9 @@ which they do, and then revoke what it was made from.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,20 @@ MAKERS: dict[str, Make] = {
     "cart": lambda comm: comm.cart((comm.size,), periodic=True),
     "a child of a child": lambda comm: comm.dup().split(color=0),
 }
+
+
+def _grandchild(comm: Communicator) -> Communicator:
+    """Make a child of a child, which is gone then."""
+    between = comm.dup()
+    made = between.split(color=0)
+    core = weakref.ref(core_of(between))
+    del between
+    while core() is not None:
+        gc.collect()
+    return made
+
+
+MAKERS["a child of one that is gone"] = _grandchild
 
 
 def _recv(part: Communicator) -> Any:

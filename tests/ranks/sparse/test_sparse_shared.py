@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commrt.calls.channel import Channel
 from commrt.comm import core_of
 from commrt.errors import BackendError
-from commrt.job import thread_memory
-from commrt.local import LocalRanks, run
+from commrt.local import run
 from commrt.request import wait_all
 from commrt.sparse import allreduce, shared
 
@@ -166,28 +166,52 @@ def test_no_room_at_all_where_memory_is_scarce(
     assert run(3, rank_main, timeout_s=300) == [[True, True]] * 3
 
 
-def test_memory_that_one_rank_cannot_have_is_an_error_of_all(
+def test_memory_that_one_rank_cannot_have_is_used_by_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared, "_SECTION_NBYTES", 1 << 20)
-    create = thread_memory.process_arena
+    map_part = Channel.room
 
-    def fails(members: int, region_nbytes: int) -> Any:
-        if region_nbytes == 4 << 20:
+    def maps(channel: Channel) -> Any:
+        if channel.rank == 1:
             raise BackendError("none left")
-        return create(members, region_nbytes)
+        return map_part(channel)
+
+    monkeypatch.setattr(Channel, "room", maps)
 
     def rank_main(comm: Any) -> list[bool]:
-        with pytest.raises(BackendError, match=r"cannot share .*: rank 0: none left"):
-            core_of(comm).world.share_memory(range(3), "test", 4 << 20, 30.0)
-        mine = entries(comm.rank, 0, 0.02)
-        result = comm.sparse_allreduce((*mine, LENGTH), algorithm="split")
-        same = np.array_equal(dense_of(result), total(3, 0, 0.02))
-        return [same, not comm.sparse_report.shared]
+        right = []
+        for call in range(3):
+            mine = entries(comm.rank, call, 0.02)
+            result = comm.sparse_allreduce((*mine, LENGTH), algorithm="split")
+            same = np.array_equal(dense_of(result), total(3, call, 0.02))
+            right.append(same and not comm.sparse_report.shared)
+        return right
 
-    with LocalRanks(3) as ranks:
-        monkeypatch.setattr(thread_memory, "process_arena", fails)
-        assert ranks.each(rank_main) == [[True, True]] * 3
+    assert run(3, rank_main, timeout_s=300) == [[True] * 3] * 3
+
+
+def test_ranks_with_other_limits_share_what_fits_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second operation has more entries than the last rank has room for."""
+    scarce_nbytes = 3 * 8 * 4 * (64 << 10)  # 64 KiB a section
+    limits = iter([1 << 30, 1 << 30, scarce_nbytes])
+    monkeypatch.setattr(shared, "memory_limit_nbytes", lambda: next(limits))
+
+    def rank_main(comm: Any) -> list[bool]:
+        found = []
+        for count in (400, 9000):
+            indices = np.arange(count, dtype=np.int32) * 1000
+            values = np.full(count, comm.rank + 1.0, np.float32)
+            result = comm.sparse_allreduce(
+                (indices, values, 10_000_000), algorithm="split"
+            )
+            assert np.array_equal(result.indices, indices)
+            assert np.array_equal(result.values, np.full(count, 6.0, np.float32))
+            found.append(comm.sparse_report.shared)
+        return found
+
+    assert run(3, rank_main, timeout_s=300) == [[True, False]] * 3
 
 
 def test_the_choice_knows_that_nothing_is_sent(
@@ -236,7 +260,7 @@ def test_memory_is_given_back_with_the_communicator() -> None:
         mine = entries(comm.rank, 0, 0.02)
         with comm.split(0) as other:
             other.sparse_allreduce((*mine, LENGTH))
-            arena = core_of(other).sparse.open(1).room._arena
+            arena = core_of(other).sparse.open().room._arena
             was_mapped = arena.address != 0
         comm.barrier()
         return [was_mapped, arena.address == 0]

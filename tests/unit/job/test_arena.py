@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -339,3 +341,107 @@ def test_other_boots_are_other_nodes(
         arena, "_look", lambda: look() + str(threading.current_thread().name[-1] > "1")
     )
     assert _nodes(4, run_threads) == [[[0, 1], [2, 3]]] * 4
+
+
+def test_each_member_maps_the_parts_alone(source: str, run_threads) -> None:
+    world, mapped = ThreadWorld(2), threading.Barrier(2)
+    sizes = [1, 3 * PAGE, 5]
+
+    def rank_main(rank: int) -> list[list[int]]:
+        peers, found = world.bootstrap(rank), []
+        with arena.share(peers, [0, 1], "test", 2 * PAGE, 10, sizes) as shared:
+            shared.view()[rank * shared.region_nbytes] = 9
+            # In another order on each, and nobody waits before all have them.
+            order = [0, 1, 2] if rank else [2, 1, 0]
+            parts = {number: shared.part(number) for number in order}
+            for number, part in parts.items():
+                assert part.region_nbytes == max(PAGE, sizes[number])
+                assert not any(part.view()[:: PAGE // 2])
+            mapped.wait(300)
+            for number, part in parts.items():
+                part.view()[rank * part.region_nbytes] = 10 * number + rank + 1
+                part.view()[(rank + 1) * part.region_nbytes - 1] = 7
+            mapped.wait(300)
+            for number in range(3):
+                part = parts[number]
+                view = part.view()
+                found.append([view[r * part.region_nbytes] for r in range(2)])
+                assert [i for i in range(part.nbytes) if view[i] == 7] == [
+                    part.region_nbytes - 1,
+                    part.nbytes - 1,
+                ]
+            mapped.wait(300)
+            assert bytes(shared.view()).count(9) == 2
+        for part in parts.values():  # they outlive what they lie behind
+            assert part.view()[0] in (1, 11, 21)
+            part.close()
+        return found
+
+    assert run_threads(2, rank_main) == [[[1, 2], [11, 12], [21, 22]]] * 2
+
+
+def test_parts_take_no_memory_before_they_are_written(run_threads) -> None:
+    world = ThreadWorld(2)
+    before = _resident_shared_kib()
+
+    def rank_main(rank: int) -> None:
+        peers, parts = world.bootstrap(rank), [256 << 20] * 3
+        with arena.share(peers, [0, 1], "big", PAGE, 10, parts) as shared:
+            with shared.part(2) as part:
+                assert part.view()[part.nbytes - 1] == 0
+            assert _resident_shared_kib() - before < 1024
+
+    run_threads(2, rank_main)
+
+
+def test_a_part_that_cannot_be_mapped_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    world = ThreadWorld(2)
+
+    def rank_main(rank: int) -> None:
+        peers = world.bootstrap(rank)
+        with arena.share(peers, [0, 1], "k", PAGE, 10, [PAGE]) as shared:
+            monkeypatch.setattr(arena, "_remap", refuse)
+            with pytest.raises(BackendError, match=r"Cannot allocate memory.*ulimit"):
+                shared.part(0)
+
+    run_threads(2, rank_main)
+
+
+def test_a_full_dev_shm_is_an_error_of_a_part(
+    monkeypatch: pytest.MonkeyPatch, run_threads
+) -> None:
+    """It is found as the part is mapped: nobody gets a SIGBUS later."""
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(libc, name)
+
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            ctypes.set_errno(errno.EFAULT)
+            return -1
+
+    libc = arena._libc
+    monkeypatch.setenv("COMMRT_SHM", "devshm")
+    monkeypatch.setattr(arena, "_libc", Full())
+    world = ThreadWorld(2)
+
+    def rank_main(rank: int) -> None:
+        peers = world.bootstrap(rank)
+        shared = arena.share(peers, [0, 1], "k", PAGE, 10, [PAGE])
+        with shared, pytest.raises(BackendError, match="unset COMMRT_SHM"):
+            shared.part(0)
+
+    run_threads(2, rank_main)
+
+
+def test_memory_without_parts_has_none() -> None:
+    with (
+        arena.process_arena(1, PAGE) as alone,
+        pytest.raises(BackendError, match="no part 0"),
+    ):
+        alone.part(0)

@@ -12,6 +12,7 @@ import pytest
 
 from commrt.bootstrap import ThreadWorld
 from commrt.errors import PeerFailedError, RevokedError
+from commrt.job.arena import Arena
 from commrt.job.thread_memory import share_by_threads
 
 
@@ -138,3 +139,39 @@ def test_memory_that_its_owner_has_left_is_not_taken(
             share_by_threads(late, range(2), "k", 1, 240)  # type: ignore[arg-type]
 
     run_threads(2, rank_main)
+
+
+def test_parts_are_there_as_long_as_a_thread_may_use_them(run_threads) -> None:
+    world, all_have_it = ThreadWorld(3), threading.Barrier(2)
+    has_left, has_seen = threading.Event(), threading.Event()
+
+    def rank_main(rank: int) -> list[int]:
+        shared = share_by_threads(
+            world.bootstrap(rank), range(3), "k", 1, 240, [1, 70_000]
+        )
+        if rank == 2:  # it never uses the second part
+            shared.close()
+            return []
+        part = shared.part(1)
+        part.view()[rank * part.region_nbytes] = rank + 1
+        all_have_it.wait(240)
+        return _leave(rank, shared, part)
+
+    def _leave(rank: int, shared: Arena, part: Arena) -> list[int]:
+        if rank == 0:
+            shared.close()
+            part.close()
+            has_left.set()
+            assert has_seen.wait(240)
+            return [part.address]
+        assert has_left.wait(240)
+        shared.close()
+        assert [part.view()[r * part.region_nbytes] for r in range(2)] == [1, 2]
+        address = part.address
+        part.close()
+        has_seen.set()
+        return [address]
+
+    one, other, _ = run_threads(3, rank_main)
+    assert len(one) == len(other) == 1
+    assert not _is_mapped(other[0])

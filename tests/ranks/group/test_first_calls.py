@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First calls of a service: no rank waits for another one to prepare them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from relay_ranks import RelayRanks
+
+from commrt import local
+from commrt.comm import Communicator, core_of
+from commrt.errors import CommError, RevokedError
+
+Call = Callable[[Communicator], Any]
+NODES = [[[0, 1, 2]], [[0], [1], [2]], [[0, 1], [2]]]
+LIMIT_S = 240.0
+
+
+def sparse(comm: Communicator) -> Any:
+    x = np.array([comm.rank, 7]), np.ones(2, np.float32), 9
+    return comm.sparse_allreduce(x, result="dense", nonblocking=True)
+
+
+def largest(comm: Communicator) -> Any:
+    x = np.arange(9, dtype=np.float32) * 2
+    return comm.topk_allreduce(x, 2, nonblocking=True)
+
+
+def compressed(comm: Communicator) -> Any:
+    x = np.full(9, 2.0, np.float32)
+    return comm.allreduce(x, out=np.empty_like(x), compress="float16", nonblocking=True)
+
+
+CALLS: dict[str, Call] = {
+    "sparse": sparse,
+    "largest": largest,
+    "compressed": compressed,
+}
+BLOCKING: dict[str, Call] = {
+    **{name: lambda c, call=call: call(c).wait() for name, call in CALLS.items()},
+    "objects": lambda comm: comm.allgather_object(comm.rank),
+}
+
+
+def _right(name: str, size: int, found: Any) -> bool:
+    if name == "sparse":
+        want = np.array([1.0] * size + [0.0] * (7 - size) + [size, 0.0])
+        return np.array_equal(found, want)
+    if name == "largest":
+        return found.indices.tolist() == [7, 8]
+    return np.array_equal(found, np.full(9, 2.0 * size))
+
+
+@pytest.mark.parametrize("nodes", [*NODES, [[0, 1]], [[0, 1, 2, 3, 4]]])
+@pytest.mark.parametrize("name", CALLS)
+def test_first_calls_of_communicators_come_in_any_order(
+    name: str, nodes: list[list[int]]
+) -> None:
+    size = sum(map(len, nodes))
+    have_called = threading.Barrier(size)
+
+    def main(comm: Communicator) -> list[bool]:
+        made = [comm.dup() for _ in range(3)]
+        order = [(i + comm.rank) % 3 for i in range(3)]
+        requests = {i: CALLS[name](made[i]) for i in order}
+        have_called.wait(LIMIT_S)  # nobody has waited for anybody
+        left = dict(requests)
+        while left:
+            left = {i: request for i, request in left.items() if not request.test()}
+        return [_right(name, size, requests[i].wait()) for i in range(3)]
+
+    with RelayRanks(nodes) as ranks:
+        assert ranks.each(main) == [[True] * 3] * size
+
+
+@pytest.mark.parametrize(
+    ("ends", "nodes"),
+    [*(("revoke", nodes) for nodes in NODES), ("give_up", NODES[0])],
+)
+@pytest.mark.parametrize("name", BLOCKING)
+def test_a_rank_that_ends_all_before_its_first_call_is_heard(
+    name: str, nodes: list[list[int]], ends: str
+) -> None:
+    """The others have come to theirs, and wait for it."""
+    heard: list[int] = []
+
+    def main(comm: Communicator) -> None:
+        comm.timeout_s = LIMIT_S
+        if comm.rank == 2:
+            who = comm if ends == "revoke" else core_of(comm)
+            getattr(who, ends)("step 17 hangs")
+            while len(heard) < 2:
+                core_of(comm).world.engine.step()
+            return
+        try:
+            with pytest.raises(
+                RevokedError, match=r"step 17 hangs|rank 2 .* has ended"
+            ):
+                BLOCKING[name](comm)
+        finally:
+            heard.append(comm.rank)
+
+    with RelayRanks(nodes) as ranks:
+        ranks.each(main)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_communicator_that_has_ended_has_no_first_call(name: str) -> None:
+    def main(comm: Communicator) -> None:
+        part = comm.dup()
+        part.free()
+        with pytest.raises(CommError, match="freed"):
+            CALLS[name](part)
+
+    local.run(2, main)
+
+
+def test_first_calls_leave_nothing_behind() -> None:
+    """The memory of a service goes with the communicator."""
+
+    def mapped() -> int:
+        with open("/proc/self/maps") as file:
+            return sum(1 for _ in file)
+
+    def main(comm: Communicator) -> list[int]:
+        counts = []
+        for _ in range(4):
+            part = comm.dup()
+            for call in BLOCKING.values():
+                call(part)
+            part.free()
+            comm.barrier()
+            counts.append(mapped())
+            comm.barrier()
+        return counts
+
+    for counts in local.run(2, main):
+        assert counts[-1] <= counts[1] + 2

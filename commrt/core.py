@@ -203,7 +203,7 @@ class Core(Channel):
                 return fused
         on_host = self.devices.carrier_on_host(args, arguments)
         self.devices.refused.notice(args, arguments)
-        return on_host or self.compression.carrier(arguments)
+        return on_host or self.compression.carrier(name, args, arguments)
 
     def _as_fused(
         self, args: tuple[Any, ...], arguments: dict[str, Any]

@@ -7,13 +7,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from commrt import _native
 from commrt.arrays.residual import check_residual
-from commrt.calls.arguments import Bound, Call
+from commrt.calls.arguments import Bound, Call, parse
 from commrt.calls.channel import Channel
 from commrt.compression.exchange import Exchange
 from commrt.compression.turns import Place, Turn
@@ -36,6 +37,9 @@ from commrt.vocabulary.wire_formats import (
 )
 
 __all__ = ["CompressedCall", "Compression"]
+
+_DECIDING = ("op", "algorithm", "params")
+"""Arguments that decide beside the array whether a rule compresses a call."""
 
 
 class Chooser(Protocol):
@@ -279,11 +283,32 @@ class Compression:
                 self._channels = _Channels(pair[0], pair[1], alone)
             return self._channels
 
-    def carrier(self, arguments: Mapping[str, Any]) -> Refusing | None:
-        """Return what a call of such arguments begins on; None: the channel itself."""
+    def carrier(
+        self, name: str, args: tuple[Any, ...], arguments: Mapping[str, Any]
+    ) -> Refusing | None:
+        """Return what a refused call began on, as far as its arguments tell.
+
+        None: the channel itself. Other ranks' calls are right, and a rule may compress
+        them though they do not ask for it.
+        """
         asked = arguments.get(COMPRESS)
-        is_exact = asked is None or (isinstance(asked, str) and asked == EXACT)
-        return None if is_exact else self.open()
+        if asked is not None:
+            is_exact = isinstance(asked, str) and asked == EXACT
+            return None if is_exact else self.open()
+        what = operation(name)
+        named = any(COMPRESS in str(arguments.get(each, "")) for each in self.asked_by)
+        if not what.compresses or not (named or self.is_open):
+            return None
+        x = args[:1] or (arguments.get("x"),)
+        said = {key: arguments[key] for key in _DECIDING if key in arguments}
+        for more in (said, {}):  # one of them may be what is wrong
+            with suppress(Exception):
+                call = parse(what, x, more)
+                view = call.view(call.x, "x")
+                bound = Bound(view, None, None, view.dtype, view.count)
+                is_compressed = self._compression(call, bound) is not None
+                return self.open() if is_compressed else None
+        return None
 
     def check_places(self, places: _native.Places, what: str) -> None:
         """Raise UsageError where an array of a bound call has other memory."""

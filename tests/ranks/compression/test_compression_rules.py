@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commrt.errors import UsageError
+from commrt.errors import RefusedError, UsageError
 from commrt.local import run
 
 Array = np.ndarray[Any, Any]
@@ -105,3 +105,35 @@ def test_the_label_of_a_plan_says_how_it_compresses() -> None:
         assert "allreduce by compressed{compress=int8}" in repr(call)
 
     run(1, rank_main)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"out": np.empty(3, F)},
+        {"timeout_s": -1},
+        {"op": "summ"},
+        {"algorithm": "rung"},
+        {"compress": "zip"},
+        {"residual": np.zeros(7, F)},
+        {"nonblocking": 7},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+@pytest.mark.usefixtures("by_rule")
+def test_a_refused_call_takes_the_place_of_one_that_a_rule_compresses(
+    wrong: dict[str, Any],
+) -> None:
+    def rank_main(comm: Any) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(2):
+            x = np.ones(900, F)
+            expected = UsageError if comm.rank == 1 else RefusedError
+            with pytest.raises(expected):
+                comm.allreduce(x, **(wrong if comm.rank == 1 else {}))
+            found.append(float(comm.bcast(np.full(2, comm.rank + 5.0), 0)[0]))
+            found.append(float(comm.allreduce(np.ones(900, F))[0]))
+            found.append(float(comm.allreduce(np.ones(900, F), op="max")[0]))
+        return found
+
+    assert run(3, rank_main, timeout_s=240) == [[5.0, 3.0, 1.0] * 2] * 3

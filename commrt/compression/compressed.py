@@ -113,10 +113,13 @@ class CompressedCall:
 
     def __call__(self) -> Any:
         """Run the operation and return its output."""
-        return self.start().wait()
+        return self._begun().wait()
 
     def start(self) -> SteppedRequest:
         """Start the operation and return its request; wait before starting again."""
+        return self.compression.keep(self._begun())
+
+    def _begun(self) -> SteppedRequest:
         if self.places is not None:
             self.compression.check_places(self.places, self.operation)
         return self.compression.start(self.call, self.bound, self.wire)
@@ -366,6 +369,10 @@ class Compression:
         if call.spec.reduces:  # the others have one exchange only
             channels.place, channels.latest = place, weakref.ref(request)
         return request
+
+    def keep(self, request: SteppedRequest) -> SteppedRequest:
+        """Go on with a request that the program may wait for later; return it."""
+        return self._channel.world.stepping.keep(request)
 
     @cached_property
     def _compression_pool(self) -> Pool:

@@ -4,7 +4,8 @@
 The steps are a generator: it starts messages, yields their requests, and goes on once
 all of them are complete. Its return value is the operation's output. Steps run in the
 calls that start, test or wait for the operation; the engine moves the messages of one
-step by itself, as ever, but nobody begins the next step unless somebody asks.
+step by itself, as ever. The next step begins in the program's own test() or wait(), or
+in a thread, where there is one (``stepping.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from commrt import _native
 from commrt.errors import CommError, RevokedError, TimeoutError_, UsageError
 from commrt.vocabulary.limits import check_timeout, deadline_after
 from commrt.vocabulary.request import Request
@@ -75,6 +77,7 @@ class SteppedRequest(Request):
         self._error: BaseException | None = None
         self._done = False
         self._lock = threading.Lock()
+        self._num_waits = 0
         self._advance()
 
     def wait(self, *, stream: Any = None, timeout_s: float | None = None) -> Any:
@@ -89,14 +92,18 @@ class SteppedRequest(Request):
         else:
             limit = check_timeout(self._what, timeout_s)
         deadline = deadline_after(limit)
-        with self._lock:
-            while not self._done:
-                for request in self._waiting:
-                    self._wait_for(request, deadline, limit)
-                    if self._done:
-                        break
-                else:
-                    self._advance()
+        self._num_waits += 1
+        try:
+            with self._lock:
+                while not self._done:
+                    for request in self._waiting:
+                        self._wait_for(request, deadline, limit)
+                        if self._done:
+                            break
+                    else:
+                        self._advance()
+        finally:
+            self._num_waits -= 1
         return self._outcome()
 
     def synchronize(self, *, timeout_s: float | None = None) -> Any:
@@ -108,6 +115,13 @@ class SteppedRequest(Request):
 
         A step whose messages have come is run to its end: what it computes, too.
         """
+        if not self.go_on():
+            return False
+        self._outcome()
+        return True
+
+    def go_on(self) -> bool:
+        """Do as ``test``, and leave the error to who waits."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -121,8 +135,17 @@ class SteppedRequest(Request):
                 self._advance()
         finally:
             self._lock.release()
-        self._outcome()
         return True
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if a thread is in ``wait()``, which begins the steps."""
+        return self._num_waits > 0
+
+    @property
+    def awaited(self) -> list[_native.Request]:
+        """Requests of the engine that have to end before the next step."""
+        return [each for each in self._waiting if type(each) is _native.Request]
 
     def advance_for(self, limit_s: float) -> bool:
         """Run steps for so long; True once complete. Raises the operation's error."""

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from commrt import _native, env
@@ -34,6 +35,7 @@ from commrt.job.inquiries import Inquiries, Place
 from commrt.job.liveness import JobLiveness, own_process, watch_processes
 from commrt.job.mpi_comms import NativeComms
 from commrt.job.private_places import IDENTITIES
+from commrt.job.stepping import Stepping
 from commrt.job.thread_memory import share_by_threads
 from commrt.launch.detect import LaunchInfo
 from commrt.mpi import library, tags
@@ -173,6 +175,16 @@ class World:
             )
         self.engine.start_thread()
         return True
+
+    @cached_property
+    def stepping(self) -> Stepping:
+        """Goes on with nonblocking operations of several steps."""
+        return Stepping(
+            self.engine,
+            lambda: (
+                env.read_str("COMMRT_PROGRESS") != "off" and _threads_may_call_mpi(self)
+            ),
+        )
 
     def why_no_free(self) -> str | None:
         """Return why memory of a device is not to be freed now, without a thread."""

@@ -424,7 +424,8 @@ class SparseSums:
             limit,
             ended,
         )
-        return request if nonblocking else request.wait()
+        stepping = self._group.world.stepping
+        return stepping.keep(request) if nonblocking else request.wait()
 
     def _header(
         self, what: str, argument: SparseArgument, form: str, algorithm: str | None

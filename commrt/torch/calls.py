@@ -196,7 +196,7 @@ class Calls:
 
     def give(self, work: CommrtWork) -> CommrtWork | None:
         """Return a Work; while torch coalesces, keep it for the end."""
-        if self.faults.hooks or work.has_steps:  # another rank may wait for a step
+        if self.faults.hooks:
             self.completer.watch(work)
         if self.batch is None:
             return work

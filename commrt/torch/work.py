@@ -20,7 +20,6 @@ import torch.distributed as dist
 from commrt._native import Request
 from commrt.device_calls.requests import DeviceRequest
 from commrt.errors import CommError, TimeoutError_
-from commrt.group.stepped import SteppedRequest
 from commrt.torch.completer import Completer
 from commrt.torch.errors import as_torch_error
 from commrt.torch.futures import future_of
@@ -176,11 +175,6 @@ class CommrtWork(dist.Work):  # type: ignore[misc]  # torch is not looked into
         return self._future
 
     # -- for who completes the future --------------------------------------------
-
-    @property
-    def has_steps(self) -> bool:
-        """True if it goes on only where somebody asks for it."""
-        return isinstance(self._request, SteppedRequest)
 
     def requests(self) -> list[Request] | None:
         """Return the engine's requests that it consists of; None: it has others."""

@@ -66,3 +66,33 @@ def run_sums(seed: int) -> list[Any]:
 )
 def test_sparse_sums_are_exact(mpirun: Any, size: int, where: str, seed: int) -> None:
     assert mpirun(size, run_sums, env=nodes(where), seed=seed) == [[]] * size
+
+
+def wait_in_other_orders() -> list[Any]:
+    """First calls on three communicators, in another order on each rank."""
+    comm = commrt.init()
+    made = [comm.dup() for _ in range(3)]
+    order = [(i + comm.rank) % 3 for i in range(3)]
+    x = np.array([comm.rank, 7]), np.ones(2, np.float32), 9
+    sums = {
+        i: made[i].sparse_allreduce(x, result="dense", nonblocking=True) for i in order
+    }
+    found = [float(sums[i].wait().sum()) for i in order]
+    halves = {
+        i: made[i].allreduce(np.ones(9, "f"), compress="float16", nonblocking=True)
+        for i in order
+    }
+    if comm.rank == 0:
+        comm.barrier()
+    found += [float(halves[i].wait().sum()) for i in order]
+    if comm.rank:
+        comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "where"), [(2, ""), (2, "1,1"), (3, "2,1"), (4, "2,2")]
+)
+def test_ranks_may_wait_in_any_order(mpirun: Any, size: int, where: str) -> None:
+    want = [2.0 * size] * 3 + [9.0 * size] * 3
+    assert mpirun(size, wait_in_other_orders, env=nodes(where)) == [want] * size

@@ -87,12 +87,13 @@ void Relay::add_due(int more) {
   relays().num_due_calls.fetch_add(more, std::memory_order_relaxed);
   relays().num_due.fetch_add(more, std::memory_order_relaxed);
 }
+bool Relay::has_calls() { return relays().num_due_calls.load(std::memory_order_relaxed) > 0; }
 void Relay::expect_neighbors() { relays().neighbors.store(true, std::memory_order_relaxed); }
 bool Relay::expects_neighbors() { return relays().neighbors.load(std::memory_order_relaxed); }
 
 void Relay::order() {
   const std::lock_guard<std::mutex> lock(relays().mutex);
-  bool has_calls = relays().num_due_calls.load(std::memory_order_relaxed) > 0;
+  bool has_calls = Relay::has_calls();
   for (Relay* relay : relays().all) {
     for (size_t peer = 0; peer < relay->peers_.size(); ++peer) {
       const std::lock_guard<std::mutex> own(relay->mutex_);

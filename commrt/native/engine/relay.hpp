@@ -159,6 +159,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
   static bool is_due();
   // Changes by `more` the number of other calls that wait for the GIL (gloo_calls.hpp).
   static void add_due(int more);
+  static bool has_calls();  // true if there are any of these
   Then arrived(int peer, const unsigned char* frame, uint64_t nbytes);
   // The payload of this number is there.
   void landed(int peer, uint64_t where);

@@ -38,6 +38,7 @@ from commrt.grids.halos import Halos
 from commrt.grids.neighbor_arguments import Neighborhood, grid_neighborhood
 from commrt.grids.neighbors import NeighborCalls
 from commrt.group.compare import Refusing
+from commrt.group.stepped import SteppedRequest
 from commrt.group.symmetric import SymmetricMemory
 from commrt.growing import Growth
 from commrt.job.chaos import inject_faults
@@ -430,6 +431,10 @@ class HostCalls(Channel):
 
     sparse_allreduce = forwarded(SparseSums.sparse_allreduce, "sparse")
     topk_allreduce = forwarded(SparseSums.topk_allreduce, "sparse")
+
+    def keep(self, request: SteppedRequest) -> SteppedRequest:
+        """Return a request whose steps the host's thread begins."""
+        return request
 
     def carrier_of(self, service: str | None) -> Refusing:
         """Return what calls of a service begin on."""

@@ -23,6 +23,7 @@ from commrt.errors import BackendError, UsageError
 from commrt.group.compare import Comparison
 from commrt.group.group import Group
 from commrt.group.native_mpi import NativeMpi
+from commrt.group.stepped import SteppedRequest
 from commrt.job.arena import Arena
 from commrt.job.private_places import Place, Places
 from commrt.job.world import World
@@ -212,6 +213,10 @@ class Channel(Group, Operations):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective that the engine did not recognise at a glance."""
         return self.collectives.run(name, args, kwargs)
+
+    def keep(self, request: SteppedRequest) -> SteppedRequest:
+        """Let the steps of a nonblocking call go on by themselves; return it."""
+        return self.world.stepping.keep(request)
 
     def refuse_call(self, name: str, error: BaseException) -> None:
         """Let the other ranks know of an error in a call that the engine knew."""

@@ -372,7 +372,7 @@ class Compression:
 
     def keep(self, request: SteppedRequest) -> SteppedRequest:
         """Go on with a request that the program may wait for later; return it."""
-        return self._channel.world.stepping.keep(request)
+        return self._channel.keep(request)
 
     @cached_property
     def _compression_pool(self) -> Pool:

@@ -326,7 +326,7 @@ class HostJobs:
         self._channel: HostChannel | None = None
         self._feed = _Feed()
         self._threads: list[threading.Thread] = []
-        self._issue = threading.Lock()
+        self._issue, self._opening = threading.Lock(), threading.Lock()
         self._finalizer: Any = None
         self.is_driven = False
         """True if a thread does the jobs."""
@@ -357,7 +357,7 @@ class HostJobs:
         return found
 
     def _open(self) -> HostChannel:
-        with self._issue:
+        with self._opening:
             if self._channel is None:
                 self._channel = self._make_channel()
             return self._channel

@@ -29,7 +29,6 @@ from commrt.device_calls.host_work import (
 from commrt.errors import BufferError_, MismatchError, UsageError, shown, suggest
 from commrt.group.compare import Comparison, Refusing
 from commrt.group.finite_values import check_finite_on_stream
-from commrt.group.group import Group
 from commrt.group.stepped import SteppedRequest, Steps
 from commrt.sparse.agreement import Header
 from commrt.sparse.allreduce import SparseReport, sparse_allreduce
@@ -87,7 +86,7 @@ class SparseSums:
 
     def __init__(
         self,
-        group: Group,
+        group: Channel,
         devices: DeviceCollectives,
         comparison: Comparison,
         make_channel: Callable[[str], Channel],
@@ -424,8 +423,7 @@ class SparseSums:
             limit,
             ended,
         )
-        stepping = self._group.world.stepping
-        return stepping.keep(request) if nonblocking else request.wait()
+        return self._group.keep(request) if nonblocking else request.wait()
 
     def _header(
         self, what: str, argument: SparseArgument, form: str, algorithm: str | None

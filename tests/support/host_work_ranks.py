@@ -48,7 +48,7 @@ class HostWorkRanks(SimRanks):
         if any(core_of(comm).devices.host_jobs._channel is None for comm in made.comms):
             for kind in KINDS:
                 made.each(
-                    lambda comm, k=kind: core_of(comm).devices.host_jobs.channel(k, 60)
+                    lambda comm, k=kind: core_of(comm).devices.host_jobs.channel(k)
                 )
         super().__init__(size, seed, queues, **how)
         for rank in self.ranks:

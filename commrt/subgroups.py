@@ -38,6 +38,34 @@ class Kinds(Generic[Plain, Cart, Graph]):
     graph: Callable[..., Graph]
 
 
+class Descendants:
+    """Communicators that were made from one, and those of these that are gone."""
+
+    def __init__(self) -> None:
+        # A list: the garbage collector may add to it while somebody looks at it.
+        self._known: list[weakref.ref[Any]] = []
+        self.heir: Descendants | None = None
+        """Has them in place of this one, whose communicator is gone."""
+
+    def add(self, made: Any) -> None:
+        """Take note of one."""
+        self._known.append(weakref.ref(made))
+        self._known[:] = [each for each in self._known if each() is not None]
+
+    def living(self) -> list[Any]:
+        """Return those that are in use."""
+        found = [each() for each in tuple(self._known)]
+        return [each for each in found if each is not None and not each.is_over]
+
+    def leave_to(self, heir: Descendants) -> None:
+        """Give them to what their maker was made from, or to who has its own now."""
+        while heir.heir is not None:
+            heir = heir.heir
+        for each in self.living():
+            heir.add(each)
+        self.heir = heir
+
+
 class Subgroups(Generic[Plain, Cart, Graph]):
     """Makes communicators of some or all ranks of one communicator.
 
@@ -51,13 +79,21 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         self, comm: Plain, comparison: Comparison, kinds: Kinds[Plain, Cart, Graph]
     ) -> None:
         self._comm, self._comparison, self._kinds = comm, comparison, kinds
-        self._made: weakref.WeakSet[Plain | Cart | Graph] = weakref.WeakSet()
+        self._descendants = Descendants()
         self._calls_of_some = CallsOfSome(comm)
 
     @property
-    def made(self) -> list[Plain | Cart | Graph]:
-        """Communicators that were made from this one, and are still in use."""
-        return [each for each in self._made if not each.is_over]
+    def made(self) -> list[Any]:
+        """Communicators that were made from this one, and are still in use.
+
+        Those are among them, too, whose maker was made from this one and is gone.
+        """
+        return self._descendants.living()
+
+    def begin_under(self, origin: Descendants) -> None:
+        """Leave what is made here to ``origin``, once this communicator is gone."""
+        leave = self._descendants.leave_to
+        weakref.finalize(self, leave, origin).atexit = False
 
     def split(
         self,
@@ -373,9 +409,10 @@ class Subgroups(Generic[Plain, Cart, Graph]):
         found: Made = made
         return found
 
-    def adopt(self, made: Plain | Cart | Graph) -> None:
+    def adopt(self, made: Any) -> None:
         """Let a communicator of some of these ranks end where this one is ended."""
-        self._made.add(made)
+        self._descendants.add(made)
+        made.subgroups.begin_under(self._descendants)
         _native.end_together(made, self._comm)
 
 

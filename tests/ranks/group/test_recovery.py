@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -202,13 +204,22 @@ def test_communicators_made_from_it_end_too() -> None:
     assert local.run(4, main) == [[3.0, 3.0, 15.0, 15.0]] * 4
 
 
-def test_a_death_in_what_was_made_from_it_is_enough_to_shrink() -> None:
+@pytest.mark.parametrize("between", ["kept", "freed", "gone"])
+def test_a_death_in_what_was_made_from_it_is_enough_to_shrink(between: str) -> None:
     """A part of the ranks may hear of a death before the whole does."""
     are_refused = threading.Barrier(3)
 
     def main(comm: Communicator) -> list[object]:
         comm.timeout_s = 300
-        part = comm.split(0).dup()
+        maker = comm.split(0)
+        part = maker.dup()
+        if between == "freed":
+            maker.free()
+        if between == "gone":
+            core = weakref.ref(core_of(maker))
+            del maker
+            while core() is not None:
+                gc.collect()
         with pytest.raises(UsageError, match="has not failed"):
             comm.shrink()
         are_refused.wait(240)

@@ -28,6 +28,9 @@ Graph = TypeVar("Graph", bound=Channel)
 Made = TypeVar("Made", bound=Channel)
 Agree = Callable[[str, str], int]
 
+_FEW = 16
+"""So many entries may be of communicators that are gone."""
+
 
 @dataclass(frozen=True)
 class Kinds(Generic[Plain, Cart, Graph]):
@@ -44,13 +47,17 @@ class Descendants:
     def __init__(self) -> None:
         # A list: the garbage collector may add to it while somebody looks at it.
         self._known: list[weakref.ref[Any]] = []
+        self._most = _FEW
+        """With more entries than that, those that are gone are dropped."""
         self.heir: Descendants | None = None
         """Has them in place of this one, whose communicator is gone."""
 
     def add(self, made: Any) -> None:
         """Take note of one."""
         self._known.append(weakref.ref(made))
-        self._known[:] = [each for each in self._known if each() is not None]
+        if len(self._known) > self._most:
+            self._known[:] = [each for each in self._known if each() is not None]
+            self._most = 2 * len(self._known) + _FEW
 
     def living(self) -> list[Any]:
         """Return those that are in use."""

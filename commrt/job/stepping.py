@@ -25,7 +25,9 @@ from commrt import _native
 __all__ = ["Stepping"]
 
 _TICK_S = 5e-3
-"""Most operations are over sooner, or waited for: the thread looks so often."""
+"""Most operations are over sooner, or waited for: the thread looks so often at first.
+"""
+_LONGEST_TICK_S = 0.05
 _LONGEST_S = 0.1
 _IDLE_S = 1.0
 """The thread ends after so long without an operation."""
@@ -67,7 +69,8 @@ class Stepping:
         self._watch = _native.EndWatch(engine, has_core=False)
         self._open: list[weakref.ref[Stepped]] = []
         self._lock = threading.Lock()
-        self._has_ended = threading.Event()
+        self._has_ended, self._look = threading.Event(), threading.Event()
+        self._tick_s = _TICK_S
         self._thread: threading.Thread | None = None
 
     def keep(self, request: S) -> S:
@@ -78,6 +81,9 @@ class Stepping:
             if self._has_ended.is_set():
                 return request
             self._open.append(weakref.ref(request))
+            if self._tick_s > _TICK_S:
+                self._tick_s = _TICK_S
+                self._look.set()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name="commrt-steps", daemon=True
@@ -90,6 +96,7 @@ class Stepping:
         with self._lock:
             self._has_ended.set()
             thread = self._thread
+        self._look.set()
         self._watch.wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -97,7 +104,10 @@ class Stepping:
     def _serve(self) -> None:
         atexit.register(self.close)  # no thread is in the engine as the process ends
         last = time.monotonic()
-        while not self._has_ended.wait(_TICK_S):
+        while not self._has_ended.is_set():
+            self._look.wait(self._tick_s)
+            self._look.clear()
+            self._tick_s = min(2 * self._tick_s, _LONGEST_TICK_S)
             if self._go_on():
                 last = time.monotonic()
             elif time.monotonic() - last > _IDLE_S and self._ends():
@@ -117,6 +127,7 @@ class Stepping:
             awaited = self._left()
             if not awaited:
                 break
+            self._tick_s = _TICK_S
             self._watch.wait(awaited, is_curious=False, limit_s=_LONGEST_S)
         return bool(self._open)
 

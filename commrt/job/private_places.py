@@ -77,11 +77,11 @@ class Places:
         """Return the place of a channel."""
         name = f"{self._prefix}{purpose}"
         number = _PURPOSES.index(name)
-        room = len(_PURPOSES) + _ROOMS.index(name) if name in _ROOMS else -1
+        room = len(_PURPOSES) + _ROOMS.index(name) if name in _ROOMS else None
         identity = self._identity + 1 + number
         return Place(identity, partial(self._map, number), partial(self._map, room))
 
-    def _map(self, number: int) -> Arena:
-        if self._arena is None:
-            raise BackendError("the ranks share no memory")
+    def _map(self, number: int | None) -> Arena:
+        if self._arena is None or number is None:
+            raise BackendError("there is no such memory that the ranks share")
         return self._arena.part(number)

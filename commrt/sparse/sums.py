@@ -377,6 +377,8 @@ class SparseSums:
 
     def open(self) -> _Sparse:
         """Return the state of sparse operations; the first call makes it."""
+        if self._state is not None:
+            return self._state
         with self._lock:
             if self._state is None:
                 channel = self._make_channel("sparse")

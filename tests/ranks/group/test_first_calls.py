@@ -4,77 +4,48 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 from relay_ranks import RelayRanks
+from stepped_calls import STEPPED_CALLS, Call, expected, total
 
 from commrt import local
 from commrt.comm import Communicator, core_of
 from commrt.errors import CommError, RevokedError
 
-Call = Callable[[Communicator], Any]
 NODES = [[[0, 1, 2]], [[0], [1], [2]], [[0, 1], [2]]]
 LIMIT_S = 240.0
 
 
-def sparse(comm: Communicator) -> Any:
-    x = np.array([comm.rank, 7]), np.ones(2, np.float32), 9
-    return comm.sparse_allreduce(x, result="dense", nonblocking=True)
-
-
-def largest(comm: Communicator) -> Any:
-    x = np.arange(9, dtype=np.float32) * 2
-    return comm.topk_allreduce(x, 2, nonblocking=True)
-
-
-def compressed(comm: Communicator) -> Any:
-    x = np.full(9, 2.0, np.float32)
-    return comm.allreduce(x, out=np.empty_like(x), compress="float16", nonblocking=True)
-
-
-CALLS: dict[str, Call] = {
-    "sparse": sparse,
-    "largest": largest,
-    "compressed": compressed,
-}
 BLOCKING: dict[str, Call] = {
-    **{name: lambda c, call=call: call(c).wait() for name, call in CALLS.items()},
+    **{
+        name: lambda c, call=call: call(c).wait()
+        for name, call in STEPPED_CALLS.items()
+    },
     "objects": lambda comm: comm.allgather_object(comm.rank),
 }
 
 
-def _right(name: str, size: int, found: Any) -> bool:
-    if name == "sparse":
-        want = np.array([1.0] * size + [0.0] * (7 - size) + [size, 0.0])
-        return np.array_equal(found, want)
-    if name == "largest":
-        return found.indices.tolist() == [7, 8]
-    return np.array_equal(found, np.full(9, 2.0 * size))
-
-
 @pytest.mark.parametrize("nodes", [*NODES, [[0, 1]], [[0, 1, 2, 3, 4]]])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", STEPPED_CALLS)
 def test_first_calls_of_communicators_come_in_any_order(
     name: str, nodes: list[list[int]]
 ) -> None:
     size = sum(map(len, nodes))
     have_called = threading.Barrier(size)
 
-    def main(comm: Communicator) -> list[bool]:
+    def main(comm: Communicator) -> list[float]:
         made = [comm.dup() for _ in range(3)]
         order = [(i + comm.rank) % 3 for i in range(3)]
-        requests = {i: CALLS[name](made[i]) for i in order}
+        requests = {i: STEPPED_CALLS[name](made[i]) for i in order}
         have_called.wait(LIMIT_S)  # nobody has waited for anybody
         left = dict(requests)
         while left:
             left = {i: request for i, request in left.items() if not request.test()}
-        return [_right(name, size, requests[i].wait()) for i in range(3)]
+        return [total(requests[i].wait()) for i in range(3)]
 
     with RelayRanks(nodes) as ranks:
-        assert ranks.each(main) == [[True] * 3] * size
+        assert ranks.each(main) == [[expected(name, size)] * 3] * size
 
 
 @pytest.mark.parametrize(
@@ -108,13 +79,13 @@ def test_a_rank_that_ends_all_before_its_first_call_is_heard(
         ranks.each(main)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", STEPPED_CALLS)
 def test_a_communicator_that_has_ended_has_no_first_call(name: str) -> None:
     def main(comm: Communicator) -> None:
         part = comm.dup()
         part.free()
         with pytest.raises(CommError, match="freed"):
-            CALLS[name](part)
+            STEPPED_CALLS[name](part)
 
     local.run(2, main)
 

@@ -4,63 +4,25 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from relay_ranks import RelayRanks
+from stepped_calls import STEPPED_CALLS, expected, sparse, total
 
 from commrt import _native, local
-from commrt.comm import Communicator, core_of
+from commrt.comm import Communicator
 from commrt.job.stepping import Stepping
 
-Call = Callable[[Communicator], Any]
 LIMIT_S = 240.0
 NODES = [[[0, 1]], [[0, 1, 2]], [[0], [1], [2]], [[0, 1], [2, 3, 4]]]
 
 
-def sparse(comm: Communicator) -> Any:
-    x = np.array([comm.rank, 7]), np.ones(2, np.float32), 9
-    return comm.sparse_allreduce(x, result="dense", nonblocking=True)
-
-
-def ring(comm: Communicator) -> Any:
-    x = np.array([comm.rank, 7]), np.ones(2, np.float32), 9
-    return comm.sparse_allreduce(x, result="dense", algorithm="ring", nonblocking=True)
-
-
-def largest(comm: Communicator) -> Any:
-    x = np.arange(9, dtype=np.float32) * 2
-    return comm.topk_allreduce(x, 2, nonblocking=True)
-
-
-def compressed(comm: Communicator) -> Any:
-    x = np.full(9, 2.0, np.float32)
-    return comm.allreduce(x, out=np.empty_like(x), compress="float16", nonblocking=True)
-
-
-CALLS: dict[str, Call] = {
-    "sparse": sparse,
-    "ring": ring,
-    "largest": largest,
-    "compressed": compressed,
-}
-
-
-def total(found: Any) -> float:
-    return float(np.sum(getattr(found, "values", found)))
-
-
-def expected(name: str, size: int) -> float:
-    """Return the sum of what a call returns."""
-    return {"largest": 30.0 * size, "compressed": 18.0 * size}.get(name, 2.0 * size)
-
-
 @pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", STEPPED_CALLS)
 def test_ranks_may_wait_in_any_order(name: str, nodes: list[list[int]]) -> None:
     size = sum(map(len, nodes))
 
@@ -68,7 +30,7 @@ def test_ranks_may_wait_in_any_order(name: str, nodes: list[list[int]]) -> None:
         comm.timeout_s = LIMIT_S
         made = [comm.dup() for _ in range(3)]
         order = [(i + comm.rank) % 3 for i in range(3)]
-        requests = {i: CALLS[name](made[i]) for i in order}
+        requests = {i: STEPPED_CALLS[name](made[i]) for i in order}
         return [total(requests[i].wait()) for i in order]
 
     with RelayRanks(nodes) as ranks:
@@ -76,14 +38,14 @@ def test_ranks_may_wait_in_any_order(name: str, nodes: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", STEPPED_CALLS)
 def test_a_rank_may_do_something_else_first(name: str, nodes: list[list[int]]) -> None:
     """Others wait for the operation, and come to the barrier only then."""
     size = sum(map(len, nodes))
 
     def main(comm: Communicator) -> float:
         comm.timeout_s = LIMIT_S
-        request = CALLS[name](comm)
+        request = STEPPED_CALLS[name](comm)
         if comm.rank == 1:
             comm.barrier()
             return total(request.wait())
@@ -107,7 +69,7 @@ def test_without_progress_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_error_is_raised_to_who_waits() -> None:
-    """Rank 1 refuses its call; the thread of rank 0 finds it first."""
+    """Rank 1 refuses its call; the thread of rank 0 finds that, and nobody else."""
 
     def main(comm: Communicator) -> str:
         comm.timeout_s = LIMIT_S
@@ -118,6 +80,8 @@ def test_an_error_is_raised_to_who_waits() -> None:
             return type(raised.value).__name__
         request = sparse(comm)
         comm.barrier()
+        while not request.done:  # which makes no progress
+            os.sched_yield()
         with pytest.raises(Exception, match="rank 1 has refused") as refused:
             request.wait()
         return refused.type.__name__
@@ -187,13 +151,15 @@ def test_nothing_is_kept_where_no_thread_may_run_or_all_is_over() -> None:
     assert ended.looks == done.looks == 0
 
 
-def test_the_thread_ends_with_the_process_and_after_a_while() -> None:
-    def main(comm: Communicator) -> Any:
-        sparse(comm).wait()
-        return core_of(comm).world.stepping
+def test_the_thread_ends_after_a_while() -> None:
+    def main(comm: Communicator) -> list[threading.Thread]:
+        request = sparse(comm)
+        found = [each for each in threading.enumerate() if each.name == "commrt-steps"]
+        request.wait()
+        return found
 
-    for one in local.run(2, main):
-        thread = one._thread
-        if thread is not None:
+    for threads in local.run(2, main):
+        assert threads
+        for thread in threads:
             thread.join(LIMIT_S)
             assert not thread.is_alive()

@@ -320,6 +320,11 @@ class Core(Channel):
         super().give_up(why)
         self.devices.give_up(why)
 
+    def end_on_all_ranks(self, why: str) -> None:
+        """End all operations in flight and all later ones, on all ranks."""
+        super().end_on_all_ranks(why)
+        self.devices.end_on_all_ranks(why)
+
     # -- what it is --------------------------------------------------------------
 
     @property

@@ -84,7 +84,6 @@ class Recovery(Generic[Plain]):
         for each in self._descendants():
             each.end(why)
         comm.end_on_all_ranks(why)
-        comm.give_up(why)
 
     def agree(self, flag: int = True, *, timeout_s: float | None = None) -> int:
         """Return the bitwise AND of the ``flag`` of all ranks that live.

@@ -399,5 +399,9 @@ class Compression:
         self.open().fail(why)
 
     def end_on_all_ranks(self, why: str) -> None:
-        """End its calls in flight and all later ones, on all ranks."""
-        self.open().end(why)
+        """End its calls in flight and all later ones, on all ranks.
+
+        Others end, too, where this rank has made none yet: as their communicator does.
+        """
+        if self._channels is not None:
+            self._channels.end(why)

@@ -502,17 +502,22 @@ class DeviceCollectives:
 
     @property
     def _work(self) -> list[StagedWork]:
-        found: list[StagedWork] = []
-        found += [each for _, each in self._stagers.values()]
+        found: list[StagedWork] = [each for _, each in self._stagers.values()]
         found += [each for _, each in self._messages.values()]
-        found += self.host_jobs.works
-        return found
+        return found + self.host_jobs.works
 
     def give_up(self, why: str) -> None:
         """Fail what is under way, and let its streams go."""
+        self._fail(why, self.host_jobs.give_up)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """Fail what is under way, also on the other ranks."""
+        self._fail(why, self.host_jobs.end_on_all_ranks)
+
+    def _fail(self, why: str, end_jobs: Callable[[str], None]) -> None:
         for each in self._work:
             each.give_up(why)
-        self.host_jobs.give_up(why)
+        end_jobs(why)
         for carrier in self.attached.values():
             carrier.give_up(why)
 

@@ -64,6 +64,9 @@ class HostChannel(Protocol):
     def give_up(self, why: str) -> None:
         """Make it unusable, here and for ranks of this node that wait."""
 
+    def end_on_all_ranks(self, why: str) -> None:
+        """End all operations in flight and all later ones, on all ranks."""
+
     def free(self) -> None:
         """Release it; local, idempotent."""
 
@@ -449,6 +452,11 @@ class HostJobs:
     def give_up(self, why: str) -> None:
         """Let the other ranks wait for no job of this one."""
         self._open().give_up(why)
+
+    def end_on_all_ranks(self, why: str) -> None:
+        """End all jobs, on all ranks, also where this one has made no channel yet."""
+        if self._channel is not None:
+            self._channel.end_on_all_ranks(why)
 
     def close(self) -> None:
         """End the thread, and free what the jobs used."""

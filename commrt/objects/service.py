@@ -234,5 +234,9 @@ class Objects:
         self._open().set_failure(why)
 
     def end_on_all_ranks(self, why: str) -> None:
-        """End its calls in flight and all later ones, on all ranks."""
-        self._open().end_on_all_ranks(why)
+        """End its calls in flight and all later ones, on all ranks.
+
+        Others end, too, where this rank has made none yet: as their communicator does.
+        """
+        if self._channel is not None:
+            self._channel.end_on_all_ranks(why)

@@ -476,8 +476,12 @@ class SparseSums:
         self.open().channel.set_failure(why)
 
     def end_on_all_ranks(self, why: str) -> None:
-        """End its calls in flight and all later ones, on all ranks."""
-        self.open().channel.end_on_all_ranks(why)
+        """End its calls in flight and all later ones, on all ranks.
+
+        Others end, too, where this rank has made none yet: as their communicator does.
+        """
+        if self._state is not None:
+            self._state.channel.end_on_all_ranks(why)
 
 
 def _on_device(found: Any, put: Callable[[Any], Any]) -> Any:

@@ -71,6 +71,28 @@ def test_a_call_that_was_given_up_while_the_host_worked_keeps_no_memory() -> Non
     on_threads(2, main)
 
 
+@pytest.mark.parametrize("ends", ["revoke", "give_up"])
+def test_a_rank_that_ends_all_before_its_first_host_work_is_heard(ends: str) -> None:
+    waits = threading.Event()
+
+    def main(rank: Rank) -> None:
+        comm = rank.comm.dup()
+        if rank.rank == 0:
+            request = started(comm, rank.array(np.ones(8, "f4")))
+            until(lambda: request._job._request is not None)
+            waits.set()
+            with pytest.raises(CommError, match="it was told to"):
+                request.synchronize()
+        else:
+            until(waits.is_set)
+            assert core_of(comm).devices.host_jobs._channel is None
+            getattr(comm if ends == "revoke" else core_of(comm), ends)("it was told to")
+        rank.comm.barrier()
+        comm.free()
+
+    on_threads(2, main)
+
+
 def test_work_that_cannot_even_fail_does_not_stop_what_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

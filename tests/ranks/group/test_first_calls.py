@@ -90,6 +90,17 @@ def test_a_communicator_that_has_ended_has_no_first_call(name: str) -> None:
     local.run(2, main)
 
 
+def test_a_rank_that_ends_a_communicator_makes_no_channel_for_that() -> None:
+    def main(comm: Communicator) -> int:
+        part = comm.dup()
+        part.revoke()
+        made = len(core_of(part).privates)
+        part.free()
+        return made
+
+    assert local.run(2, main) == [0, 0]
+
+
 def test_first_calls_leave_nothing_behind() -> None:
     """The memory of a service goes with the communicator."""
 

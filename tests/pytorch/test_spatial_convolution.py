@@ -327,7 +327,7 @@ def test_halos_travel_beside_the_interior_where_they_leave_the_node(
     class Noted:
         @staticmethod
         def apply(*arguments: Any) -> Any:
-            apart.append(arguments[-1].is_apart)
+            apart.append(arguments[-1].split.is_apart)
             return OverlappedConvolution.apply(*arguments)
 
     def main(comm: Communicator) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from spatial_reference import NEAR, CutGrid, difference, drawn
 from torch.nn import functional
 
@@ -18,9 +19,11 @@ from commrt.layers.spatial import (
     Cut,
     exchange,
     grid_convolution,
-    overlapped_convolution,
+    output_split,
 )
 from commrt.layers.spatial.convolution import conv
+from commrt.layers.spatial.pooling import avg_pool
+from commrt.layers.spatial.transposed_convolution import conv_transpose
 from commrt.layers.spatial.weight_gradients import GradientSum
 from commrt.layers.spatial.windows import Sliding, Window, clipped
 from commrt.local import run
@@ -72,7 +75,7 @@ def one_halo_row_is_missing(patch: pytest.MonkeyPatch) -> None:
         ]
         return Window(window.length, tuple(parts))
 
-    patch.setattr(overlapped_convolution, "clipped", short)
+    patch.setattr(output_split, "clipped", short)
     patch.setattr(grid_convolution, "clipped", short)
     patch.setattr(exchange, "clipped", short)
 
@@ -151,3 +154,41 @@ def test_mistakes_turn_the_comparison_red(
     assert red <= found
     if mistake is weight_gradients_are_summed_twice:
         assert found == WEIGHTS
+
+
+def averaged(x: Any, **cut: Any) -> Any:
+    if cut:
+        return avg_pool(x, 3, stride=1, padding=1, **cut)
+    return functional.avg_pool2d(x, 3, stride=1, padding=1)
+
+
+def spread(x: Any, **cut: Any) -> Any:
+    weight = torch.arange(1.0, 28, dtype=x.dtype).view(3, 1, 3, 3)
+    function = conv_transpose if cut else functional.conv_transpose2d
+    return function(x, weight, padding=1, **cut)
+
+
+@pytest.mark.parametrize("mistake", [None, one_halo_row_is_missing, halos_are_stale])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("layer", [averaged, spread])
+def test_mistakes_turn_poolings_and_transposed_convolutions_red(
+    layer: Any, overlap: bool, mistake: Patch | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(comm: Communicator) -> dict[str, float]:
+        grid, rng = CutGrid(comm, {2: comm}), random.Random(5)
+        cuts = {2: Cut(comm, (6, 7))}
+        found: dict[str, float] = {}
+        for _ in range(2):
+            found = difference(
+                *(grid, cuts, drawn(rng, (2, 3, 13, 9)), []),
+                lambda x: layer(x, cuts=cuts, overlap=overlap),
+                layer,
+                rng,
+            ).of
+        return found
+
+    if mistake is not None:
+        mistake(monkeypatch)
+    ranks = run(2, main)
+    red = {name for rank in ranks for name, off in rank.items() if off > NEAR}
+    assert red == ({"result", "gradient of x"} if mistake else set())

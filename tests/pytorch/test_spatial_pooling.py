@@ -32,6 +32,10 @@ def draw_windows(rng: random.Random, dims: int) -> tuple[list[int], dict[str, An
     return shape, arguments
 
 
+def without_overlap(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "overlap"}
+
+
 def check_pool(rng: random.Random, grid: CutGrid, dims: int) -> float:
     """Return how far one drawn pooling is from torch's."""
     shape, arguments = draw_windows(rng, dims)
@@ -46,11 +50,12 @@ def check_pool(rng: random.Random, grid: CutGrid, dims: int) -> float:
         arguments["count_include_pad"] = rng.random() < 0.5
         if dims > 1 and rng.random() < 0.2:
             arguments["divisor_override"] = rng.randint(1, 5)
+    arguments["overlap"] = rng.choice((None, True, True, False))
     cuts = grid.cuts(rng, shape)
     found = difference(
         *(grid, cuts, drawn(rng, shape), []),
         lambda x: cut_pool(x, cuts=cuts, **arguments),
-        lambda x: plain(x, **arguments),
+        lambda x: plain(x, **without_overlap(arguments)),
         rng,
     )
     assert found.largest < NEAR, (found.of, shape, arguments, cuts)

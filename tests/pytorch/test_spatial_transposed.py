@@ -60,16 +60,22 @@ def check_transposed(rng: random.Random, grid: CutGrid, dims: int) -> float:
     filters = of_weight[1] * arguments["groups"]
     bias = drawn(rng, [filters]) if rng.random() < 0.5 else None
     over = grid.comm if rng.random() < 0.5 else None
+    overlap = rng.choice((None, True, True, False))
     found = difference(
         *(grid, cuts, x, [weight, bias]),
         lambda x, weight, bias: conv_transpose(
-            *(x, weight, bias), cuts=cuts, sum_weight_gradients_over=over, **arguments
+            *(x, weight, bias),
+            cuts=cuts,
+            overlap=overlap,
+            sum_weight_gradients_over=over,
+            **arguments,
         ),
         lambda x, weight, bias: PLAIN[dims](x, weight, bias, **arguments),
         rng,
         are_summed=over is not None,
     )
-    assert found.largest < NEAR, (found.of, shape, of_weight, arguments, cuts)
+    what = found.of, shape, of_weight, arguments, cuts, overlap
+    assert found.largest < NEAR, what
     return found.largest
 
 

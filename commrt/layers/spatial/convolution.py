@@ -46,6 +46,7 @@ from commrt.layers.spatial.grid_convolution import (
     GridConvolution,
     GridGeometry,
 )
+from commrt.layers.spatial.output_split import OutputSplit, is_apart
 from commrt.layers.spatial.overlapped_convolution import (
     Geometry,
     OverlappedConvolution,
@@ -143,9 +144,9 @@ def conv(
             dilation=dilations,
             groups=groups,
             sum_over=sum_weight_gradients_over,
-            is_apart=any(_is_apart(overlap, each.cut) for each in dims_cut),
         )
-        return _of_piece(x, weight, bias, dims_cut, how), made
+        apart = any(is_apart(overlap, each.cut) for each in dims_cut)
+        return _of_piece(x, weight, bias, dims_cut, how, apart), made
     weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
     shape = piece_shape(x, weight.shape[0], outputs, made)
     if 0 in shape[2:]:
@@ -162,19 +163,26 @@ class _How(TypedDict):
     dilation: tuple[int, ...]
     groups: int
     sum_over: Communicator | None
-    is_apart: bool
 
 
 def _of_piece(
-    x: Any, weight: Any, bias: Any, dims: Sequence[CutDimension], how: _How
+    x: Any,
+    weight: Any,
+    bias: Any,
+    dims: Sequence[CutDimension],
+    how: _How,
+    apart: bool,
 ) -> Any:
     """Return this rank's piece of the output, where some dimensions are cut."""
     if len(dims) > 1:
-        return GridConvolution.apply(x, weight, bias, GridGeometry(tuple(dims), **how))
+        grid = GridGeometry(tuple(dims), **how, is_apart=apart)
+        return GridConvolution.apply(x, weight, bias, grid)
     (one,) = dims
-    geometry = Geometry(
-        dim=one.dim, cut=one.cut, sliding=one.sliding, outputs=one.outputs, **how
+    is_empty = 0 in how["shape"]
+    split = OutputSplit(
+        one.dim, one.cut, one.sliding, one.outputs, apart, is_empty=is_empty
     )
+    geometry = Geometry(split=split, sliding=one.sliding, **how)
     return OverlappedConvolution.apply(x, weight, bias, geometry)
 
 
@@ -228,11 +236,6 @@ def _as_autocast(x: Any | None) -> Any:
     if x is None or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
-
-
-def _is_apart(wanted: bool | None, cut: Cut) -> bool:
-    """Return whether outputs that need no halo are computed while it travels."""
-    return len(cut.comm.nodes) > 1 if wanted is None else wanted
 
 
 # -- what the outputs read -------------------------------------------------------------

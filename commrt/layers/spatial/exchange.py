@@ -21,9 +21,9 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.windows import (
+    Kernel,
     Message,
     Range,
-    Sliding,
     Transfers,
     Window,
     clipped,
@@ -99,7 +99,7 @@ def window(
 
 
 def window_of_outputs(
-    x: Any, dim: int, cut: Cut, sliding: Sliding, outputs: Cut, *, fill: float = 0.0
+    x: Any, dim: int, cut: Cut, kernel: Kernel, outputs: Cut, *, fill: float = 0.0
 ) -> Any:
     """Return what this rank's outputs read along a cut, with ``fill`` as padding.
 
@@ -107,13 +107,13 @@ def window_of_outputs(
         x: this rank's piece.
         dim: the dimension that is cut.
         cut: how it is cut.
-        sliding: the kernel in this dimension.
+        kernel: what outputs read in this dimension.
         outputs: how the result is cut there.
         fill: the value of padding.
 
     Collective like ``window``.
     """
-    reads = [sliding.reads(*out) for out in outputs.pieces]
+    reads = [kernel.reads(*out) for out in outputs.pieces]
     windows = [clipped(*each, cut.extent) for each in reads]
     return window(x, dim, cut, windows, fill=fill)
 

@@ -5,13 +5,16 @@ Each rank computes an even piece of the output.
 
 Pattern and bytes: one exchange of strips along each cut dimension, as for a convolution
 of the same kernel. Where windows do not reach over a boundary (a kernel no larger than
-the stride, and pieces that are multiples of it) nothing is sent.
+the stride, and pieces that are multiples of it) nothing is sent. With ``overlap`` the
+strips of the last cut dimension, the longest, travel while the windows are taken that
+need none of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +29,11 @@ from commrt.layers.spatial.arguments import (
     piece_shape,
     whole_extents,
 )
+from commrt.layers.spatial.beside_halo import beside_halo
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.empty_results import empty_result
 from commrt.layers.spatial.exchange import window_of_outputs
+from commrt.layers.spatial.output_split import OutputSplit, is_apart
 from commrt.layers.spatial.windows import Range, Sliding
 
 __all__ = ["avg_pool", "max_pool"]
@@ -46,6 +51,7 @@ def max_pool(
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
+    overlap: bool | None = None,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of the largest elements in windows, and its cuts.
 
@@ -53,6 +59,7 @@ def max_pool(
         x: this rank's piece: batch, channels, then 1 to 3 spatial dimensions.
         kernel_size, stride, padding, dilation, ceil_mode: as in torch.
         cuts: the dimensions of ``x`` that are cut; the batch may be one.
+        overlap: take windows that need no halo while it travels; as in ``conv``.
 
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none. The result has the bits of torch's.
@@ -65,13 +72,14 @@ def max_pool(
         "max_pool", dims, kernel_size, stride, padding, dilation, ceil_mode
     )
     outputs, made = _outputs("max_pool", x, cuts, slidings)
-    x, pads = _windows(x, cuts, made, slidings, -math.inf)
-    shape = piece_shape(x, x.shape[1], outputs, made)
-    if 0 in shape[2:]:
-        return empty_result(shape, x), made
     kernel, strides, dilations = _of_torch(slidings)
-    y = MAX[dims](x, kernel, strides, pads, dilations, ceil_mode)
-    return y, made
+
+    def pool(wide: Any, pads: list[int]) -> Any:
+        return MAX[dims](wide, kernel, strides, pads, dilations, ceil_mode)
+
+    cutting = _Cutting(cuts, made, slidings, overlap)
+    shape = piece_shape(x, x.shape[1], outputs, made)
+    return _pooled(x, cutting, shape, -math.inf, pool), made
 
 
 def avg_pool(
@@ -84,6 +92,7 @@ def avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
+    overlap: bool | None = None,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of the means of windows, and its cuts.
 
@@ -92,6 +101,7 @@ def avg_pool(
         kernel_size, stride, padding, ceil_mode, count_include_pad: as in torch.
         divisor_override: as in torch, which has it in 2 and 3 dimensions.
         cuts: the dimensions of ``x`` that are cut; the batch may be one.
+        overlap: take windows that need no halo while it travels; as in ``conv``.
 
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none. Where no spatial dimension is cut among
@@ -109,25 +119,30 @@ def avg_pool(
         )
     outputs, made = _outputs("avg_pool", x, cuts, slidings)
     extents = whole_extents(x, cuts)[2:]
-    along = _along(cuts)
-    x, pads = _windows(x, cuts, made, slidings, 0.0)
-    shape = piece_shape(x, x.shape[1], outputs, made)
-    if 0 in shape[2:]:
-        return empty_result(shape, x), made
     kernel, strides, _ = _of_torch(slidings)
-    arguments = kernel, strides, pads, ceil_mode
-    if not along:
-        more = () if dims == 1 else (divisor_override,)
-        return AVG[dims](x, *arguments, count_include_pad, *more), made
-    if divisor_override is not None:
-        return _sums(x, arguments, divisor_override), made
     counts = []
     for dim, (sliding, extent) in enumerate(zip(slidings, extents, strict=True), 2):
         out = made[dim].own if dim in made else (0, outputs[dim - 2])
         counts.append(_counts(sliding, extent, out, count_include_pad))
-    if all(len({*each}) == 1 for each in counts):
-        return _sums(x, arguments, math.prod(each[0] for each in counts)), made
-    y = _sums(x, arguments, 1)
+    are_alike = all(len({*each}) == 1 for each in counts)
+    divisor = divisor_override
+    if divisor is None:
+        divisor = math.prod(each[0] for each in counts) if are_alike else 1
+
+    def pool(wide: Any, pads: list[int]) -> Any:
+        return _sums(wide, (kernel, strides, pads, ceil_mode), divisor)
+
+    def pool_whole(wide: Any, pads: list[int]) -> Any:
+        more = () if dims == 1 else (divisor_override,)
+        how = kernel, strides, pads, ceil_mode, count_include_pad
+        return AVG[dims](wide, *how, *more)
+
+    cutting = _Cutting(cuts, made, slidings, overlap)
+    shape = piece_shape(x, x.shape[1], outputs, made)
+    is_whole = not cutting.along
+    y = _pooled(x, cutting, shape, 0.0, pool_whole if is_whole else pool)
+    if is_whole or are_alike or divisor_override is not None or 0 in shape[2:]:
+        return y, made
     for dim, each in enumerate(counts, 2):
         last = [1] * (x.dim() - dim - 1)
         y = y / torch.tensor(each, dtype=x.dtype, device=x.device).view(-1, *last)
@@ -184,26 +199,75 @@ def _of_torch(slidings: Sequence[Sliding]) -> tuple[list[int], list[int], list[i
 # -- windows ---------------------------------------------------------------------------
 
 
-def _along(cuts: Mapping[int, Cut]) -> list[int]:
-    """Return the spatial dimensions that are cut among several ranks."""
-    return [dim for dim, cut in cuts.items() if dim >= 2 and cut.comm.size > 1]
+@dataclass(frozen=True)
+class _Cutting:
+    """How input and output of a pooling are cut.
 
+    Args:
+        cuts, made: of the input and of the output.
+        slidings: the windows in each spatial dimension.
+        overlap: as asked for.
+    """
 
-def _windows(
-    x: Any,
-    cuts: Mapping[int, Cut],
-    made: Mapping[int, Cut],
-    slidings: Sequence[Sliding],
-    fill: float,
-) -> tuple[Any, list[int]]:
-    """Return what this rank's outputs read, and the padding that is left for torch."""
-    pads = [each.low for each in slidings]
-    for dim in _along(cuts):
-        x = window_of_outputs(
-            *(x, dim, cuts[dim], slidings[dim - 2], made[dim]), fill=fill
+    cuts: Mapping[int, Cut]
+    made: Mapping[int, Cut]
+    slidings: Sequence[Sliding]
+    overlap: bool | None
+
+    @property
+    def along(self) -> list[int]:
+        """The spatial dimensions that are cut among several ranks, longest strips last.
+
+        The order is the same on all ranks.
+        """
+        found = [d for d, cut in self.cuts.items() if d >= 2 and cut.comm.size > 1]
+        return sorted(found, key=lambda d: (self._part(d), d))
+
+    def _part(self, dim: int) -> float:
+        return self.slidings[dim - 2].span / max(1, self.cuts[dim].extent)
+
+    @property
+    def pads(self) -> list[int]:
+        """The padding that is left for torch."""
+        sides = [each.low for each in self.slidings]
+        return [0 if d in self.along else side for d, side in enumerate(sides, 2)]
+
+    def window(self, x: Any, dim: int, fill: float) -> Any:
+        """Return what this rank's outputs read along a dimension."""
+        of_dim = self.cuts[dim], self.slidings[dim - 2], self.made[dim]
+        return window_of_outputs(x, dim, *of_dim, fill=fill)
+
+    def split(self, dim: int, shape: Sequence[int]) -> OutputSplit | None:
+        """Return the outputs along a dimension, None where all are computed at once."""
+        cut, sliding = self.cuts[dim], self.slidings[dim - 2]
+        if not is_apart(self.overlap, cut):
+            return None
+        is_empty = 0 in shape
+        return OutputSplit(
+            dim, cut, sliding, self.made[dim].pieces, True, is_empty=is_empty
         )
-        pads[dim - 2] = 0
-    return x, pads
+
+
+def _pooled(
+    x: Any,
+    cutting: _Cutting,
+    shape: Sequence[int],
+    fill: float,
+    pool: Callable[[Any, list[int]], Any],
+) -> Any:
+    """Return this rank's outputs.
+
+    ``pool`` gets what outputs read, and the padding that is left for torch.
+    """
+    along, pads = cutting.along, cutting.pads
+    for dim in along[:-1]:
+        x = cutting.window(x, dim, fill)
+    if along:
+        split = cutting.split(along[-1], shape)
+        if split is not None:
+            return beside_halo(x, split, lambda wide, _: pool(wide, pads), shape, fill)
+        x = cutting.window(x, along[-1], fill)
+    return empty_result(shape, x) if 0 in shape[2:] else pool(x, pads)
 
 
 def _counts(sliding: Sliding, extent: int, out: Range, with_pad: bool) -> list[int]:

@@ -4,8 +4,10 @@
 Each rank computes an even piece of the output, from all inputs that contribute to it.
 
 Pattern: one exchange of strips along each cut dimension, one dimension after another.
-The backward pass sends the gradients of the strips to their owners, and may sum the
-gradients of weight and bias over ranks by one ``allreduce`` of both.
+With ``overlap`` the strips of the last one, the longest, travel while the outputs are
+computed that need none of them. The backward pass sends the gradients of the strips to
+their owners, and may sum the gradients of weight and bias over ranks by one
+``allreduce`` of both.
 
 Bytes that a rank sends along a cut dimension: the elements of its piece that contribute
 to outputs of other ranks, times the other extents (with what came in the dimensions
@@ -17,6 +19,7 @@ sends as many bytes as this rank received; the allreduce counts those of the wei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import functional
@@ -32,11 +35,13 @@ from commrt.layers.spatial.arguments import (
     piece_shape,
     whole_extents,
 )
+from commrt.layers.spatial.beside_halo import beside_halo
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.empty_results import empty_result
-from commrt.layers.spatial.exchange import window
+from commrt.layers.spatial.exchange import window_of_outputs
+from commrt.layers.spatial.output_split import OutputSplit, is_apart
 from commrt.layers.spatial.weight_gradients import check_sum, summed_gradients
-from commrt.layers.spatial.windows import Range, Spreading, clipped
+from commrt.layers.spatial.windows import Range, Spreading
 
 __all__ = ["conv_transpose"]
 
@@ -58,6 +63,7 @@ def conv_transpose(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    overlap: bool | None = None,
     sum_weight_gradients_over: Communicator | None = None,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of a transposed convolution, and how it is cut.
@@ -69,6 +75,7 @@ def conv_transpose(
         cuts: the dimensions that are cut: spatial ones (2 and up), and the batch (0),
             which moves nothing. Pieces may be uneven, empty, and narrow.
         stride, padding, output_padding, groups, dilation: as in torch.
+        overlap: compute outputs that need no halo while it travels; as in ``conv``.
         sum_weight_gradients_over: ranks over which the backward pass sums the gradients
             of weight and bias. None: they are this rank's parts of the sums.
 
@@ -91,36 +98,90 @@ def conv_transpose(
     check_outputs("conv_transpose", extents, outputs)
     made = cut_of_outputs(cuts, outputs)
 
-    pads = [each.padding for each in spreadings]
-    more = [each.more for each in spreadings]
-    trims: dict[int, Range] = {}
-    for dim, cut in cuts.items():
-        if dim < 2 or cut.comm.size == 1:
-            continue
-        spreading = spreadings[dim - 2]
-        reads = [spreading.reads(*out, cut.extent) for out in made[dim].pieces]
-        x = window(x, dim, cut, [clipped(*each, cut.extent) for each in reads])
-        pads[dim - 2] = more[dim - 2] = 0
-        # Where this rank's outputs lie in those that the window gives.
-        first = spreading.first(reads[cut.comm.rank][0])
-        low, high = made[dim].own
-        trims[dim] = low - first, high - first
+    along = [dim for dim, cut in cuts.items() if dim >= 2 and cut.comm.size > 1]
+    # The dimension with the largest strips comes last: they need the longest.
+    along.sort(
+        key=lambda dim: (spreadings[dim - 2].reach / max(1, extents[dim - 2]), dim)
+    )
     weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
     shape = piece_shape(x, weight.shape[1] * groups, outputs, made)
-    if 0 in shape[2:]:
-        return empty_result(shape, x, weight, bias), made
-    strides = tuple(each.stride for each in spreadings)
-    dilations = tuple(each.dilation for each in spreadings)
-    arguments = strides, pads, more, groups, dilations
-    if not trims:
-        return PLAIN[dims](x, weight, bias, *arguments), made
-    if 0 in x.shape[2:]:  # nothing contributes to these outputs
-        y = empty_result(shape, x, weight, fill=0.0)
+    spread = _Spread(weight, spreadings, groups, shape, tuple(along))
+    if not along:
+        if 0 in shape[2:]:
+            return empty_result(shape, x, weight, bias), made
+        return spread.whole(x, bias), made
+    *before, last = along
+    for dim in before:
+        x = window_of_outputs(x, dim, cuts[dim], spreadings[dim - 2], made[dim])
+    own = {dim: made[dim].own for dim in along}
+    kernel, is_empty = spreadings[last - 2], 0 in shape
+    if is_apart(overlap, cuts[last]):
+        split = OutputSplit(
+            *(last, cuts[last], kernel, made[last].pieces), True, is_empty=is_empty
+        )
+        x = beside_halo(
+            *(x, split, lambda wide, out: spread.part(wide, {**own, last: out}), shape)
+        )
     else:
-        y = _trimmed(PLAIN[dims](x, weight, None, *arguments), trims)
-    if bias is not None:
-        y = y + bias.view(-1, *[1] * dims)
-    return y, made
+        x = window_of_outputs(x, last, cuts[last], kernel, made[last])
+        x = x if is_empty else spread.part(x, own)
+    if is_empty:
+        return empty_result(shape, x, weight, bias), made
+    return (x if bias is None else x + bias.view(-1, *[1] * dims)), made
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """The convolution of what a rank has.
+
+    Args:
+        weight: as in ``conv_transpose``.
+        spreadings: the kernel in each spatial dimension.
+        groups: as in torch.
+        shape: of this rank's piece of the output.
+        along: the dimensions that are cut among several ranks.
+    """
+
+    weight: Any
+    spreadings: Sequence[Spreading]
+    groups: int
+    shape: Sequence[int]
+    along: tuple[int, ...]
+
+    def whole(self, x: Any, bias: Any) -> Any:
+        """Return torch's own result."""
+        every = self.spreadings
+        pads, more = [one.padding for one in every], [one.more for one in every]
+        return self._plain(x, bias, pads, more)
+
+    def part(self, wide: Any, outs: Mapping[int, Range]) -> Any:
+        """Return the outputs in these ranges of the cut dimensions, without bias.
+
+        ``wide``: the inputs that contribute to them.
+        """
+        if 0 in wide.shape[2:]:  # none does
+            shape = [*self.shape]
+            for dim, (low, high) in outs.items():
+                shape[dim] = high - low
+            return empty_result(shape, wide, self.weight)
+        pads, more = [], []
+        for dim, one in enumerate(self.spreadings, 2):
+            pads.append(0 if dim in self.along else one.padding)
+            more.append(0 if dim in self.along else one.more)
+        y = self._plain(wide, None, pads, more)
+        return _trimmed(y, {dim: self._place(dim, out) for dim, out in outs.items()})
+
+    def _place(self, dim: int, out: Range) -> Range:
+        """Return where some outputs lie in those that their inputs give."""
+        spreading = self.spreadings[dim - 2]
+        first = spreading.first(spreading.reads(*out)[0])
+        return out[0] - first, out[1] - first
+
+    def _plain(self, x: Any, bias: Any, pads: list[int], more: list[int]) -> Any:
+        strides = [one.stride for one in self.spreadings]
+        dilations = [one.dilation for one in self.spreadings]
+        how = strides, pads, more, self.groups, dilations
+        return PLAIN[len(strides)](x, self.weight, bias, *how)
 
 
 def _spreadings(

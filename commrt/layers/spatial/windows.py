@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 __all__ = [
+    "Kernel",
     "Message",
     "Part",
     "Range",
@@ -115,6 +116,21 @@ def source_of(place: int, extent: int, mode: str) -> int:
 # -- operations that slide a kernel ----------------------------------------------------
 
 
+class Kernel(Protocol):
+    """What outputs along one dimension read: ``Sliding`` and ``Spreading``."""
+
+    def reads(self, low: int, high: int) -> Range:
+        """Return the elements that outputs ``[low, high)`` read, padding included."""
+        ...
+
+    def within(self, own: Range, extent: int, outputs: Range) -> Range:
+        """Return those of some outputs that read nothing outside ``own`` but padding.
+
+        An empty range where there is none.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Sliding:
     """A kernel that slides along one dimension: convolution and pooling.
@@ -192,13 +208,28 @@ class Spreading:
         """Return the first output that an input contributes to; it may be below 0."""
         return place * self.stride - self.padding
 
-    def reads(self, low: int, high: int, extent: int) -> Range:
-        """Return the inputs that contribute to outputs ``[low, high)``."""
+    def reads(self, low: int, high: int) -> Range:
+        """Return the inputs that contribute to outputs ``[low, high)``.
+
+        Those outside of the dimension are 0.
+        """
         if high <= low:
             return 0, 0
         first = -(-(low + self.padding - self.reach) // self.stride)
         last = (high - 1 + self.padding) // self.stride
-        return meet((first, last + 1), (0, extent))
+        return first, last + 1
+
+    def within(self, own: Range, extent: int, outputs: Range) -> Range:
+        """Return those of some outputs to which no input outside ``own`` contributes.
+
+        An empty range where there is none.
+        """
+        low, high = outputs
+        if own[0] > 0:  # the input before contributes to the outputs up to here
+            low = max(low, self.first(own[0] - 1) + self.reach + 1)
+        if own[1] < extent:
+            high = min(high, self.first(own[1]))
+        return (low, high) if low < high else (outputs[0], outputs[0])
 
 
 def adaptive_window(output: int, extent: int, outputs: int) -> Range:

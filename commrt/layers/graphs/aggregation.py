@@ -35,6 +35,7 @@ from commrt.layers.graphs.row_blocks import gathered_rows, nested_sizes, scatter
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.windows import even_ranges
 from commrt.layers.tensors import DistTensor
+from commrt.layers.tensors.autocast import full_precision
 
 __all__ = ["multiply", "own_features", "spmm"]
 
@@ -64,8 +65,9 @@ def spmm(
         chunks: the products of how many chunks of rows are summed apart; None: one for
             each 1 MiB of the result, at most 8.
 
-    The result lies as ``roles.aggregated``. Raises UsageError for an ``x`` that lies
-    elsewhere, before anything is sent.
+    The result lies as ``roles.aggregated``, in the type of the matrix, also under
+    torch's autocast, where ``x`` may be shorter. Raises UsageError for an ``x`` that
+    lies elsewhere, before anything is sent.
     """
     roles = roles_of(adjacency.grid, layer_index)
     return _spmm(adjacency, adjacency.block(layer_index), x, roles, chunks)
@@ -94,6 +96,9 @@ def _spmm(
 ) -> DistTensor:
     """Return the product with the matrix that has this rank's block."""
     grid = adjacency.grid
+    dtype = getattr(torch, block.forward.data.dtype.name)
+    if isinstance(x, DistTensor):
+        x = DistTensor(full_precision(x.local, dtype), x.shape, x.grid, x.placement)
     rests = _check(adjacency, block, x, roles)
     if chunks is not None and (type(chunks) is not int or chunks < 1):
         raise UsageError(f"spmm: chunks={shown(chunks)} must be a number from 1")

@@ -28,6 +28,7 @@ from commrt.layers.graphs.products import summed_products
 from commrt.layers.graphs.roles import roles_of
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
+from commrt.layers.tensors.autocast import is_autocast
 
 __all__ = ["GCNConv3d", "SAGEConv3d"]
 
@@ -164,7 +165,7 @@ class GCNConv3d(_Conv3d):
         summed = spmm(adjacency, x, self.layer_index, chunks=self.chunks)
         held = self.dist_tensors()
         result = summed_products([summed], [held["weight"]], self.roles)
-        return result + held["bias"] if "bias" in held else result
+        return _with_bias(result, held)
 
 
 class SAGEConv3d(_Conv3d):
@@ -190,14 +191,23 @@ class SAGEConv3d(_Conv3d):
         held = self.dist_tensors()
         weights = [held["weight"], held["root_weight"]]
         result = summed_products([summed, own], weights, self.roles)
-        return result + held["bias"] if "bias" in held else result
+        return _with_bias(result, held)
+
+
+def _with_bias(result: DistTensor, held: Mapping[str, DistTensor]) -> DistTensor:
+    """Return a product and its bias, in the type of the product."""
+    bias = held.get("bias")
+    if bias is None:
+        return result
+    return result + (bias if bias.dtype == result.dtype else bias.to(result.dtype))
 
 
 def _check_width(layer: _Conv3d, x: Any) -> None:
     """Raise UsageError unless x has the layer's columns and type, before anything."""
     if isinstance(x, DistTensor) and x.dim() == 2:
         weight = layer.weight
-        if x.shape[1] != layer.in_features or x.dtype != weight.dtype:
+        is_odd = x.dtype != weight.dtype and not is_autocast(weight)
+        if x.shape[1] != layer.in_features or is_odd:
             raise UsageError(
                 f"{type(layer).__name__}: x of shape {tuple(x.shape)} and {x.dtype}; "
                 f"expected {layer.in_features} columns of {weight.dtype}"

@@ -21,6 +21,7 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
+from commrt.layers.tensors.autocast import full_precision
 
 __all__ = ["cross_entropy3d"]
 
@@ -38,6 +39,7 @@ def cross_entropy3d(
 
     Args:
         logits: (N, C), float32 or float64; rows and classes may be cut by any axes.
+            Under torch's autocast shorter ones are taken in float32, as by torch.
         target: (N,), int64 class numbers, cut as the rows are.
         grid: None, or the grid of both.
         ignore_index: rows with this target do not count. Without any row that counts,
@@ -59,7 +61,8 @@ def cross_entropy3d(
         logits.shape[1],
         ignore_index,
     )
-    local = _CrossEntropy.apply(logits.local, target.local.detach(), how)
+    given = full_precision(logits.local)
+    local = _CrossEntropy.apply(given, target.local.detach(), how)
     return DistTensor(local, (), grid, Placement())
 
 

@@ -39,6 +39,7 @@ from commrt.layers.graphs.row_blocks import (
 )
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor
+from commrt.layers.tensors.autocast import is_autocast, low_precision
 
 __all__ = ["summed_products"]
 
@@ -55,6 +56,7 @@ def summed_products(
         weights: (K, M), each as ``roles.weight``; K may differ from pair to pair.
         roles: of the grid's axes.
 
+    Under torch's autocast products and messages are in its type, and so is the result.
     The result (N, M) lies as ``roles.result``. Raises UsageError for tensors that lie
     elsewhere, before anything is sent.
     """
@@ -64,7 +66,7 @@ def summed_products(
             not x.placement.is_same_as(roles.aggregated, grid, x.shape)
             or not weight.placement.is_same_as(roles.weight, grid, weight.shape)
             or x.shape[1] != weight.shape[0]
-            or x.dtype != weight.dtype
+            or (x.dtype != weight.dtype and not is_autocast(weight.local))
         ):
             raise UsageError(
                 f"summed_products: {x} of {x.dtype} by {weight} of {weight.dtype}; "
@@ -73,9 +75,9 @@ def summed_products(
             )
     sizes = tuple(_pieces(grid, roles, weight.shape[0]) for weight in weights)
     how = _Axes(grid[roles.inner], grid[roles.features], grid[roles.rows], sizes)
-    local = _Products.apply(
-        how, *(x.local for x in operands), *(weight.local for weight in weights)
-    )
+    first = weights[0].local
+    dtype = low_precision(first, first.dtype)
+    local = _Products.apply(how, *(x.local.to(dtype) for x in (*operands, *weights)))
     shape = operands[0].shape[0], weights[0].shape[1]
     return DistTensor(local, shape, grid, roles.result)
 
@@ -116,8 +118,9 @@ class _Products(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         how: _Axes = ctx.how
-        count = len(ctx.saved_tensors) // 2
-        operands, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # checkpoints unpack them once
+        count = len(saved) // 2
+        operands, weights = saved[:count], saved[count:]
         needed = ctx.needs_input_grad[1:]
         gathered = (
             _start_gathered(weights, how)

@@ -37,8 +37,9 @@ from commrt.layers.tensor3d.depth import DepthShards, Reduced
 from commrt.layers.tensor3d.kernels import Kernel
 from commrt.layers.tensor3d.overlap import Overlap, is_accumulated
 from commrt.layers.tensor3d.roles import Roles
+from commrt.layers.tensors.autocast import low_precision
 
-__all__ = ["Product", "low_precision", "weight_gradient"]
+__all__ = ["Product", "weight_gradient"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -81,14 +82,6 @@ class Product:
     def gradient_sums(self) -> Communicator | None:
         """The ranks whose summands make the gradient of an input."""
         return self.roles.outputs.comm
-
-
-def low_precision(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type that autocast has a product of ``dtype`` computed in."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return dtype
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]

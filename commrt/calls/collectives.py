@@ -134,6 +134,15 @@ class Collectives:
             self._comparison.tell(name, error, _limit(name, kwargs))
             raise
 
+    def parsed(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Bound]:
+        """Return what a call of a collective asks for, checked; nothing runs.
+
+        It is local where the arguments say all counts.
+        """
+        return self._bind(name, args, kwargs)
+
     def _bind(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, Bound]:

@@ -216,6 +216,11 @@ class Selection:
             query = replace(query, order=order)
         return query, self.choices.of(query, call)
 
+    def expected_us(self, call: Call, bound: Bound) -> float:
+        """Return the microseconds that a call is expected to take; local."""
+        query, span = self.asked(call, bound)
+        return self.policy.expected_us(query, span.candidate)
+
     def planned(self, call: Call, bound: Bound) -> tuple[Any, Candidate]:
         """Return the plan of a call, made anew by the backend that is to run it.
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from commrt.errors import BackendError, UsageError, shown, suggest
+from commrt.select.expected import expected_us
 from commrt.select.facts import Candidate, Choice, CommFacts, Query, Source
 from commrt.select.match import Hit
 from commrt.select.model import cheapest
@@ -343,6 +344,11 @@ class Policy:
             return self._modelled(query, found, why)
         tail = f" ({hit.extrapolated})" if hit.extrapolated else ""
         return Choice(use, "table", f"{_rule_text(hit)}{tail}", hit.index)
+
+    def expected_us(self, query: Query, candidate: Candidate) -> float:
+        """Return the microseconds that what runs a query is expected to take."""
+        hit = self._lookup(query)
+        return expected_us(query, candidate, hit, self.offers.predicted_us)
 
     def _lookup(self, query: Query) -> Hit | None:
         """Return the rule for ``query``.

@@ -16,19 +16,21 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from commrt.calls.methods import if_cached
 from commrt.errors import CommError, TimeoutError_
 from commrt.torch.completer import Completer
-from commrt.torch.errors import as_torch_error
+from commrt.torch.errors import as_torch_error, wrong_call
 from commrt.torch.monitored_barrier import MonitoredBarrier
 from commrt.torch.operands import CopyBack
 from commrt.torch.per_call import ASKED
 from commrt.torch.profiling import profiled, profiler
 from commrt.torch.reductions import PLAIN
+from commrt.torch.time_estimate import Estimating
 from commrt.torch.work import CommrtWork, JoinedWork, seconds
 from commrt.vocabulary.operations import operation
 
@@ -59,6 +61,8 @@ class Calls:
         self.faults = completer.faults
         self.monitored = MonitoredBarrier(comm)
         self._batch: list[CommrtWork] | None = None
+        self._estimated: Core | None = None
+        """The communicator, while a stand-in only says how long its calls take."""
         self.is_free = True
         """True if calls begin at once: torch does not coalesce them, and they wait for
         no future of a backward pass."""
@@ -79,7 +83,11 @@ class Calls:
 
     def _look(self) -> None:
         with self._looks:  # the futures' thread does, too
-            self.is_free = self._batch is None and not self.completer.holding
+            self.is_free = (
+                self._batch is None
+                and self._estimated is None
+                and not self.completer.holding
+            )
 
     def settle(self) -> None:
         """Within a backward pass, wait for futures that come before the next call."""
@@ -188,6 +196,8 @@ class Calls:
         back: CopyBack | None,
     ) -> CommrtWork | None:
         """Return torch's result: None for a call that was waited for, else a Work."""
+        if self._estimated is not None:
+            back = None  # nothing came
         if waited:
             if back is not None:
                 back()
@@ -248,6 +258,26 @@ class Calls:
             raise as_torch_error(error) from error.__cause__
         except CommError as error:
             raise self.failed(error) from error.__cause__
+
+    def start_estimate(self, block: GeneratorType[Any, Any, Any] | None) -> None:
+        """Run nothing within a block: only say how long calls take."""
+        stand_in = self.comm
+        if isinstance(stand_in, Estimating):
+            if block is None or stand_in.is_open:
+                raise wrong_call("_time_estimator: another one of this group is open")
+            self.end_estimate()
+        self._estimated = comm = self.comm
+        self.comm = cast("Core", Estimating(comm, block, self.end_estimate))
+        self._look()
+
+    def end_estimate(self) -> float:
+        """Run calls again; return the microseconds of those since, below 0: unknown."""
+        stand_in = self.comm
+        if self._estimated is None or not isinstance(stand_in, Estimating):
+            raise wrong_call("_end_time_estimate: no estimate of this group is open")
+        self.comm, self._estimated = self._estimated, None
+        self._look()
+        return stand_in.expected_us
 
     def start_batch(self) -> None:
         """Begin to coalesce."""

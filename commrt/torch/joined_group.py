@@ -27,6 +27,7 @@ from commrt.torch.errors import as_torch_error
 from commrt.torch.faults import GroupFaults
 from commrt.torch.memory import SharedMemory
 from commrt.torch.names import BACKEND
+from commrt.torch.time_estimate import block_of_caller
 from commrt.trace.folder import keep_files
 from commrt.trace.nvtx import put_ranges
 from commrt.vocabulary.limits import timedelta_seconds
@@ -198,11 +199,22 @@ class AsBackend(Joins):
     """Methods that torch calls on the backend of a device."""
 
     supports_splitting = False
-    supports_time_estimate = False
     supports_coalescing = True
     # torch's own answers, of a backend in Python, ask themselves without end.
     supports_reconfigure = False
     supports_window = False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """True unless ranks compare their calls: an estimate is one rank's alone."""
+        return not self._joined.is_checked
+
+    def _start_time_estimate(self) -> None:
+        # torch's generator called this, and contextlib's __enter__ that.
+        self._joined.calls.start_estimate(block_of_caller(2))
+
+    def _end_time_estimate(self) -> float:
+        return self._joined.calls.end_estimate()
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """Return whether tensors from ``allocate_tensor`` save copies.

@@ -199,7 +199,8 @@ def _with_bias(result: DistTensor, held: Mapping[str, DistTensor]) -> DistTensor
     bias = held.get("bias")
     if bias is None:
         return result
-    return result + (bias if bias.dtype == result.dtype else bias.to(result.dtype))
+    summed: DistTensor = result + bias.to(result.dtype)
+    return summed
 
 
 def _check_width(layer: _Conv3d, x: Any) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt-tune``: run, show, explain, lint, compare; report, merge, export."""
+"""``commrt-tune``: run, show, explain, lint, compare; report, merge, export; fit and
+simulate."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from commrt.tuning import run
 from commrt.tuning.agreement import agreements, overall
 from commrt.tuning.decide import decide
 from commrt.tuning.file_commands import add_commands, table_of
+from commrt.tuning.fit_network import add_fit
 from commrt.tuning.lint import lint
 from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.show import explain, show
+from commrt.tuning.simulate import add_simulate
 from commrt.tuning.summary import describe_group
 from commrt.tuning.tuner import Options
 from commrt.vocabulary.dtypes import dtype_by_name
@@ -69,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     compared.set_defaults(command=_compare)
     compared.add_argument("recordings", nargs=2, type=Path, metavar="RAW")
     add_commands(commands)
+    add_fit(commands)
+    add_simulate(commands)
     explained.add_argument("op", metavar="OPERATION")
     explained.add_argument("nbytes", type=_nbytes, metavar="BYTES")
     explained.add_argument("--ranks", type=_positive, default=2)

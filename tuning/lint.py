@@ -44,7 +44,7 @@ class Finding:
     """One thing that a table should be looked at for."""
 
     kind: str
-    """guideline, not-monotone, extrapolated, no-evidence."""
+    """guideline, not-monotone, extrapolated, simulated, no-evidence."""
     text: str
     """The finding, with its numbers."""
 
@@ -136,6 +136,10 @@ def _extrapolated(table: Table) -> Iterator[Finding]:
     for index, rule in enumerate(table.rules):
         if rule.evidence is None:
             yield Finding("no-evidence", f"rule {index} ({rule.op}) states none")
+        elif rule.evidence.verdict == "simulated":
+            yield Finding(
+                "simulated", f"rule {index} ({rule.op}) was simulated, not measured"
+            )
         elif rule.evidence.verdict == "extrapolated":
             match = rule.match
             yield Finding(

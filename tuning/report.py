@@ -259,6 +259,7 @@ _VERDICTS = {
     "unsure": "another was faster, not for sure",
     "only": "nothing to compare with",
     "extrapolated": "no measured size inside",
+    "simulated": "simulated, not measured",
 }
 
 

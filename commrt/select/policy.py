@@ -574,6 +574,8 @@ def _evidence_lines(hit: Hit) -> tuple[str, ...]:
     evidence: Evidence | None = hit.rule.evidence
     if evidence is None:
         return ("the rule states no evidence",)
+    if evidence.verdict == "simulated":
+        return tuple(f"{p.nbytes} B: {_us(p.us)}, simulated" for p in evidence.points)
     own = YARDSTICKS[hit.rule.match.device or DEVICES[0]]
     lines = [
         f"{point.nbytes} B: {_us(point.us)} [{point.ci[0]:.3g}, {point.ci[1]:.3g}], "

@@ -25,8 +25,11 @@ __all__ = [
     "Verdict",
 ]
 
-Verdict = Literal["win", "tie", "unsure", "only", "extrapolated"]
-VERDICTS: tuple[Verdict, ...] = ("win", "tie", "unsure", "only", "extrapolated")
+Verdict = Literal["win", "tie", "unsure", "only", "extrapolated", "simulated"]
+VERDICTS: tuple[Verdict, ...] = (
+    *("win", "tie", "unsure", "only", "extrapolated"),
+    "simulated",
+)
 Quality = Literal["good", "fair", "poor"]
 QUALITIES: tuple[Quality, ...] = ("good", "fair", "poor")
 
@@ -113,7 +116,7 @@ class Evidence:
 
     verdict: Verdict
     """win: clearly fastest; tie: the simpler of equals; unsure: another one was faster,
-    but not for sure; only: nothing to compare."""
+    but not for sure; only: nothing to compare; simulated: nothing was measured."""
     points: tuple[Point, ...] = ()
     """Measurements inside the range."""
     runner_up: RunnerUp | None = None

@@ -82,6 +82,7 @@ METHOD_KEYS = (
         "per_rep",
     ),
     *("stat", "outliers", "dtype", "budget_s", "held_out", "date", "command"),
+    "simulated",
 )
 
 

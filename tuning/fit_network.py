@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network that takes as long as measured calls did: ``commrt-tune fit``.
+
+The recording of a tuning run has the times of schedules. The fit looks for a star of
+hosts, and for costs of messages, on which the simulator gives these times: the least
+squares of logarithms, by the method of Levenberg and Marquardt (D. Marquardt, "An
+algorithm for least-squares estimation of nonlinear parameters", SIAM J. 11, 1963).
+Times that are far off count less. Every fifth cell is left out, and judges the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from commrt import algorithms
+from commrt.errors import UsageError
+from commrt.files.write import write_file
+from commrt.planning.prediction import full_nbytes
+from commrt.schedule.ir import Schedule, full_multiple
+from commrt.select.facts import Candidate, Query
+from commrt.sim.costs import Costs
+from commrt.sim.quantities import nbytes_text
+from commrt.sim.simulate import simulate
+from commrt.sim.topologies.crossbars import Star
+from commrt.sim.topologies.network import Cable, Floats
+from commrt.tuning.decide import curves_of
+from commrt.tuning.recording_reader import load_recording
+from commrt.tuning.samples import Recording
+from commrt.vocabulary.operations import SCHEDULED
+
+__all__ = ["Cell", "Fitted", "add_fit", "cells_of", "fit", "simulated_us"]
+
+_ITEM_NBYTES = 4
+_MOST_CELLS = 240
+_HELD_OUT = 5
+_MOST_STEPS = 40
+_LONGEST_STEP = math.log(4.0)
+_SMALL = 1e-3
+"""Change of a logarithm that tells its slope."""
+_FAR_OFF = 0.3
+"""Error of a logarithm beyond which it counts in proportion, not by its square."""
+_NUMBERS = (
+    *("gbytes_per_s", "latency_us", "send_overhead_us", "receive_overhead_us"),
+    "reduce_us_per_byte",
+)
+_LOCAL = ("local_latency_us", "local_gbytes_per_s")
+
+
+class Cell(NamedTuple):
+    """One measured time of a schedule."""
+
+    op: str
+    candidate: Candidate
+    nodes: tuple[int, ...]
+    """The number of the node of each rank; all differ where one node was measured."""
+    nbytes: int
+    """Rule bytes."""
+    us: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a fit found."""
+
+    values: Mapping[str, float]
+    """Rate and latency of a message between two hosts, and costs, by their names."""
+    errors: tuple[float, ...]
+    """Relative errors of the cells that shaped it."""
+    held_out: tuple[float, ...]
+    """Relative errors of the others."""
+
+    def text(self, hosts: int, source: str) -> str:
+        """Return the network as a file for ``commrt-sim``."""
+        costs = {key: value for key, value in self.values.items() if key in _COSTS}
+        rate, latency = self.values["gbytes_per_s"], self.values["latency_us"] / 2
+        lines = [
+            "# Written by commrt-tune fit.",
+            f"name: star of {hosts} hosts, fitted to {source}",
+            "notes:",
+            f'  - "{len(self.errors)} measured times: median error '
+            f"{median(self.errors):.0%}; {len(self.held_out)} that were left out: "
+            f'{median(self.held_out):.0%}"',
+            "kind: star",
+            f"hosts: {hosts}",
+            f"rate: {rate:.4g}GB/s",
+            f"latency: {1000 * latency:.4g}ns",
+            "costs:",
+            *(f"  {key}: {value:.4g}" for key, value in costs.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+_COSTS = (*_NUMBERS[2:], *_LOCAL)
+
+
+def cells_of(recording: Recording) -> list[Cell]:
+    """Return the measured times of schedules, of arrays of the host."""
+    cells = []
+    for group in recording.groups():
+        if group.device != "host":
+            continue
+        apart = group.nodes == 1
+        each = range(group.ranks)
+        nodes = tuple(rank if apart else rank // group.ppn for rank in each)
+        for op in recording.orders:
+            known = algorithms.names(op, group.ranks) if op in SCHEDULED else ()
+            curves = curves_of(recording, group, op) if known else {}
+            for candidate, curve in curves.items():
+                if candidate.algorithm in known:
+                    cells += [
+                        Cell(op, candidate, nodes, nbytes, seen.us)
+                        for nbytes, seen in curve.estimates.items()
+                        if seen.us > 0
+                    ]
+    return cells
+
+
+def simulated_us(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:
+    """Return the simulated time of a cell with such a network and such costs."""
+    hosts = max(cell.nodes) + 1
+    cable = Cable(values["gbytes_per_s"], values["latency_us"] / 2)
+    given: Any = {key: values[key] for key in _COSTS if key in values}
+    costs = Costs(**given)
+    one = kept.schedule(cell)
+    whole = full_nbytes(Query(cell.op, cell.nbytes, "float32"), one.size)
+    unit = _ITEM_NBYTES * full_multiple(cell.op, one.size)
+    run = simulate(
+        *(one, Star(max(hosts, 2), cable).network(), max(1, whole // unit) * unit),
+        np.array(cell.nodes),
+        itemsize=_ITEM_NBYTES,
+        costs=costs,
+    )
+    return max(run.time_us, 1e-3)
+
+
+class _Kept:
+    """Schedules of cells, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Schedule] = {}
+
+    def schedule(self, cell: Cell) -> Schedule:
+        one = cell.candidate
+        key = cell.op, one.algorithm, tuple(sorted(one.params.items())), cell.nodes
+        if key not in self._made:
+            spans = algorithms.get(cell.op, one.algorithm).spans_nodes
+            self._made[key] = algorithms.schedule(
+                *(cell.op, one.algorithm, len(cell.nodes), 0),
+                {
+                    name: value
+                    for name, value in one.params.items()
+                    if name
+                    in algorithms.param_choices(cell.op, one.algorithm, len(cell.nodes))
+                },
+                cell.nodes if spans else None,
+            )
+        return self._made[key]
+
+
+def fit(cells: Sequence[Cell]) -> Fitted:
+    """Return the network and the costs that fit measured times best.
+
+    Raises UsageError for fewer than 10 cells.
+    """
+    if len(cells) < 2 * _HELD_OUT:
+        raise UsageError(
+            f"commrt-tune fit: {len(cells)} measured times of schedules; expected at "
+            f"least {2 * _HELD_OUT}: record more operations or sizes"
+        )
+    every = -(-len(cells) // _MOST_CELLS)
+    taken = sorted(cells, key=lambda cell: (cell.op, str(cell.candidate), cell.nbytes))
+    taken = taken[::every]
+    shaping = [cell for at, cell in enumerate(taken) if at % _HELD_OUT]
+    judging = taken[::_HELD_OUT]
+    kept = _Kept()
+    values = _least_squares(shaping, _first_guess(shaping), kept)
+    return Fitted(
+        values,
+        tuple(_off(cell, values, kept) for cell in shaping),
+        tuple(_off(cell, values, kept) for cell in judging),
+    )
+
+
+def _first_guess(cells: Sequence[Cell]) -> dict[str, float]:
+    """Return numbers of the right order: the shortest call, and the highest rate."""
+    shortest = min(cell.us for cell in cells)
+    bytes_per_us = max(cell.nbytes / cell.us for cell in cells)
+    guess = (bytes_per_us / 1000, shortest / 2, shortest / 8, shortest / 8)
+    values = dict(zip(_NUMBERS, (*guess, 0.2 / bytes_per_us), strict=True))
+    if any(len({*cell.nodes}) < len(cell.nodes) for cell in cells):
+        values |= zip(_LOCAL, (shortest / 8, bytes_per_us / 250), strict=True)
+    return values
+
+
+def _least_squares(
+    cells: Sequence[Cell], start: Mapping[str, float], kept: _Kept
+) -> dict[str, float]:
+    """Return the numbers whose logarithms make the errors smallest."""
+    keys = [*start]
+
+    def errors(logs: Floats) -> Floats:
+        values = dict(zip(keys, map(float, np.exp(logs)), strict=True))
+        found = (math.log(simulated_us(each, values, kept) / each.us) for each in cells)
+        return np.fromiter(found, float)
+
+    def cost(found: Floats) -> float:
+        off = np.abs(found)
+        near = off <= _FAR_OFF
+        return float(np.where(near, off**2, _FAR_OFF * (2 * off - _FAR_OFF)).sum())
+
+    logs = np.log(np.array([start[key] for key in keys]))
+    here, damping = errors(logs), 1e-2
+    for _ in range(_MOST_STEPS):
+        changed = [errors(logs + _SMALL * unit) for unit in np.eye(len(keys))]
+        slopes = (np.stack(changed, axis=1) - here[:, None]) / _SMALL
+        weights = np.minimum(1.0, _FAR_OFF / np.maximum(np.abs(here), 1e-12))
+        normal = slopes.T @ (weights[:, None] * slopes)
+        target = slopes.T @ (weights * here)
+        before = cost(here)
+        while damping < 1e9:
+            # What has no effect on any time stays where it is.
+            own = np.diag(normal) + 1e-4 * np.trace(normal)
+            step = -np.linalg.solve(normal + damping * np.diag(own), target)
+            step = np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
+            there = errors(logs + step)
+            if cost(there) < before:
+                logs, here, damping = logs + step, there, damping / 4
+                break
+            damping *= 4
+        if cost(here) > before * (1 - 1e-5):
+            break
+    return dict(zip(keys, map(float, np.exp(logs)), strict=True))
+
+
+def _off(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:
+    return abs(simulated_us(cell, values, kept) / cell.us - 1)
+
+
+# -- the command -----------------------------------------------------------------------
+
+
+def add_fit(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "fit", help="a network for the simulator, from a recording"
+    )
+    parser.set_defaults(command=_fit)
+    parser.add_argument("recording", type=Path, metavar="RAW")
+    parser.add_argument(
+        "--hosts", type=int, help="hosts of the network (default: those measured)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    cells = cells_of(load_recording(arguments.recording))
+    found = fit(cells)
+    hosts = arguments.hosts or max(len({*cell.nodes}) for cell in cells)
+    if hosts < 2:
+        raise UsageError(f"--hosts {hosts}: expected 2 or more")
+    write_file(arguments.out, found.text(hosts, arguments.recording.name), parents=True)
+    for key, value in found.values.items():
+        sys.stdout.write(f"{key:<22}{value:>12.4g}\n")
+    least, most = min(cell.nbytes for cell in cells), max(cell.nbytes for cell in cells)
+    sys.stdout.write(
+        f"{len(cells)} measured times, {nbytes_text(least)} to {nbytes_text(most)}; "
+        f"simulated ones are off by {median(found.errors):.0%} (median), and by "
+        f"{median(found.held_out):.0%} in cells that were left out\n"
+        f"wrote {arguments.out}\n"
+    )
+    return 0

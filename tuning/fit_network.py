@@ -5,14 +5,18 @@ The recording of a tuning run has the times of schedules. The fit looks for a st
 hosts, and for costs of messages, on which the simulator gives these times: the least
 squares of logarithms, by the method of Levenberg and Marquardt (D. Marquardt, "An
 algorithm for least-squares estimation of nonlinear parameters", SIAM J. 11, 1963).
-Times that are far off count less. Every fifth cell is left out, and judges the result.
+Times that are far off count less. A fifth of the cells, drawn, is left out, and judges
+the result.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import random
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +88,7 @@ class Fitted:
         rate, latency = self.values["gbytes_per_s"], self.values["latency_us"] / 2
         lines = [
             "# Written by commrt-tune fit.",
-            f"name: star of {hosts} hosts, fitted to {source}",
+            f"name: {json.dumps(f'star of {hosts} hosts, fitted to {source}')}",
             "notes:",
             f'  - "{len(self.errors)} measured times: median error '
             f"{median(self.errors):.0%}; {len(self.held_out)} that were left out: "
@@ -102,11 +106,18 @@ class Fitted:
 _COSTS = (*_NUMBERS[2:], *_LOCAL)
 
 
-def cells_of(recording: Recording) -> list[Cell]:
-    """Return the measured times of schedules, of arrays of the host."""
-    cells = []
-    for group in recording.groups():
-        if group.device != "host":
+def cells_of(recording: Recording, backend: str | None = None) -> list[Cell]:
+    """Return the measured times of one backend's schedules, on arrays of the host.
+
+    ``backend``: None: the one with the most times. Where launches spanned nodes, those
+    on one node are left out; of these only links of the commonest class count.
+    """
+    groups = [each for each in recording.groups() if each.device == "host"]
+    groups = [each for each in groups if each.nodes > 1] or groups
+    classes = Counter(each.link_class for each in groups)
+    found: dict[str, list[Cell]] = {}
+    for group in groups:
+        if group.link_class != classes.most_common(1)[0][0]:
             continue
         apart = group.nodes == 1
         each = range(group.ranks)
@@ -116,12 +127,19 @@ def cells_of(recording: Recording) -> list[Cell]:
             curves = curves_of(recording, group, op) if known else {}
             for candidate, curve in curves.items():
                 if candidate.algorithm in known:
-                    cells += [
+                    found.setdefault(candidate.backend, []).extend(
                         Cell(op, candidate, nodes, nbytes, seen.us)
                         for nbytes, seen in curve.estimates.items()
                         if seen.us > 0
-                    ]
-    return cells
+                    )
+    if backend is not None and backend not in found:
+        raise UsageError(
+            f"commrt-tune fit: --backend {backend}: the recording has schedules of "
+            f"{', '.join(sorted(found)) or 'no backend'}"
+        )
+    if not found:
+        return []
+    return found[backend or max(found, key=lambda name: (len(found[name]), name))]
 
 
 def simulated_us(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:
@@ -176,11 +194,9 @@ def fit(cells: Sequence[Cell]) -> Fitted:
             f"commrt-tune fit: {len(cells)} measured times of schedules; expected at "
             f"least {2 * _HELD_OUT}: record more operations or sizes"
         )
-    every = -(-len(cells) // _MOST_CELLS)
-    taken = sorted(cells, key=lambda cell: (cell.op, str(cell.candidate), cell.nbytes))
-    taken = taken[::every]
-    shaping = [cell for at, cell in enumerate(taken) if at % _HELD_OUT]
-    judging = taken[::_HELD_OUT]
+    taken = random.Random(1).sample(list(cells), min(len(cells), _MOST_CELLS))
+    fifth = len(taken) // _HELD_OUT
+    judging, shaping = taken[:fifth], taken[fifth:]
     kept = _Kept()
     values = _least_squares(shaping, _first_guess(shaping), kept)
     return Fitted(
@@ -258,16 +274,21 @@ def add_fit(commands: Any) -> None:
     parser.add_argument(
         "--hosts", type=int, help="hosts of the network (default: those measured)"
     )
+    parser.add_argument(
+        "--backend", help="whose schedules (default: the one with the most times)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    cells = cells_of(load_recording(arguments.recording))
+    if arguments.hosts is not None and arguments.hosts < 2:
+        raise UsageError(f"--hosts {arguments.hosts}: expected 2 or more")
+    cells = cells_of(load_recording(arguments.recording), arguments.backend)
     found = fit(cells)
-    hosts = arguments.hosts or max(len({*cell.nodes}) for cell in cells)
-    if hosts < 2:
-        raise UsageError(f"--hosts {hosts}: expected 2 or more")
+    measured = max(len({*cell.nodes}) for cell in cells)
+    hosts = measured if arguments.hosts is None else arguments.hosts
     write_file(arguments.out, found.text(hosts, arguments.recording.name), parents=True)
+    sys.stdout.write(f"schedules of {cells[0].candidate.backend}\n")
     for key, value in found.values.items():
         sys.stdout.write(f"{key:<22}{value:>12.4g}\n")
     least, most = min(cell.nbytes for cell in cells), max(cell.nbytes for cell in cells)

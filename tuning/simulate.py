@@ -15,7 +15,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ __all__ = ["Setting", "Times", "add_simulate", "rules_of", "simulated_times"]
 _ITEM_NBYTES = 4
 _LEAST, _MOST = "64", "256MiB"
 _STEP = 4
-_BACKENDS = ("mpi", "gloo", "shm")
-"""Backends that run schedules; the rules name one."""
+_BACKENDS = {"one": ("shm", "mpi"), "several": ("mpi", "gloo")}
+"""Backends that run schedules on one node, and on several; the rules name one."""
 
 Times = Mapping[Candidate, Mapping[int, float]]
 """Simulated microseconds by candidate and rule bytes, the simpler candidates first."""
@@ -224,9 +224,8 @@ def add_simulate(commands: Any) -> None:
     )
     add(
         "--backend",
-        choices=_BACKENDS,
-        default="mpi",
-        help="what carries messages between the ranks that will use the table (mpi)",
+        help="what carries messages between the ranks that will use the table: mpi "
+        "or gloo; on one node shm or mpi (the first of these)",
     )
     add("--out", type=Path, required=True, metavar="FILE", help="the table")
 
@@ -241,9 +240,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
             )
     sizes = _sizes(arguments.bytes)
     described = load_network(arguments.topology)
+    if arguments.ranks < 2:
+        raise UsageError(f"--ranks {arguments.ranks}: expected 2 or more")
     hosts = place(described.network, arguments.ranks, arguments.placement)
-    setting = Setting(described, hosts, arguments.backend)
+    setting = Setting(described, hosts, arguments.backend or "")
     counts = np.bincount(setting.nodes)
+    able = _BACKENDS["one" if len(counts) == 1 else "several"]
+    setting = replace(setting, backend=arguments.backend or able[0])
+    if setting.backend not in able:
+        raise UsageError(
+            f"--backend {setting.backend}: these ranks are on {len(counts)} nodes, "
+            f"where {' or '.join(able)} runs schedules"
+        )
     match = Match(
         0,
         None,
@@ -276,7 +284,8 @@ def _command(arguments: argparse.Namespace) -> str:
     said = ("topology", "ranks", "placement", "ops", "bytes", "backend")
     words = ["commrt-tune", "simulate"]
     for name in said:
-        words += [f"--{name}", str(getattr(arguments, name))]
+        if getattr(arguments, name) is not None:
+            words += [f"--{name}", str(getattr(arguments, name))]
     return shlex.join(words)
 
 

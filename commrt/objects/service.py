@@ -236,7 +236,8 @@ class Objects:
     def end_on_all_ranks(self, why: str) -> None:
         """End its calls in flight and all later ones, on all ranks.
 
-        Others end, too, where this rank has made none yet: as their communicator does.
+        Ranks that wait in a channel that this rank has not made end, too: that ends
+        with its communicator.
         """
         if self._channel is not None:
             self._channel.end_on_all_ranks(why)

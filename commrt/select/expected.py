@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time that a choice is expected to take: as it was measured, or by the model.
 
-A table's rule has the times of its candidate at some sizes. At others the model says by
-how much more or less bytes change the nearest of them.
+A table's rule has the times of its candidate at some sizes. At another size the nearest
+of them holds, times the ratio that the model has between both sizes. Times that were
+measured on other ranks say nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def expected_us(
     """
     modelled = predicted_us(query, candidate)
     if hit is None or hit.rule.use != candidate or hit.rule.evidence is None:
+        return modelled
+    if hit.extrapolated is not None and math.isfinite(modelled):
         return modelled
     points = hit.rule.evidence.points
     if not points:

@@ -8,7 +8,7 @@ rules up and writes them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from commrt.select.facts import Candidate
 
@@ -26,10 +26,7 @@ __all__ = [
 ]
 
 Verdict = Literal["win", "tie", "unsure", "only", "extrapolated", "simulated"]
-VERDICTS: tuple[Verdict, ...] = (
-    *("win", "tie", "unsure", "only", "extrapolated"),
-    "simulated",
-)
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Quality = Literal["good", "fair", "poor"]
 QUALITIES: tuple[Quality, ...] = ("good", "fair", "poor")
 

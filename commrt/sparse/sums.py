@@ -478,7 +478,8 @@ class SparseSums:
     def end_on_all_ranks(self, why: str) -> None:
         """End its calls in flight and all later ones, on all ranks.
 
-        Others end, too, where this rank has made none yet: as their communicator does.
+        Ranks that wait in a channel that this rank has not made end, too: that ends
+        with its communicator.
         """
         if self._state is not None:
             self._state.channel.end_on_all_ranks(why)

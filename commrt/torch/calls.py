@@ -30,7 +30,7 @@ from commrt.torch.operands import CopyBack
 from commrt.torch.per_call import ASKED
 from commrt.torch.profiling import profiled, profiler
 from commrt.torch.reductions import PLAIN
-from commrt.torch.time_estimate import Estimating
+from commrt.torch.time_estimate import ESTIMATED, Estimating
 from commrt.torch.work import CommrtWork, JoinedWork, seconds
 from commrt.vocabulary.operations import operation
 
@@ -196,8 +196,8 @@ class Calls:
         back: CopyBack | None,
     ) -> CommrtWork | None:
         """Return torch's result: None for a call that was waited for, else a Work."""
-        if self._estimated is not None:
-            back = None  # nothing came
+        if request is ESTIMATED:
+            request = back = None  # nothing came
         if waited:
             if back is not None:
                 back()
@@ -260,24 +260,37 @@ class Calls:
             raise self.failed(error) from error.__cause__
 
     def start_estimate(self, block: GeneratorType[Any, Any, Any] | None) -> None:
-        """Run nothing within a block: only say how long calls take."""
+        """Run nothing of this thread in a block: only say how long calls take."""
         stand_in = self.comm
         if isinstance(stand_in, Estimating):
             if block is None or stand_in.is_open:
                 raise wrong_call("_time_estimator: another one of this group is open")
-            self.end_estimate()
+            self._step_aside(stand_in)
         self._estimated = comm = self.comm
-        self.comm = cast("Core", Estimating(comm, block, self.end_estimate))
+        self.comm = cast("Core", Estimating(comm, block, self._step_aside))
         self._look()
 
     def end_estimate(self) -> float:
         """Run calls again; return the microseconds of those since, below 0: unknown."""
         stand_in = self.comm
-        if self._estimated is None or not isinstance(stand_in, Estimating):
+        if not isinstance(stand_in, Estimating):
             raise wrong_call("_end_time_estimate: no estimate of this group is open")
-        self.comm, self._estimated = self._estimated, None
-        self._look()
+        self._step_aside(stand_in)
         return stand_in.expected_us
+
+    def _step_aside(self, stand_in: Estimating) -> None:
+        """Put the communicator in the place of a stand-in, unless it is there."""
+        there: object = self.comm
+        if there is stand_in and self._estimated is not None:
+            self.comm, self._estimated = self._estimated, None
+            self._look()
+
+    def refuse_estimate(self, what: str) -> None:
+        """Raise UsageError where a call that cannot be estimated is to be."""
+        if isinstance(self.comm, Estimating) and self.comm.estimates():
+            raise wrong_call(
+                f"{what}: _time_estimator estimates collectives of dense tensors alone"
+            )
 
     def start_batch(self) -> None:
         """Begin to coalesce."""

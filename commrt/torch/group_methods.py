@@ -34,6 +34,7 @@ from commrt.torch.reductions import PLAIN, reduction_of
 from commrt.torch.refused_calls import refuse, tells_of_errors
 from commrt.torch.sparse_sums import sparse_allreduce
 from commrt.torch.splits import checked_counts, in_elements
+from commrt.torch.time_estimate import ESTIMATED
 from commrt.torch.work import CommrtWork
 
 __all__ = ["Collectives"]
@@ -109,7 +110,9 @@ class Collectives:
         with calls.raising(), calls.comm.fused():
             requests = [calls.comm.allreduce(x, **arguments) for x, _ in buffers]
         works = [
-            CommrtWork(request, [x], back, calls.completer)
+            CommrtWork(None, [x], None, calls.completer)
+            if request is ESTIMATED
+            else CommrtWork(request, [x], back, calls.completer)
             for request, x, (_, back) in zip(requests, tensors, buffers, strict=True)
         ]
         return calls.join(works, opts)
@@ -448,6 +451,7 @@ class Collectives:
         ``dist.monitored_barrier`` does not come here: it asks for gloo by name.
         """
         calls = self.calls
+        calls.refuse_estimate("monitored_barrier")
         with calls.raising():
             limit_s = limit_of(timeout, calls.comm.timeout_s)
             calls.monitored.run(limit_s, bool(wait_all_ranks))

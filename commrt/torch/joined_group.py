@@ -232,6 +232,7 @@ class AsBackend(Joins):
 
         The first call on a group is collective; later ones are local.
         """
+        self._joined.calls.refuse_estimate("allocate_tensor")
         if not self.supports_tensor_alloc(device):
             return torch.empty(size, dtype=dtype, device=device)
         return self._joined.memory.allocate(size, dtype)

@@ -25,7 +25,8 @@ from torch_ranks import TorchRun
 
 import commrt
 import commrt.torch
-from commrt.layers.graphs import cross_entropy3d, shard_graph
+from commrt.errors import UsageError
+from commrt.layers.graphs import aggregation, cross_entropy3d, shard_graph
 from commrt.layers.process_grid import ProcessGrid
 from commrt.local import run
 
@@ -68,9 +69,15 @@ def test_checkpointed_layers_have_the_same_gradients(
             assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_multiplies_by_weights_in_bfloat16(kind: str) -> None:
+def test_autocast_multiplies_by_weights_in_bfloat16(
+    kind: str, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = karate()
+    if on_device:  # the CPU, as a device whose memory the native kernel does not read
+        monkeypatch.setattr(aggregation, "HOST", "none")
     matrix = normalized(case, kind)
     matrix = replace(matrix, data=matrix.data.astype("f4"))
 
@@ -136,6 +143,27 @@ def test_float64_is_left_alone(seed: int) -> None:
             return torch.equal(plain.local, cast.local)
 
     assert run(2, main) == [True] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_autocast_lets_no_other_types_meet(dtype: torch.dtype) -> None:
+    case = karate()
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": 2, "y": 1, "z": 1}) as grid:
+            graph = shard_graph(
+                *(normalized(case, "gcn"), case.x, case.y, grid), layers=LAYERS
+            )
+            (layer, _) = (each.float() for each in made_layers("gcn", WIDTHS, grid))
+            held = graph.features
+            x = type(held)(held.local.to(dtype), held.shape, grid, held.placement)
+            with (
+                torch.autocast("cpu", torch.bfloat16),
+                pytest.raises(UsageError, match=r"columns of torch\.float32"),
+            ):
+                layer(x, graph.adjacency)
+
+    run(2, main)
 
 
 class Network(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from commrt.comm import Communicator
 from commrt.layers.spatial import Cut, beside_halo, exchange
@@ -81,6 +82,54 @@ def test_halos_and_their_gradients_travel_beside_the_interior(events: Events) ->
     forward = ["start", "interior", "wait", "border"]
     back = ["gradient of border", "start", "gradient of interior", "wait"]
     assert run(2, main) == [[*forward, *back]] * 2
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_checkpoints_and_second_backward_passes_have_the_same_gradients(
+    is_kept: bool,
+) -> None:
+    """The first rank needs no halo of others, which need one of it."""
+
+    def main(comm: Communicator) -> list[Any]:
+        cut = Cut.even(comm, 9)
+        low, high = cut.own
+        values = torch.arange(9.0, dtype=torch.float64).square()[low:high]
+        found = []
+        for overlap in (False, True):
+
+            def layer(x: Any, overlap: bool = overlap) -> Any:
+                how = {"cuts": {2: cut}, "overlap": overlap}
+                y, _ = avg_pool(x, 2, stride=1, **how)
+                return y.square() + avg_pool(x, 2, stride=1, **how)[0]
+
+            x = values.clone().view(1, 1, -1).requires_grad_()
+            if is_kept:
+                y = layer(x)
+                y.sum().backward(retain_graph=True)
+                y.sum().backward()
+            else:
+                checkpoint(layer, x, use_reentrant=False).sum().backward()
+            found.append(x.grad)
+        return found
+
+    for behind, beside in run(3, main):
+        assert torch.equal(behind, beside)
+
+
+def test_parts_of_a_transposed_convolution_have_one_type_under_autocast() -> None:
+    """Nothing contributes to the outputs that the middle rank computes first."""
+
+    def main(comm: Communicator) -> Any:
+        cut = Cut(comm, (5, 1, 2))
+        x = torch.ones(1, 1, cut.sizes[comm.rank])
+        with torch.autocast("cpu", torch.bfloat16):
+            y, _ = conv_transpose(
+                *(x, torch.ones(1, 1, 1)), stride=4, cuts={2: cut}, overlap=True
+            )
+        return y.dtype
+
+    assert {*run(3, main)} == {torch.bfloat16}
 
 
 def max_of(x: Any, cuts: dict[int, Cut]) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from commrt.errors import UsageError
 
 CPU = torch.device("cpu")
 RANKS = 3
+LIMIT_S = 240.0
 
 
 def calls_of(count: int) -> dict[str, Callable[[], Any]]:
@@ -81,8 +83,22 @@ def test_one_rank_estimates_alone_and_nothing_runs(torchrun: TorchRun) -> None:
     assert found == [{"rank": rank, "sum": [3.0] * 5} for rank in range(RANKS)]
 
 
+def not_estimated(x: torch.Tensor) -> list[Callable[[], Any]]:
+    group = dist.distributed_c10d._get_default_group()
+    message = dist.P2POp(dist.isend, x, 1)
+    return [
+        lambda: dist.send(x, 1),
+        lambda: dist.isend(x, 1),
+        lambda: dist.recv(x, 1),
+        lambda: dist.recv(x),
+        lambda: dist.batch_isend_irecv([message]),
+        lambda: dist.all_reduce(x.to_sparse()),
+        lambda: group.monitored_barrier(),
+    ]
+
+
 def with_errors() -> list[str]:
-    """Leave blocks by exceptions; calls run again after each of them."""
+    """Leave blocks by exceptions; calls and messages run again after each of them."""
     dist.init_process_group("commrt")
     sums, x = [], torch.ones(4)
 
@@ -104,9 +120,15 @@ def with_errors() -> list[str]:
         # The other rank hears of none of these.
         with pytest.raises(UsageError, match="root"), dist._time_estimator(device=CPU):
             dist.distributed_c10d._get_default_group().broadcast([x], 7).wait()
-        with pytest.raises(UsageError), dist._time_estimator(device=CPU):
-            dist.send(x, 1)
+        for call in not_estimated(x):
+            with pytest.raises(UsageError), dist._time_estimator(device=CPU):
+                call()
     works()
+    if dist.get_rank() == 0:
+        dist.send(torch.full((3,), 7.0), 1)
+    else:
+        dist.recv(y := torch.zeros(3), 0)
+        assert y.tolist() == [7.0] * 3
     with dist._time_estimator(device=CPU) as estimate:
         dist.all_reduce(x)
         with pytest.raises(UsageError, match="another one of this group is open"):
@@ -120,6 +142,27 @@ def with_errors() -> list[str]:
 
 def test_a_block_that_an_exception_leaves_is_over(torchrun: TorchRun) -> None:
     assert torchrun(2, with_errors) == [["[2.0, 2.0]"] * 3] * 2
+
+
+def of_two_threads() -> list[float]:
+    """Let another thread call, while this one's calls are estimated."""
+    dist.init_process_group("commrt")
+    strided, y = torch.ones(4, 2)[:, 0], torch.ones(2)
+    begun = dist.all_reduce(strided, async_op=True)
+    with dist._time_estimator(device=CPU) as estimate:
+        dist.all_reduce(torch.zeros(1000))
+        other = threading.Thread(target=dist.all_reduce, args=(y,))
+        other.start()
+        other.join(LIMIT_S)
+        begun.wait()
+        dist.all_reduce(y)
+    assert estimate.estimated_time > 0
+    dist.destroy_process_group()
+    return [*y.tolist(), *strided.tolist()]
+
+
+def test_calls_of_other_threads_and_earlier_ones_run(torchrun: TorchRun) -> None:
+    assert torchrun(2, of_two_threads) == [[2.0] * 6] * 2
 
 
 def checked() -> str:

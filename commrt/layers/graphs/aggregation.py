@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.autocast import full_precision
 from commrt.layers.graphs.adjacency import Adjacency, Block
 from commrt.layers.graphs.csr import CsrMatrix, Range
 from commrt.layers.graphs.device_products import times_on_device
@@ -35,7 +36,6 @@ from commrt.layers.graphs.row_blocks import gathered_rows, nested_sizes, scatter
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.windows import even_ranges
 from commrt.layers.tensors import DistTensor
-from commrt.layers.tensors.autocast import full_precision
 
 __all__ = ["multiply", "own_features", "spmm"]
 
@@ -66,8 +66,8 @@ def spmm(
             each 1 MiB of the result, at most 8.
 
     The result lies as ``roles.aggregated``, in the type of the matrix, also under
-    torch's autocast, where ``x`` may be shorter. Raises UsageError for an ``x`` that
-    lies elsewhere, before anything is sent.
+    torch's autocast, where ``x`` may have a narrower type. Raises UsageError for an
+    ``x`` that lies elsewhere, before anything is sent.
     """
     roles = roles_of(adjacency.grid, layer_index)
     return _spmm(adjacency, adjacency.block(layer_index), x, roles, chunks)

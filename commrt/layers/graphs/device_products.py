@@ -49,7 +49,9 @@ def times_on_device(
         size=(high - low, a.shape[1]),
         check_invariants=False,
     )
-    out[low:high] = part @ x.detach()
+    # torch has sparse products in narrow types on few devices, autocast or not.
+    with torch.autocast(x.device.type, enabled=False):
+        out[low:high] = part @ x.detach()
 
 
 def _parts(a: CsrMatrix, device: torch.device) -> Parts:

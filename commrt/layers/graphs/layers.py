@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from commrt.errors import UsageError, shown
+from commrt.layers.autocast import may_differ
 from commrt.layers.graphs.adjacency import Adjacency
 from commrt.layers.graphs.aggregation import own_features, spmm
 from commrt.layers.graphs.products import summed_products
 from commrt.layers.graphs.roles import roles_of
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
-from commrt.layers.tensors.autocast import is_autocast
 
 __all__ = ["GCNConv3d", "SAGEConv3d"]
 
@@ -207,7 +207,7 @@ def _check_width(layer: _Conv3d, x: Any) -> None:
     """Raise UsageError unless x has the layer's columns and type, before anything."""
     if isinstance(x, DistTensor) and x.dim() == 2:
         weight = layer.weight
-        is_odd = x.dtype != weight.dtype and not is_autocast(weight)
+        is_odd = x.dtype != weight.dtype and not may_differ(x.local, weight.dtype)
         if x.shape[1] != layer.in_features or is_odd:
             raise UsageError(
                 f"{type(layer).__name__}: x of shape {tuple(x.shape)} and {x.dtype}; "

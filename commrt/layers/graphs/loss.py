@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.autocast import full_precision
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
-from commrt.layers.tensors.autocast import full_precision
 
 __all__ = ["cross_entropy3d"]
 

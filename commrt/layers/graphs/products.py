@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.autocast import low_precision, may_differ
 from commrt.layers.graphs.roles import Roles
 from commrt.layers.graphs.row_blocks import (
     nested_sizes,
@@ -39,7 +40,6 @@ from commrt.layers.graphs.row_blocks import (
 )
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor
-from commrt.layers.tensors.autocast import is_autocast, low_precision
 
 __all__ = ["summed_products"]
 
@@ -66,7 +66,7 @@ def summed_products(
             not x.placement.is_same_as(roles.aggregated, grid, x.shape)
             or not weight.placement.is_same_as(roles.weight, grid, weight.shape)
             or x.shape[1] != weight.shape[0]
-            or (x.dtype != weight.dtype and not is_autocast(weight.local))
+            or not (x.dtype == weight.dtype or may_differ(x.local, weight.dtype))
         ):
             raise UsageError(
                 f"summed_products: {x} of {x.dtype} by {weight} of {weight.dtype}; "

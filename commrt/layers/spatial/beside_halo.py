@@ -50,14 +50,15 @@ def beside_halo(
     trip = _Trip(split, fill)
     inner, *begun = _Begin.apply(x, trip)
     parts = []
-    if split.interior[0] < split.interior[1]:
-        parts.append((split.interior, compute(inner, split.interior)))
-    if begun:
-        wides = _Complete.apply(trip, *begun)
-        for out, wide in zip(split.borders, wides, strict=True):
-            parts.append((out, compute(wide, out)))
-    else:
-        trip.arrived()  # what others need may still be on its way
+    try:
+        if split.interior[0] < split.interior[1]:
+            parts.append((split.interior, compute(inner, split.interior)))
+        if begun:
+            wides = _Complete.apply(trip, *begun)
+            for out, wide in zip(split.borders, wides, strict=True):
+                parts.append((out, compute(wide, out)))
+    finally:
+        trip.finish()
     return split.together(parts) if parts else empty_result(shape, inner)
 
 
@@ -81,6 +82,15 @@ class _Trip:
         coming, self._coming = self._coming, None
         assert coming is not None
         return coming.wait()
+
+    def finish(self) -> None:
+        """Wait for what is still under way.
+
+        Where no border waits for it, others may yet need what this rank sends. And
+        torch's checkpoints leave a recomputation before its end, by an exception.
+        """
+        if self._coming is not None:
+            self.arrived()
 
     def send_back(self, of_halo: Sequence[Any], like: Any) -> None:
         """Send the gradient of the halo to its owners.

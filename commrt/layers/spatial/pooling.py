@@ -59,7 +59,8 @@ def max_pool(
         x: this rank's piece: batch, channels, then 1 to 3 spatial dimensions.
         kernel_size, stride, padding, dilation, ceil_mode: as in torch.
         cuts: the dimensions of ``x`` that are cut; the batch may be one.
-        overlap: take windows that need no halo while it travels; as in ``conv``.
+        overlap: take windows that need no halo while it travels; as in ``conv``. The
+            backward pass can then not be differentiated once more.
 
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none. The result has the bits of torch's.
@@ -101,7 +102,8 @@ def avg_pool(
         kernel_size, stride, padding, ceil_mode, count_include_pad: as in torch.
         divisor_override: as in torch, which has it in 2 and 3 dimensions.
         cuts: the dimensions of ``x`` that are cut; the batch may be one.
-        overlap: take windows that need no halo while it travels; as in ``conv``.
+        overlap: take windows that need no halo while it travels; as in ``conv``. The
+            backward pass can then not be differentiated once more.
 
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none. Where no spatial dimension is cut among

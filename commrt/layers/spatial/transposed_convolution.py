@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.autocast import low_precision
 from commrt.layers.spatial.arguments import (
     check_cuts,
     check_filters,
@@ -75,7 +76,8 @@ def conv_transpose(
         cuts: the dimensions that are cut: spatial ones (2 and up), and the batch (0),
             which moves nothing. Pieces may be uneven, empty, and narrow.
         stride, padding, output_padding, groups, dilation: as in torch.
-        overlap: compute outputs that need no halo while it travels; as in ``conv``.
+        overlap: compute outputs that need no halo while it travels; as in ``conv``. The
+            backward pass can then not be differentiated once more.
         sum_weight_gradients_over: ranks over which the backward pass sums the gradients
             of weight and bias. None: they are this rank's parts of the sums.
 
@@ -163,6 +165,7 @@ class _Spread:
             shape = [*self.shape]
             for dim, (low, high) in outs.items():
                 shape[dim] = high - low
+            wide = wide.to(low_precision(wide, wide.dtype))  # as other parts are
             return empty_result(shape, wide, self.weight)
         pads, more = [], []
         for dim, one in enumerate(self.spreadings, 2):

@@ -32,12 +32,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
+from commrt.layers.autocast import low_precision
 from commrt.layers.tensor3d.activations import Gathering, Scattering
 from commrt.layers.tensor3d.depth import DepthShards, Reduced
 from commrt.layers.tensor3d.kernels import Kernel
 from commrt.layers.tensor3d.overlap import Overlap, is_accumulated
 from commrt.layers.tensor3d.roles import Roles
-from commrt.layers.tensors.autocast import low_precision
 
 __all__ = ["Product", "weight_gradient"]
 

@@ -171,7 +171,7 @@ void P2P::tell_ended(int rank, uint64_t seq, uint64_t dead) {
   if (!attached_) attach();
   if (!channels_[rank].failure.empty() || comm_.is_gone(rank)) return;
   PacketHeader header{
-      PacketKind::Ended, kAnyType, static_cast<int32_t>(comm_.cause()), 0, seq, dead, 0};
+      PacketKind::Ended, kAnyType, static_cast<int32_t>(comm_.cause()), 0, seq, dead, comm_.was_revoked};
   const std::string words = comm_.calls_differ ? comm_.failure : "";
   header.nbytes = words.size();
   // At once, if it can be: this rank may not call for long.
@@ -211,7 +211,7 @@ std::string Comm::who_died_as_told(int rank, int by) const {
 void P2P::hear_of_end(int source, const PacketHeader& header, const unsigned char* words) {
   const std::string who = "rank " + std::to_string(source) + " of another node";
   const auto cause = static_cast<FailureCause>(header.tag);
-  comm_.was_revoked = comm_.was_revoked || cause == FailureCause::Revoked;
+  comm_.was_revoked = comm_.was_revoked || header.offset != 0;  // what was made from it ends, too
   comm_.is_damaged = comm_.is_damaged || cause == FailureCause::Damage;
   const char* const damage = cause == FailureCause::Damage
                                  ? ", as a message to it was damaged on its way: its checksum does not fit"

@@ -67,7 +67,7 @@ struct PacketHeader {
   uint64_t send_id;
   uint64_t recv_id;  // the receiver's name for it (Cts, Data)
   // Data: where the payload belongs; Cts: what a relay calls that, or 0. Eager and Rts: the checksum
-  // of the whole message, where messages have one.
+  // of the whole message, where messages have one. Ended: 1 where a rank has revoked, whatever the cause.
   uint64_t offset;
 };
 constexpr uint64_t kDiscard = ~uint64_t{0};

@@ -29,7 +29,6 @@ GPUS = 4
 """Of a node."""
 _ITEM, _INDEX = 4, 4
 DENSE = ("dense ring", "dense two rings")
-_ADDING = Costs(reduce_us_per_byte=1e-5)
 _MERGING = Costs(reduce_us_per_byte=2.2e-3 / (_ITEM + _INDEX))
 
 _KNOWN = (
@@ -37,8 +36,8 @@ _KNOWN = (
     "of 4, entries at places drawn evenly; ABCI, nodes of 4 GPUs; a piece is sent "
     "dense once its entries take as many bytes",
     "chosen here: expected numbers of entries, the same on all ranks; an entry is "
-    "merged in 2.2 ns and a dense element added in 0.04 ns, as on commrt's machines; "
-    "ABCI's platform as commrt-sim has it; the split's allgather is a ring",
+    "merged in 2.2 ns, as on commrt's machines, and dense elements are added at no "
+    "cost; ABCI's platform as commrt-sim has it; the split's allgather is a ring",
 )
 PUBLISHED_MS: dict[tuple[int, float], tuple[float, ...]] = {
     (8, 0.002): (20.5, 8.07, 0.42, 0.50, 17.6, 0.54),
@@ -68,6 +67,10 @@ class Case:
         """Nodes of the ranks."""
         return -(-self.ranks // self.gpus)
 
+    def merges(self, ranks: int) -> bool:
+        """Return whether a piece of the sum of so many ranks travels as entries."""
+        return fill(ranks, self.density) * (_ITEM + _INDEX) < _ITEM
+
     def nbytes(self, length: float, ranks: int) -> int:
         """Return the bytes of a range of the sum of so many ranks."""
         part = fill(ranks, self.density)
@@ -82,7 +85,7 @@ def fill(ranks: int, density: float) -> float:
 # -- messages --------------------------------------------------------------------------
 
 
-def _shifted(ranks: list[int], nbytes: int, reduces: bool) -> list[Message]:
+def _shifted(ranks: list[int], nbytes: int, reduces: bool = False) -> list[Message]:
     """Return a message from each rank to the next one, the last's to the first."""
     if len(ranks) == 1:
         return []
@@ -101,33 +104,32 @@ def _rails(case: Case) -> list[list[int]]:
     return [[*range(place, case.ranks, case.gpus)] for place in range(case.gpus)]
 
 
-def _together(groups: list[list[int]], nbytes: int, reduces: bool) -> Round:
+def _together(groups: list[list[int]], nbytes: int, reduces: bool = False) -> Round:
     return [each for group in groups for each in _shifted(group, nbytes, reduces)]
 
 
 def _dense_ring(case: Case) -> Iterator[Round]:
     part = case.length * _ITEM // case.ranks
-    for reduces in (True, False):
-        for _ in range(case.ranks - 1):
-            yield _shifted([*range(case.ranks)], part, reduces)
+    for _ in range(2 * (case.ranks - 1)):
+        yield _shifted([*range(case.ranks)], part)
 
 
 def _dense_two_rings(case: Case) -> Iterator[Round]:
     inside = case.length * _ITEM // case.gpus
     for _ in range(case.gpus - 1):
-        yield _together(_nodes(case), inside, True)
-    for reduces in (True, False):
-        for _ in range(case.nodes - 1):
-            yield _together(_rails(case), inside // case.nodes, reduces)
+        yield _together(_nodes(case), inside)
+    for _ in range(2 * (case.nodes - 1)):
+        yield _together(_rails(case), inside // case.nodes)
     for _ in range(case.gpus - 1):
-        yield _together(_nodes(case), inside, False)
+        yield _together(_nodes(case), inside)
 
 
 def _recursive_doubling(case: Case) -> Iterator[Round]:
     for bit in range(case.ranks.bit_length() - 1):
         nbytes = case.nbytes(case.length, 1 << bit)
         every = range(case.ranks)
-        yield [Message(rank, rank ^ (1 << bit), nbytes, True) for rank in every]
+        merges = case.merges(1 << bit)
+        yield [Message(rank, rank ^ (1 << bit), nbytes, merges) for rank in every]
 
 
 def _split(case: Case, last: int) -> Iterator[Round]:
@@ -135,9 +137,9 @@ def _split(case: Case, last: int) -> Iterator[Round]:
     every = range(case.ranks)
     own = case.nbytes(case.length / case.ranks, 1)
     pairs = ((one, other) for one in every for other in every if one != other)
-    yield [Message(*pair, own, True) for pair in pairs]
+    yield [Message(*pair, own, case.merges(1)) for pair in pairs]
     for _ in range(case.ranks - 1):
-        yield _shifted([*every], last, False)
+        yield _shifted([*every], last)
 
 
 def _sparse_split(case: Case) -> Iterator[Round]:
@@ -151,14 +153,17 @@ def _dense_split(case: Case) -> Iterator[Round]:
 def _two_rings(case: Case) -> Iterator[Round]:
     inside = case.length / case.gpus
     for summed in range(1, case.gpus):
-        yield _together(_nodes(case), case.nbytes(inside, summed), True)
+        nbytes = case.nbytes(inside, summed)
+        yield _together(_nodes(case), nbytes, case.merges(summed))
     between = inside / case.nodes
     for summed in range(1, case.nodes):
-        yield _together(_rails(case), case.nbytes(between, summed * case.gpus), True)
+        before = summed * case.gpus
+        nbytes = case.nbytes(between, before)
+        yield _together(_rails(case), nbytes, case.merges(before))
     for _ in range(case.nodes - 1):
-        yield _together(_rails(case), case.nbytes(between, case.ranks), False)
+        yield _together(_rails(case), case.nbytes(between, case.ranks))
     for _ in range(case.gpus - 1):
-        yield _together(_nodes(case), case.nbytes(inside, case.ranks), False)
+        yield _together(_nodes(case), case.nbytes(inside, case.ranks))
 
 
 ALGORITHMS: dict[str, Callable[[Case], Iterator[Round]]] = {
@@ -178,8 +183,7 @@ def times_us(case: Case, network: Network, names: list[str]) -> dict[str, float]
     found = {}
     for name in names:
         made = schedule_of_rounds(name, case.ranks, ALGORITHMS[name](case))
-        costs = _ADDING if name in DENSE else _MERGING
-        run = simulate(made, network, 0, hosts, itemsize=1, costs=costs)
+        run = simulate(made, network, 0, hosts, itemsize=1, costs=_MERGING)
         found[name] = run.time_us
     return found
 

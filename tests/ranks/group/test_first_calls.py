@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 from relay_ranks import RelayRanks
 from stepped_calls import STEPPED_CALLS, Call, expected, total
@@ -72,6 +73,36 @@ def test_a_rank_that_ends_all_before_its_first_call_is_heard(
                 RevokedError, match=r"step 17 hangs|rank 2 .* has ended"
             ):
                 BLOCKING[name](comm)
+        finally:
+            heard.append(comm.rank)
+
+    with RelayRanks(nodes) as ranks:
+        ranks.each(main)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("name", BLOCKING)
+def test_a_revoke_after_calls_that_differed_is_heard(
+    name: str, nodes: list[list[int]]
+) -> None:
+    """The others wait in their first call of a service; the last rank never comes."""
+    heard: list[int] = []
+
+    def main(comm: Communicator) -> None:
+        comm.timeout_s = LIMIT_S
+        if comm.rank == 2:
+            with pytest.raises(CommError, match=r"differ|float"):
+                comm.allreduce(np.ones(64, np.float32))
+            comm.revoke("step 17 hangs")
+            while len(heard) < 2:
+                core_of(comm).world.engine.step()
+            return
+        request = comm.allreduce(np.ones(64), nonblocking=True)
+        try:
+            with pytest.raises(CommError):
+                BLOCKING[name](comm)
+            with pytest.raises(CommError):
+                request.wait()
         finally:
             heard.append(comm.rank)
 

@@ -56,3 +56,10 @@ def test_what_the_model_does_not_know_takes_the_nearest_time() -> None:
 
     assert expected_us(asked(400), RING, hit((100, 6.0)), unknown) == 6.0
     assert expected_us(asked(400), RING, None, unknown) == math.inf
+
+
+def test_times_of_other_ranks_say_nothing() -> None:
+    there = hit((100, 7.0))
+    other = Hit(0, there.rule, "measured on 4 ranks")
+    assert expected_us(asked(100), RING, there, model) == 7.0
+    assert expected_us(asked(100), RING, other, model) == 3.0

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,7 +14,8 @@ from commrt.select.facts import Candidate
 from commrt.sim.network_files import load_network
 from commrt.tuning import fit_network
 from commrt.tuning.cli import main
-from commrt.tuning.fit_network import Cell, fit, simulated_us
+from commrt.tuning.fit_network import Cell, cells_of, fit, simulated_us
+from commrt.tuning.samples import Group
 
 TRUTH = {
     "gbytes_per_s": 1.25,
@@ -58,9 +61,10 @@ def test_ranks_of_one_node_have_costs_of_their_own() -> None:
 def test_the_file_is_a_network_for_the_simulator(tmp_path: Path) -> None:
     found = fit(cells(TRUTH))
     file = tmp_path / "net.yaml"
-    file.write_text(found.text(16, "raw.json"))
+    file.write_text(found.text(16, "raw: #2.json"))
     described = load_network(str(file))
     assert described.network.num_hosts == 16
+    assert described.network.name == "star of 16 hosts, fitted to raw: #2.json"
     rate = described.network.links.shared_rate[0] / 1000
     assert rate == pytest.approx(found.values["gbytes_per_s"], rel=1e-3)
     given = described.costs.send_overhead_us
@@ -77,7 +81,50 @@ def test_a_recording_becomes_a_network(
 ) -> None:
     raw = Path(__file__).parents[3] / "docs/data/tuning-1.json.gz"
     out = tmp_path / "net.yaml"
-    assert main(["fit", str(raw), "--hosts", "4", "--out", str(out)]) == 0
-    assert "cells that were left out" in capsys.readouterr().out
+    asked = ["fit", str(raw), "--out", str(out)]
+    assert main([*asked, "--hosts", "4"]) == 0
+    assert "schedules of shm" in capsys.readouterr().out
     assert load_network(str(out)).network.num_hosts == 4
-    assert main(["fit", str(raw), "--hosts", "1", "--out", str(out)]) == 2
+    for wrong, message in (
+        (["--hosts", "1"], "--hosts 1"),
+        (["--hosts", "0"], "--hosts 0"),
+        (["--backend", "nccl"], "schedules of shm"),
+    ):
+        assert main([*asked, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+class Recorded:
+    """A recording of launches on one node, near and far, and on several nodes."""
+
+    orders: ClassVar = {"allreduce": [], "allgatherv": []}
+
+    def groups(self) -> list[Group]:
+        near, far = Group(2, 1, 2, "near"), Group(2, 1, 2, "far")
+        return [near, far, Group(4, 2, 2, "network"), Group(3, 3, 1, "network")]
+
+
+def test_a_fit_takes_times_of_one_backend_between_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def curves(recording: Any, group: Group, op: str) -> dict[Candidate, Any]:
+        def seen(*sizes: int) -> Any:
+            return SimpleNamespace(
+                estimates={size: SimpleNamespace(us=1.0) for size in sizes}
+            )
+
+        return {
+            Candidate("mpi", "native"): seen(8, 64, 512),
+            Candidate("mpi", "ring"): seen(8),
+            Candidate("gloo", "ring"): seen(8, 64),
+        }
+
+    monkeypatch.setattr(fit_network, "curves_of", curves)
+    recording: Any = Recorded()
+    chosen = cells_of(recording)
+    assert {cell.candidate for cell in chosen} == {Candidate("gloo", "ring")}
+    assert {cell.nodes for cell in chosen} == {(0, 0, 1, 1), (0, 1, 2)}
+    assert {cell.op for cell in chosen} == {"allreduce"}
+    assert {str(cell.candidate) for cell in cells_of(recording, "mpi")} == {"mpi/ring"}
+    with pytest.raises(UsageError, match="schedules of gloo, mpi"):
+        cells_of(recording, "nccl")

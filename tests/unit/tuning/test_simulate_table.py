@@ -105,6 +105,8 @@ def test_several_ranks_of_a_node_are_told_to_two_level_schedules() -> None:
         (["--ops", "sum"], "--ops sum"),
         (["--bytes", "1MiB:64"], "--bytes 1MiB:64"),
         (["--ranks", "9"], "9 ranks on 8 hosts"),
+        (["--ranks", "1"], "--ranks 1"),
+        (["--backend", "shm"], "--backend shm: these ranks are on 8 nodes"),
         (["--topology", "mobius"], "mobius"),
     ],
 )

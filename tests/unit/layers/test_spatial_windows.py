@@ -120,10 +120,10 @@ def test_transposed_outputs_come_from_the_inputs_that_contribute(seed: int) -> N
             for number in range(spreading.kernel)
             if low <= spreading.first(place) + number * spreading.dilation < high
         }
-        assert contribute <= {*range(*spreading.reads(low, high, extent))}
+        assert contribute <= {*range(*spreading.reads(low, high))}
         last = spreading.first(extent - 1) + spreading.reach
         assert spreading.outputs(extent) == last + 1 - spreading.padding
-        assert spreading.reads(low, low, extent) == (0, 0)
+        assert spreading.reads(low, low) == (0, 0)
 
 
 def test_adaptive_windows_share_at_most_one_output_across_a_boundary(seed: int) -> None:

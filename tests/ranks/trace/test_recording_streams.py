@@ -45,9 +45,10 @@ def test_calls_have_the_stream_that_orders_them() -> None:
         rank.asides.append(other)
         comm: Any = rank.comm
         x, out = rank.array(X), rank.array(X)
+        on_host = X.copy()  # ranks are threads, and sum in place
         expected: list[int | None] = []
         for _ in range(3):  # new, then known by heart, in turn
-            comm.allreduce(X)
+            comm.allreduce(on_host)
             comm.allreduce(x)
             with other:
                 comm.allreduce(x, out=out)
@@ -177,7 +178,7 @@ def test_a_trace_has_a_track_per_stream() -> None:
         x = rank.array(X)
         for stream in (rank.stream, other):
             rank.comm.allreduce(x, stream=stream)
-        rank.comm.allreduce(X)
+        rank.comm.allreduce(X.copy())
         other.synchronize()
         return 3
 

@@ -132,28 +132,23 @@ def test_parts_of_a_transposed_convolution_have_one_type_under_autocast() -> Non
     assert {*run(3, main)} == {torch.bfloat16}
 
 
-def max_of(x: Any, cuts: dict[int, Cut]) -> Any:
-    return max_pool(x, 3, stride=1, padding=1, cuts=cuts)
+def max_of(x: Any, **how: Any) -> Any:
+    return max_pool(x, 3, stride=1, padding=1, **how)
 
 
-def mean_of(x: Any, cuts: dict[int, Cut]) -> Any:
-    return avg_pool(x, 3, stride=1, padding=1, cuts=cuts)
+def mean_of(x: Any, **how: Any) -> Any:
+    return avg_pool(x, 3, stride=1, padding=1, **how)
 
 
-def spread_of(x: Any, cuts: dict[int, Cut]) -> Any:
-    return conv_transpose(x, torch.ones(1, 1, 3, 3), padding=1, cuts=cuts)
+def spread_of(x: Any, **how: Any) -> Any:
+    return conv_transpose(x, torch.ones(1, 1, 3, 3), padding=1, **how)
 
 
 @pytest.mark.parametrize("operation", [max_of, mean_of, spread_of])
 @pytest.mark.parametrize(("rows", "columns"), [(2, 1), (2, 2)])
-@pytest.mark.parametrize("leaves", [False, True])
-def test_the_last_halo_travels_so_where_it_leaves_the_node(
-    operation: Any,
-    rows: int,
-    columns: int,
-    leaves: bool,
-    events: Events,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_last_halo_travels_so_where_that_is_asked_for(
+    operation: Any, rows: int, columns: int, overlap: bool, events: Events
 ) -> None:
     def main(comm: Communicator) -> list[str]:
         down = comm.split(comm.rank % columns)
@@ -164,13 +159,12 @@ def test_the_last_halo_travels_so_where_it_leaves_the_node(
         if columns == 1:
             del cuts[3]
         events.here.clear()
-        operation(torch.ones(1, 1, 4, 8 // columns), cuts)
+        x = torch.ones(1, 1, 4, 8 // columns)
+        operation(x, cuts=cuts, overlap=overlap)
         return [*events.here]
 
-    if leaves:
-        monkeypatch.setattr(Communicator, "nodes", [[0], [1]])
     before = ["wait"] * (columns - 1)  # exchange.py starts that, which is not noted
-    found = [*before, "start", "wait"] if leaves else [*before, "wait"]
+    found = [*before, "start", "wait"] if overlap else [*before, "wait"]
     assert run(rows * columns, main) == [found] * (rows * columns)
 
 

@@ -50,7 +50,7 @@ def check_pool(rng: random.Random, grid: CutGrid, dims: int) -> float:
         arguments["count_include_pad"] = rng.random() < 0.5
         if dims > 1 and rng.random() < 0.2:
             arguments["divisor_override"] = rng.randint(1, 5)
-    arguments["overlap"] = rng.choice((None, True, True, False))
+    arguments["overlap"] = rng.random() < 0.6
     cuts = grid.cuts(rng, shape)
     found = difference(
         *(grid, cuts, drawn(rng, shape), []),

@@ -33,7 +33,7 @@ from commrt.layers.spatial.beside_halo import beside_halo
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.empty_results import empty_result
 from commrt.layers.spatial.exchange import window_of_outputs
-from commrt.layers.spatial.output_split import OutputSplit, is_apart
+from commrt.layers.spatial.output_split import OutputSplit
 from commrt.layers.spatial.windows import Range, Sliding
 
 __all__ = ["avg_pool", "max_pool"]
@@ -51,7 +51,7 @@ def max_pool(
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
-    overlap: bool | None = None,
+    overlap: bool = False,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of the largest elements in windows, and its cuts.
 
@@ -59,8 +59,9 @@ def max_pool(
         x: this rank's piece: batch, channels, then 1 to 3 spatial dimensions.
         kernel_size, stride, padding, dilation, ceil_mode: as in torch.
         cuts: the dimensions of ``x`` that are cut; the batch may be one.
-        overlap: take windows that need no halo while it travels; as in ``conv``. The
-            backward pass can then not be differentiated once more.
+        overlap: take windows that need no halo while it travels. It pays where taking
+            them lasts longer than the copies that it costs. The backward pass can then
+            not be differentiated once more.
 
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none. The result has the bits of torch's.
@@ -93,7 +94,7 @@ def avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-    overlap: bool | None = None,
+    overlap: bool = False,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of the means of windows, and its cuts.
 
@@ -102,8 +103,9 @@ def avg_pool(
         kernel_size, stride, padding, ceil_mode, count_include_pad: as in torch.
         divisor_override: as in torch, which has it in 2 and 3 dimensions.
         cuts: the dimensions of ``x`` that are cut; the batch may be one.
-        overlap: take windows that need no halo while it travels; as in ``conv``. The
-            backward pass can then not be differentiated once more.
+        overlap: take windows that need no halo while it travels. It pays where taking
+            them lasts longer than the copies that it costs. The backward pass can then
+            not be differentiated once more.
 
     Collective over the communicators of the cuts, also in the backward pass. ``x`` must
     need a gradient on all ranks or on none. Where no spatial dimension is cut among
@@ -214,7 +216,7 @@ class _Cutting:
     cuts: Mapping[int, Cut]
     made: Mapping[int, Cut]
     slidings: Sequence[Sliding]
-    overlap: bool | None
+    overlap: bool
 
     @property
     def along(self) -> list[int]:
@@ -242,7 +244,7 @@ class _Cutting:
     def split(self, dim: int, shape: Sequence[int]) -> OutputSplit | None:
         """Return the outputs along a dimension, None where all are computed at once."""
         cut, sliding = self.cuts[dim], self.slidings[dim - 2]
-        if not is_apart(self.overlap, cut):
+        if not self.overlap:
             return None
         is_empty = 0 in shape
         return OutputSplit(

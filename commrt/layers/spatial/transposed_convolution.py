@@ -40,7 +40,7 @@ from commrt.layers.spatial.beside_halo import beside_halo
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.empty_results import empty_result
 from commrt.layers.spatial.exchange import window_of_outputs
-from commrt.layers.spatial.output_split import OutputSplit, is_apart
+from commrt.layers.spatial.output_split import OutputSplit
 from commrt.layers.spatial.weight_gradients import check_sum, summed_gradients
 from commrt.layers.spatial.windows import Range, Spreading
 
@@ -64,7 +64,7 @@ def conv_transpose(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
-    overlap: bool | None = None,
+    overlap: bool = False,
     sum_weight_gradients_over: Communicator | None = None,
 ) -> tuple[Any, dict[int, Cut]]:
     """Return this rank's piece of a transposed convolution, and how it is cut.
@@ -76,8 +76,9 @@ def conv_transpose(
         cuts: the dimensions that are cut: spatial ones (2 and up), and the batch (0),
             which moves nothing. Pieces may be uneven, empty, and narrow.
         stride, padding, output_padding, groups, dilation: as in torch.
-        overlap: compute outputs that need no halo while it travels; as in ``conv``. The
-            backward pass can then not be differentiated once more.
+        overlap: compute outputs that need no halo while it travels. It pays where they
+            take longer than the copies that it costs. The backward pass can then not be
+            differentiated once more.
         sum_weight_gradients_over: ranks over which the backward pass sums the gradients
             of weight and bias. None: they are this rank's parts of the sums.
 
@@ -117,7 +118,7 @@ def conv_transpose(
         x = window_of_outputs(x, dim, cuts[dim], spreadings[dim - 2], made[dim])
     own = {dim: made[dim].own for dim in along}
     kernel, is_empty = spreadings[last - 2], 0 in shape
-    if is_apart(overlap, cuts[last]):
+    if overlap:
         split = OutputSplit(
             *(last, cuts[last], kernel, made[last].pieces), True, is_empty=is_empty
         )

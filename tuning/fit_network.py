@@ -73,7 +73,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit found."""
+    """The result of a fit."""
 
     values: Mapping[str, float]
     """Rate and latency of a message between two hosts, and costs, by their names."""
@@ -243,7 +243,7 @@ def _least_squares(
         target = slopes.T @ (weights * here)
         before = cost(here)
         while damping < 1e9:
-            # What has no effect on any time stays where it is.
+            # A number that changes no time stays where it is.
             own = np.diag(normal) + 1e-4 * np.trace(normal)
             step = -np.linalg.solve(normal + damping * np.diag(own), target)
             step = np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)

@@ -21,7 +21,7 @@ from commrt.local import run
 
 
 class Events:
-    """What the ranks, which are threads, have done, each in its order."""
+    """The deeds of each rank, which is a thread, in their order."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()

@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypedDict
 
-import torch
 from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.autocast import is_autocast, low_precision
 from commrt.layers.spatial.arguments import (
     check_cuts,
     check_filters,
@@ -123,7 +123,7 @@ def conv(
     if padding_mode != "zeros":
         x, pads = _with_own_elements(x, slidings, cuts, made, along, padding_mode)
     elif along:
-        if torch.is_autocast_enabled(x.device.type):
+        if is_autocast(x):
             # Sums of gradients stay in the type of the weights.
             weight, bias = summed_gradients(weight, bias, sum_weight_gradients_over)
             sum_weight_gradients_over = None
@@ -233,9 +233,7 @@ def _named_pads(
 
 def _as_autocast(x: Any | None) -> Any:
     """Return a tensor in the type in which torch's autocast would convolve it."""
-    if x is None or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return None if x is None else x.to(low_precision(x, x.dtype))
 
 
 # -- what the outputs read -------------------------------------------------------------

@@ -117,7 +117,7 @@ def source_of(place: int, extent: int, mode: str) -> int:
 
 
 class Kernel(Protocol):
-    """What outputs along one dimension read: ``Sliding`` and ``Spreading``."""
+    """A kernel along one dimension: ``Sliding`` or ``Spreading``."""
 
     def reads(self, low: int, high: int) -> Range:
         """Return the elements that outputs ``[low, high)`` read, padding included."""

@@ -11,6 +11,7 @@ import pytest
 
 import commrt.errors
 
+pytestmark = pytest.mark.whole
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text()
 ENTRIES = {

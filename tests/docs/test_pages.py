@@ -14,6 +14,7 @@ from doc_blocks import ROOT, all_pages
 
 import commrt.errors
 
+pytestmark = pytest.mark.whole
 PAGES = sorted({*all_pages(), *(path.name for path in ROOT.glob("*.md"))})
 FENCED = re.compile(r"^```.*?^```$", re.S | re.M)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

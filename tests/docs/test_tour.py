@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from doc_blocks import ROOT
 
+pytestmark = pytest.mark.whole
 PAGE = (ROOT / "docs" / "internals" / "tour.md").read_text()
 EXAMPLE = "commrt/algorithms/halves.py"
 """The file that the reader is to write."""

@@ -25,6 +25,7 @@ from commrt.local import run
 NEAR = 1e-12
 
 
+@pytest.mark.whole
 def test_drawn_convolutions_are_those_of_one_process(
     seed: int, full: bool, tally: Callable[[str, int], None]
 ) -> None:

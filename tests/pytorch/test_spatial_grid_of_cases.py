@@ -53,6 +53,7 @@ def test_the_grid_has_208_cases() -> None:
     assert len({*GRID}) == 208
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("axes", [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}])
 def test_cases_of_the_grid_are_those_of_one_process(
     axes: dict[str, int], seed: int, full: bool, tally: Callable[[str, int], None]

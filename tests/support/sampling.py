@@ -10,8 +10,8 @@ seed is printed; ``--seed`` repeats a run.
 
 The matrices draw their cases themselves, ``--cases`` of them, and say at the end how
 many they compared. ``--case`` repeats one case. Tests marked ``whole`` take no part in
-shares: the matrices, all tests of ``tests/unit/house``, and those that read pages
-against the sources.
+shares: the matrices, drawn convolutions, all tests of ``tests/unit/house``, and those
+that read pages against the sources.
 """
 
 from __future__ import annotations

@@ -270,12 +270,13 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "COMMRT_CARRIER",
-        "tcp|gloo",
-        "tcp",
-        "Carries messages between nodes where there is no MPI: connections of "
-        "commrt's own, the backend tcp, or torch's gloo, the backend gloo.",
+        "auto|tcp|gloo|mpi",
+        "auto",
+        "Carries messages between nodes: tcp, connections of commrt's own; gloo, "
+        "torch's, where ranks meet without MPI; mpi, where MPI started them. auto: "
+        "tcp, or mpi where its messages are quicker.",
         True,
-        _choice("tcp", "gloo"),
+        _choice("auto", "tcp", "gloo", "mpi"),
     ),
     Variable(
         "COMMRT_KERNEL_CACHE",

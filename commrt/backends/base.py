@@ -159,9 +159,9 @@ class Attached:
     precedence: ClassVar[int] = 0
     """Rank among backends that claim the same query (``claims``). If a call names no
     backend, the one with the largest number runs it."""
-    earlier_name: ClassVar[str] = ""
-    """Name of the backend that ran its schedules in earlier versions: tables may say
-    it."""
+    stands_in_for: ClassVar[frozenset[str]] = frozenset()
+    """Backends that run its schedules in other launches, or did in earlier versions:
+    rules of tables that name them hold for this one where they run none."""
     rounds_at_each_step: ClassVar[bool] = False
     """True if its schedules round each sum of two operands to the element type."""
     starts_in_python: ClassVar[frozenset[str]] = frozenset()

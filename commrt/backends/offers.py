@@ -64,9 +64,9 @@ class AttachedOffers(Offers):
         return self.of(candidate).only_on_request(query, candidate)
 
     def as_run_here(self, query: Query, use: Candidate) -> Candidate:
-        """Return a rule's candidate, by the name that its backend has today."""
+        """Return a rule's candidate, by the backend that runs its schedule here."""
         for name, attached in self._attached.items():
-            if use.backend != attached.earlier_name or use.algorithm == "native":
+            if use.algorithm == "native" or use.backend not in attached.stands_in_for:
                 continue
             found = self._found(query)
             offered = {one.backend for one in found if one.algorithm != "native"}

@@ -32,6 +32,7 @@ __all__ = [
     "Arena",
     "discover_nodes",
     "machine_identity",
+    "network_identity",
     "pretended_nodes",
     "process_arena",
     "share",
@@ -258,10 +259,9 @@ def _cannot_map(
 
 def _look() -> str:
     """Return an identity that processes share if they may be able to share memory."""
-    parts = [str(os.geteuid()), machine_identity()]
-    with contextlib.suppress(OSError):  # a /proc that hides it: let the mapping decide
-        parts.append(os.readlink("/proc/self/ns/net"))
-    return " ".join(parts)
+    # Where /proc hides the network's, the mapping decides.
+    parts = [str(os.geteuid()), machine_identity(), network_identity()]
+    return " ".join(filter(None, parts))
 
 
 def machine_identity() -> str:
@@ -271,6 +271,13 @@ def machine_identity() -> str:
             return file.read().strip()
     except OSError:
         return socket.gethostname()
+
+
+def network_identity() -> str:
+    """Return what names this process's network on its machine; empty: nothing does."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/net")
+    return ""
 
 
 def pretended_nodes(size: int, pretended: Sequence[int] | None = None) -> list[int]:

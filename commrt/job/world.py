@@ -28,7 +28,7 @@ from commrt.job.arena import (
 )
 from commrt.job.arrivals import Arrivals
 from commrt.job.bells import NodeBells, hang_bells, own_bells
-from commrt.job.between_nodes import connect_nodes
+from commrt.job.between_nodes import Side, carrier_beside_mpi, connect_nodes
 from commrt.job.heeds import Heeds
 from commrt.job.holders import Holders
 from commrt.job.inquiries import Inquiries, Place
@@ -93,7 +93,9 @@ class World:
     in_process: bool = False
     """True if the ranks are threads of this process."""
     relay: GlooRelay | TcpRelay | None = None
-    """Carries messages between nodes where there is no MPI."""
+    """Carries messages between nodes; None where MPI does."""
+    why_carried: str = ""
+    """Reason why the relay, or MPI, carries them; empty on one node."""
     inquiries: Inquiries | None = None
     """Asks ranks of other nodes what they do, where MPI carries messages there."""
     gloo_groups: GlooGroups | None = None
@@ -106,7 +108,7 @@ class World:
     has_measured: bool = False
     """True once a communicator of all ranks has measured the links."""
     between_nodes: BetweenNodes | None = None
-    """Cost of messages by gloo; None if it carries none."""
+    """Cost of messages by the relay; None if there is none."""
     mpi_between_nodes: MpiBetweenNodes | None = None
     """Cost of messages and collectives by MPI; None unless it was measured."""
     slot_window_nbytes: int = 0
@@ -356,18 +358,8 @@ def connect_world(
     )
     bootstrap.idle = with_heed(world.engine.step, world.heeds)
     _agree_cores_and_bells(world)
-    if len(nodes) > 1 and mpi is None:
-        assert world.liveness is not None
-        here = nodes[world.node_of(world.rank)]
-        world.relay, address = connect_nodes(
-            bootstrap, here, world.liveness.native, world.timeout_s
-        )
-        if address is not None:
-            world.gloo_groups = GlooGroups(bootstrap, address)
-            world.relay.at_end.append(world.gloo_groups.close)
-        # A world that another one has replaced leaves no threads or connections behind.
-        world.holders.at_end.append(world.relay.part)
-        weakref.finalize(world, world.relay.part).atexit = False
+    if len(nodes) > 1:
+        _connect(world, pretended=parts is not None or env.read_nodes() is not None)
     if mpi is not None:
         world.native_comms = NativeComms(
             mpi,
@@ -378,7 +370,7 @@ def connect_world(
             by_thread=_threads_may_call_mpi(world),
         )
         _load_mpi(world)
-        if len(nodes) > 1:
+        if len(nodes) > 1 and world.relay is None:
             world.inquiries = _inquiries(world)
     if world.liveness is not None:
         bootstrap.gone = world.liveness.gone
@@ -386,6 +378,25 @@ def connect_world(
     if arrivals is not None:
         arrivals.close()
     return world
+
+
+def _connect(world: World, *, pretended: bool) -> None:
+    """Find who carries messages between the nodes, and connect them; collective."""
+    assert world.liveness is not None
+    side = Side(world.bootstrap, world.nodes, world.liveness.native, world.timeout_s)
+    if world.mpi is None:
+        carrier = connect_nodes(side)
+    else:
+        carrier = carrier_beside_mpi(side, pretended)
+    world.relay, world.why_carried = carrier.relay, carrier.why
+    if world.relay is None:
+        return
+    if carrier.gloo_address is not None:
+        world.gloo_groups = GlooGroups(world.bootstrap, carrier.gloo_address)
+        world.relay.at_end.append(world.gloo_groups.close)
+    # A world that another one has replaced leaves no threads or connections behind.
+    world.holders.at_end.append(world.relay.part)
+    weakref.finalize(world, world.relay.part).atexit = False
 
 
 def _inquiries(world: World) -> Inquiries:

@@ -11,9 +11,19 @@ it for ever.
 
 from __future__ import annotations
 
-__all__ = ["FIRST", "for_caller", "for_library", "is_packet", "last", "of_steps"]
+__all__ = [
+    "FIRST",
+    "PROBE",
+    "for_caller",
+    "for_library",
+    "is_packet",
+    "last",
+    "of_steps",
+]
 
 FIRST = 16
+PROBE = 15
+"""Of messages that are sent only to be timed."""
 _EACH = 4
 
 

@@ -65,7 +65,7 @@ _CONSTANTS: dict[tuple[LinkClass, Carrier], Constants] = {
 
 @dataclass(frozen=True)
 class BetweenNodes:
-    """Cost of messages without MPI, as ranks measure it when they meet."""
+    """Cost of messages that MPI does not carry, as ranks measure it when they meet."""
 
     alpha_us: float
     """Time of a short message, from the call that sends it to the one that receives
@@ -85,7 +85,10 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class MpiBetweenNodes:
-    """Cost of what MPI carries between nodes, as ranks measure it when they meet."""
+    """Cost between nodes where there is MPI, as ranks measure it when they meet.
+
+    MPI carries the messages, or connections of commrt's own do.
+    """
 
     alpha_us: float
     """Time of a short message."""

@@ -3,7 +3,9 @@
 
 A rank takes the address by which it has reached the rendezvous. On the rendezvous' own
 host that may be 127.0.0.1: there it takes the address by which the other ranks have
-reached it. GLOO_SOCKET_IFNAME names another interface.
+reached it. Where there is no rendezvous, as under MPI, it takes the address from which
+it reaches other ranks' addresses, the one most like theirs. GLOO_SOCKET_IFNAME names
+another interface.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
 
+from commrt import _native
 from commrt.errors import BackendError
 
 __all__ = [
@@ -30,13 +33,20 @@ __all__ = [
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
 _SIOCGIFADDR = 0x8915
+_MOST_TRIED = 64
+"""Addresses of other hosts that are asked for the way, which takes 10 us each."""
 
 
 def own_addresses() -> bytes:
     """Return what this rank tells the others for the functions below."""
     own, rendezvous = _route()
     # Whoever uses torch has imported it by now. Others need not wait for that.
-    facts = {"own": own, "rendezvous": rendezvous, "torch": "torch" in sys.modules}
+    facts = {
+        "own": own,
+        "rendezvous": rendezvous,
+        "torch": "torch" in sys.modules,
+        "all": _native.own_addresses(),
+    }
     return json.dumps(facts).encode()
 
 
@@ -59,7 +69,8 @@ def listening_address(mine: bytes, said: Sequence[bytes]) -> str:
     own = _of_own_name()
     # Names of one machine alone, as where it pretends several nodes.
     is_own = own != "" and _is_of_this_host(own)
-    return _reachable(mine, said) or (own if is_own else "127.0.0.1")
+    found = _reachable(mine, said) or _nearest(mine, said)
+    return found or (own if is_own else "127.0.0.1")
 
 
 def address_for_gloo(mine: bytes, said: Sequence[bytes]) -> str:
@@ -83,6 +94,41 @@ def _reachable(mine: bytes, said: Sequence[bytes]) -> str:
         if not _is_loopback(address) and _is_of_this_host(address):
             return address
     return ""
+
+
+def _nearest(mine: bytes, said: Sequence[bytes]) -> str:
+    """Return the address that reaches one most like it of another host, or "".
+
+    An address that several hosts have, as those of bridges for containers, leads to
+    none of them.
+    """
+    own = {*json.loads(mine)["all"]}
+    others = dict.fromkeys(each for blob in said for each in json.loads(blob)["all"])
+    away = [each for each in others if each not in own][:_MOST_TRIED]
+    sources = [(_source_towards(each), each) for each in away]
+    likest = max(
+        (each for each in sources if each[0] in own),
+        key=lambda each: _part_in_common(*each),
+        default=("", ""),
+    )
+    return likest[0]
+
+
+def _source_towards(address: str) -> str:
+    """Return this host's address on the way to another; empty: there is no way."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _part_in_common(one: str, other: str) -> float:
+    """Return which part of two addresses of a family is equal, from the beginning."""
+    a, b = ip_address(one), ip_address(other)
+    return 1.0 - (int(a) ^ int(b)).bit_length() / a.max_prefixlen
 
 
 def _route() -> tuple[str, str]:

@@ -16,12 +16,15 @@ import secrets
 import selectors
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from commrt.bootstrap.base import Bootstrap, check_alive, poll_until, with_heed
 from commrt.errors import BackendError, TimeoutError_
 
-__all__ = ["connect_ranks"]
+__all__ = ["Sockets", "connect_ranks"]
+
+Sockets = dict[int, tuple[socket.socket, socket.socket]]
+"""Connected ones of a rank, by peer and lane."""
 
 _LANES = range(2)
 """Connections of a pair: for frames, and for payloads (native/engine/relay.hpp)."""
@@ -43,6 +46,8 @@ class _Place:
     host: str
     port: int
     secret: str
+    why_none: str = ""
+    """Why it cannot be reached at all; empty: it can."""
 
     def proof(self, said: bytes) -> bytes:
         """Return what shows this rank that who says so is of the job."""
@@ -50,31 +55,32 @@ class _Place:
 
 
 def connect_ranks(
-    bootstrap: Bootstrap, away: Sequence[int], own: str, timeout_s: float
-) -> dict[int, tuple[socket.socket, socket.socket]]:
+    bootstrap: Bootstrap,
+    away: Sequence[int],
+    own: str | BackendError,
+    timeout_s: float,
+) -> Sockets:
     """Return connected sockets to each rank of another node, by lane; collective.
 
     Args:
         bootstrap: exchanges small blobs among all ranks, and knows who is gone.
         away: the ranks of other nodes.
-        own: the address at which this rank listens.
+        own: the address at which this rank listens, or why it has none.
         timeout_s: within which the ranks must find each other.
 
-    Raises BackendError where the network does not connect them, TimeoutError_ where one
-    does not come, and PeerFailedError where a rank has ended.
+    Raises BackendError where the network does not connect them; on all ranks where one
+    cannot listen. Raises TimeoutError_ where a rank does not come, and PeerFailedError
+    where one has ended.
     """
     everybody = range(bootstrap.size)
-    try:
-        listener = socket.create_server((own, 0), backlog=len(away) + 16)
-    except OSError as error:
-        raise BackendError(
-            f"rank {bootstrap.rank} cannot listen at {own}: {error.strerror}; {_ADVICE}"
-        ) from error
+    listener, place = _listening(bootstrap.rank, own, len(away) + 16)
     with listener:
-        place = _Place(own, listener.getsockname()[1], secrets.token_hex(16))
-        mine = json.dumps([place.host, place.port, place.secret]).encode()
+        mine = json.dumps(astuple(place)).encode()
         said = bootstrap.exchange(everybody, "tcp/place", mine, timeout_s)
         places = [_Place(*json.loads(each)) for each in said]
+        for each in places:
+            if each.why_none:
+                raise BackendError(each.why_none)
         connecting = _Connecting(bootstrap.rank, places, away, listener)
         heed = check_alive(bootstrap.gone, "tcp", everybody, connecting.has_made)
         try:
@@ -92,6 +98,22 @@ def connect_ranks(
             connecting.close_others()
         made = connecting.made
         return {peer: (made[peer, 0], made[peer, 1]) for peer in away}
+
+
+def _listening(
+    rank: int, own: str | BackendError, most_waiting: int
+) -> tuple[socket.socket, _Place]:
+    """Return what listens, and its place; it listens to nobody where it cannot."""
+    if isinstance(own, BackendError):
+        return socket.socket(), _Place("", 0, "", f"rank {rank}: {own}")
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    try:
+        made = socket.create_server((own, 0), family=family, backlog=most_waiting)
+    except OSError as error:
+        why = error.strerror or str(error)
+        told = f"rank {rank} cannot listen at {own}: {why}; {_ADVICE}"
+        return socket.socket(), _Place(own, 0, "", told)
+    return made, _Place(own, made.getsockname()[1], secrets.token_hex(16))
 
 
 def _who(rank: int, lane: int) -> bytes:

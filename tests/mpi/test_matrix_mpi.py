@@ -3,11 +3,13 @@
 
 A run compares 1,600 cases with each MPI library, others each time; ``--full`` 12,000.
 Ranks are on one node,
-and on pretended ones, between which messages go by MPI.
+and on pretended ones, between which messages go by MPI, or by connections of commrt's
+own: the seed draws which.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,9 +37,12 @@ NUMBER, ALL = 1600, 12_000
 SYMMETRIC_FROM_NBYTES = 64
 
 
-def nodes(text: str) -> dict[str, str]:
+CARRIERS = ("mpi", "tcp")
+
+
+def nodes(text: str, carrier: str) -> dict[str, str]:
     """Return the environment that pretends these nodes."""
-    found = {"COMMRT_TIMEOUT_S": "300"}
+    found = {"COMMRT_TIMEOUT_S": "300", "COMMRT_CARRIER": carrier}
     return {**found, "COMMRT_NODES": text} if text else found
 
 
@@ -88,16 +93,19 @@ def test_every_result_is_the_one_of_numpy(
     plans = 5 if full else 1
     arguments = {"seed": seed, "place": place, "number": number, "plans": plans}
     deadline_s = 800 if full else 100
-    got = mpirun(size, run_matrix, env=nodes(where), deadline_s=deadline_s, **arguments)
+    env = nodes(where, random.Random(f"{seed} {where}").choice(CARRIERS))
+    got = mpirun(size, run_matrix, env=env, deadline_s=deadline_s, **arguments)
     assert check(got, tally) == number
 
 
 @pytest.mark.one_case
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_one_case(
-    mpirun: Any, case_line: str, tally: Callable[[str, int], None]
+    mpirun: Any, case_line: str, tally: Callable[[str, int], None], carrier: str
 ) -> None:
     trial = read(case_line)
-    got = mpirun(trial.case.size, run_one, env=nodes(trial.nodes), line=case_line)
+    env = nodes(trial.nodes, carrier)
+    got = mpirun(trial.case.size, run_one, env=env, line=case_line)
     check(got, tally)
 
 

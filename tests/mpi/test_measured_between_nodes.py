@@ -38,17 +38,19 @@ def measured() -> list[Any]:
     return [costs, choices, left, total]
 
 
+@pytest.mark.parametrize("carrier", ["mpi", "tcp"])
 @pytest.mark.parametrize("nodes", ["1,1,1", "2,1", "1,2"])
 def test_all_ranks_measured_the_same_and_choose_the_same(
-    mpirun: Any, nodes: str
+    mpirun: Any, nodes: str, carrier: str
 ) -> None:
-    got = mpirun(3, measured, env={"COMMRT_NODES": nodes})
+    got = mpirun(3, measured, env={"COMMRT_NODES": nodes, "COMMRT_CARRIER": carrier})
     assert [each[:3] for each in got] == [got[0][:3]] * 3
     (alpha_us, beta_us, colls), choices, left, _ = got[0]
     assert alpha_us > 0
     assert beta_us > 0
     assert {*colls} <= {*COLLS}
-    assert all(choice.startswith("mpi/") for choice in choices)
+    able = f"{carrier}/", "mpi/native"
+    assert [each for each in choices if not each.startswith(able)] == []
     assert left == [0, 0], "measuring is no call of the program"
     assert [each[3] for each in got] == [5.0, 4.0, 5.0]
 

@@ -34,6 +34,7 @@ from commrt.nccl.orders import order_of
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
+from commrt.select.model import BetweenNodes
 from commrt.select.policy import Rejected
 from commrt.select.schema import KEPT_APART
 
@@ -43,6 +44,10 @@ KINDS: set[str] = {"cuda"}
 """Kinds of devices whose memory the library may be given; tests add pretended ones,
 whose memory is the host's, so that every library takes it."""
 _SWITCH = "COMMRT_CUDA_AWARE_MPI"
+_TCP = "tcp"
+"""The backend that runs schedules where MPI does not carry their messages."""
+_ALL_OF_MPI = Candidate(NATIVE.backend, "*")
+"""All schedules whose messages MPI would carry, in an explanation."""
 _ask_library = lru_cache(maxsize=1)(cuda_aware.mpi_takes_cuda)
 
 
@@ -60,6 +65,7 @@ class AttachedMpi(Attached):
     precedence = 10
     is_dispatched = True
     runs_in_a_library = frozenset({NATIVE.algorithm})
+    stands_in_for = frozenset({_TCP})
 
     def __init__(self, backend: Backend, group: Group, beside: Surroundings) -> None:
         super().__init__(backend, group, beside)
@@ -79,15 +85,25 @@ class AttachedMpi(Attached):
             attach_library(self.group, native_mpi.handle())
 
     def measure(self) -> None:
-        """Measure what MPI costs between nodes, where no table knows; once in a job."""
+        """Measure what MPI costs between nodes, where no table knows; once in a job.
+
+        Where other connections carry messages, its collectives are compared with
+        schedules over these.
+        """
         group, world, table = self.group, self.group.world, self.beside.table
         if world.native_comms is None or world.mpi_between_nodes is not None:
             return
         if group.facts.nodes == 1 or group.in_process or group.size < world.size:
             return
         if table is None or not table.applies_to(group.facts):
-            world.mpi_between_nodes = measure(
-                group, self.beside.sendrecv, self.beside.private_calls
+            asked = group, self.beside.sendrecv, self.beside.private_calls
+            if world.relay is None:
+                world.mpi_between_nodes = measure(*asked)
+                return
+            found = measure(*asked, by=_TCP)
+            world.mpi_between_nodes = found
+            world.between_nodes = BetweenNodes(
+                found.alpha_us, found.beta_us, 0.0, is_staged=False
             )
 
     def _may_be_picked(self) -> bool:
@@ -118,7 +134,7 @@ class AttachedMpi(Attached):
             return found
         if group.size > 1 and why_not(query, group.size) is None:
             found.append(NATIVE)
-        if group.facts.nodes > 1:
+        if group.facts.nodes > 1 and group.world.relay is None:
             found.extend(schedule_candidates(group, query, self.backend.name))
         return found
 
@@ -131,8 +147,16 @@ class AttachedMpi(Attached):
         return why or why_not(replace(query, order="any"), self.group.size)
 
     def refused(self, query: Query) -> Sequence[Rejected]:
-        """Return MPI's own collective where it does not run the query on devices."""
-        why = self.why_not_on_device(query) if query.device == "cuda" else None
+        """Return what MPI would run, but for a reason.
+
+        Its own collective, where it does not run the query on devices; all schedules,
+        where other connections carry their messages.
+        """
+        if query.device != "cuda":
+            world = self.group.world
+            is_carried = world.mpi is not None and self.group.is_relayed
+            return [Rejected(_ALL_OF_MPI, world.why_carried)] if is_carried else ()
+        why = self.why_not_on_device(query)
         return () if why is None else [Rejected(NATIVE, why, is_missing=True)]
 
     def claims(self, query: Query) -> str | None:

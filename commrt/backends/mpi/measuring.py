@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of MPI's messages and collectives between the nodes, measured within 50 ms.
+"""Costs of messages and of MPI's collectives between the nodes, measured in 50 ms.
 
 Libraries differ by factors, and so do networks: no constant fits. So the ranks send
 some messages, run the library's collectives at a few lengths, and one schedule, which
@@ -86,8 +86,12 @@ def measure(
     group: Group,
     sendrecv: SendRecv,
     private_calls: Callable[[], AbstractContextManager[Calls]],
+    by: str = NATIVE.backend,
 ) -> MpiBetweenNodes:
-    """Return what MPI costs between the nodes; collective over all ranks of the job."""
+    """Return what MPI costs between the nodes; collective over all ranks of the job.
+
+    Messages and schedules are those of the backend ``by``, which carries them here.
+    """
     world = group.world
     # A rank that is still on its way here would be measured, too.
     world.meet(range(world.size), "mpi/start")
@@ -98,7 +102,7 @@ def measure(
         cost |= {"beta": _messages(group, sendrecv, _LONG_NBYTES, "mpi/long")["beta"]}
     between = MpiBetweenNodes(cost["alpha"], cost["beta"])
     with private_calls() as calls:
-        took = _measured(group, between, calls, clock)
+        took = _measured(group, between, calls, clock, by)
     slowest = {
         name: us
         for name, us in worst_of(world, "mpi/took", took).items()
@@ -131,7 +135,7 @@ def _messages(
 
 
 def _measured(
-    group: Group, between: MpiBetweenNodes, calls: Calls, clock: _Clock
+    group: Group, between: MpiBetweenNodes, calls: Calls, clock: _Clock, by: str
 ) -> dict[str, float]:
     """Return microseconds of the library's collectives, and of schedules.
 
@@ -141,17 +145,18 @@ def _measured(
     short, longest, _ = lengths(between.beta_us)
     todo = [(coll, n, "native") for coll, n in in_order(between.beta_us)]
     if group.size <= _PLANNED_RANKS:
-        by = zip((short, longest), _SCHEDULES, strict=True)
-        todo[1:1] = [(_YARDSTICK, n, name) for n, name in by]
+        schedules = zip((short, longest), _SCHEDULES, strict=True)
+        todo[1:1] = [(_YARDSTICK, n, name) for n, name in schedules]
     # To ask whether time is left takes some, too.
     asks = {done for done in range(len(todo)) if done < 3 or done % 3 == 0}
     for done, (coll, full_nbytes, algorithm) in enumerate(todo):
-        call = _call(calls, coll, full_nbytes, group.size, algorithm)
+        backend = NATIVE.backend if algorithm == NATIVE.algorithm else by
+        call = _call(calls, coll, full_nbytes, group.size, backend, algorithm)
         nbytes = _query(coll, full_nbytes, group.size).nbytes
         together = _TOGETHER if full_nbytes == short else 1
         took_us = steady_us(times_us(call, _TIMES, together))
         mine[f"{coll} {nbytes} {algorithm}"] = took_us
-        if done in asks and _any_late(calls, clock):
+        if done in asks and _any_late(calls, clock, by):
             break
     return mine
 
@@ -165,10 +170,10 @@ def steady_us(took: Sequence[float]) -> float:
     return least if second <= _STEADY * least else math.inf
 
 
-def _any_late(calls: Calls, clock: _Clock) -> bool:
+def _any_late(calls: Calls, clock: _Clock, by: str) -> bool:
     """Return whether the time is over on any rank; collective."""
     late_s = np.array([clock.late_s()])
-    by_schedule = {"op": "max", "algorithm": _SCHEDULES[0]}
+    by_schedule = {"op": "max", "algorithm": f"{by}/{_SCHEDULES[0]}"}
     calls.run(_YARDSTICK, (late_s,), by_schedule)
     return bool(late_s[0] > 0)
 
@@ -219,13 +224,13 @@ def _elements(full_nbytes: int, size: int) -> int:
 
 
 def _call(
-    calls: Calls, coll: str, full_nbytes: int, size: int, algorithm: str
+    calls: Calls, coll: str, full_nbytes: int, size: int, backend: str, algorithm: str
 ) -> Callable[[], Any]:
-    """Return a call of an operation by an algorithm."""
+    """Return a call of an operation by an algorithm of a backend."""
     spec, block = operation(coll), _elements(full_nbytes, size)
     grows = spec.out_count == "times_size"
     x = np.ones(block if grows else block * size, np.float32)
-    given: dict[str, Any] = {"algorithm": f"{NATIVE.backend}/{algorithm}"}
+    given: dict[str, Any] = {"algorithm": f"{backend}/{algorithm}"}
     if spec.input_on == "all":
         shrinks = spec.out_count == "div_size"
         given["out"] = np.empty(block if shrinks else block * size, np.float32)

@@ -13,14 +13,18 @@ from commrt.job.links import measure_between_nodes
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
+from commrt.select.policy import Rejected
 
 __all__ = ["AttachedTcp"]
+
+_ALL_OF_TCP = Candidate("tcp", "*")
+"""All schedules over such connections, in an explanation."""
 
 
 class AttachedTcp(Attached):
     """Connections of commrt's own on one communicator."""
 
-    earlier_name = "gloo"
+    stands_in_for = frozenset({"gloo", "mpi"})
 
     def measure(self) -> None:
         """Measure messages between the nodes, where gloo's have not been beside them.
@@ -44,6 +48,14 @@ class AttachedTcp(Attached):
         if relay is None or relay.is_staged:
             return ()
         return tuple(schedule_candidates(group, query, self.backend.name))
+
+    def refused(self, query: Query) -> Sequence[Rejected]:
+        """Return all schedules, with the reason, where MPI carries their messages."""
+        world, nodes = self.group.world, self.group.facts.nodes
+        if query.device != "host" or nodes == 1 or world.native_comms is None:
+            return ()
+        is_carried = world.relay is None
+        return [Rejected(_ALL_OF_TCP, world.why_carried)] if is_carried else ()
 
     def modelled_us(
         self, query: Query, candidate: Candidate, *, only_floor: bool = False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``tcp`` backend: schedules across nodes over connections of commrt's own.
 
-Ranks of a node share memory. Between nodes that have met without MPI, each pair of
-ranks has connections of its own (commrt/tcp).
+Ranks of a node share memory. Between nodes each pair of ranks has connections of its
+own (commrt/tcp), unless MPI or gloo carries the messages (commrt/job/between_nodes.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ __all__ = ["TcpBackend"]
 
 
 class TcpBackend:
-    """Ranks on several nodes that have met without MPI."""
+    """Ranks on several nodes, connected by TCP."""
 
     name = "tcp"
     capabilities = Capabilities(
-        limits="ranks on several nodes that commrt.run, torchrun, srun or a torch "
-        "Store brought together",
+        limits="ranks on several nodes; of those that MPI started, where that is "
+        "quicker than MPI's messages",
     )
 
     def availability(self) -> Availability:
         """Connections need no library."""
-        here = env.read_str("COMMRT_CARRIER") == self.name
-        reason = "connections of commrt's own" if here else "COMMRT_CARRIER=gloo"
+        carrier = env.read_str("COMMRT_CARRIER")
+        here = carrier in ("auto", self.name)
+        reason = "connections of commrt's own" if here else f"COMMRT_CARRIER={carrier}"
         return Availability(self.name, here, reason, self.capabilities)
 
     def attach(self, group: Group, beside: Surroundings) -> AttachedTcp:
@@ -45,7 +46,7 @@ class TcpBackend:
 
     def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
         """Return whether such ranks may be offered one of its algorithms."""
-        return facts.nodes > 1 and not by_mpi and self.availability().available
+        return facts.nodes > 1 and self.availability().available
 
     def variants(self, candidate: Candidate, full_nbytes: int) -> None:
         """Return None: parameters of the transport matter."""

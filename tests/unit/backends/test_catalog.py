@@ -206,7 +206,7 @@ def test_backends_say_which_ranks_they_serve_and_what_the_tuner_tries() -> None:
         ("mpi", False): [False, False, False],
         ("gloo", True): [False, False, False],
         ("gloo", False): [False, False, False],
-        ("tcp", True): [False, False, False],
+        ("tcp", True): [False, False, True],
         ("tcp", False): [False, False, True],
     }
     assert may_run("gloo", "native", apart, by_mpi=False)

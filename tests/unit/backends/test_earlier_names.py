@@ -20,7 +20,7 @@ class Attached:
     """A backend that offers what it is told to."""
 
     offered: Sequence[Candidate]
-    earlier_name: str = ""
+    stands_in_for: frozenset[str] = frozenset()
     precedence: int = 0
 
     def candidates(self, query: Query) -> Sequence[Candidate]:
@@ -39,7 +39,8 @@ def candidates(*names: str) -> list[Candidate]:
         (["gloo/native"], ["tcp/ring"], "gloo/native", "gloo/native"),
         (["gloo/native"], ["tcp/direct"], "gloo/ring", "tcp/ring"),
         (["gloo/ring"], [], "gloo/ring", "gloo/ring"),
-        ([], ["tcp/ring"], "mpi/ring", "mpi/ring"),
+        ([], ["tcp/ring"], "mpi/ring", "tcp/ring"),
+        (["mpi/native"], ["tcp/ring"], "mpi/native", "mpi/native"),
         ([], [], "gloo/ring", "gloo/ring"),
     ],
 )
@@ -50,7 +51,7 @@ def test_an_earlier_name_means_the_backend_of_today(
     offers = AttachedOffers(
         {
             "gloo": Attached(candidates(*gloo)),
-            "tcp": Attached(candidates(*tcp), AttachedTcp.earlier_name),
+            "tcp": Attached(candidates(*tcp), AttachedTcp.stands_in_for),
         }  # type: ignore[arg-type]
     )
     (use,) = candidates(asked)

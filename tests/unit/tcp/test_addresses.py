@@ -6,15 +6,23 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from commrt import _native
 from commrt.errors import BackendError
 from commrt.tcp.addresses import address_for_gloo, listening_address, own_addresses
 
 
-def said(own: str, rendezvous: str) -> bytes:
-    facts = {"own": own, "rendezvous": rendezvous, "torch": "torch" in sys.modules}
+def said(own: str, rendezvous: str, every: Sequence[str] | None = None) -> bytes:
+    """Return what a rank tells; ``every`` are all addresses of its host."""
+    facts = {
+        "own": own,
+        "rendezvous": rendezvous,
+        "torch": "torch" in sys.modules,
+        "all": _native.own_addresses() if every is None else [*every],
+    }
     return json.dumps(facts).encode()
 
 
@@ -119,3 +127,53 @@ def test_an_interface_that_the_user_names_is_listened_at(
     named.setenv("GLOO_SOCKET_IFNAME", "none7")
     with pytest.raises(BackendError, match=r"'none7'.*there are .*lo"):
         listening_address(mine, [mine])
+
+
+SOURCES = {
+    "192.0.2.9": "192.0.2.7",
+    "198.51.100.9": "192.0.2.7",
+    "10.1.2.9": "10.1.2.7",
+    "10.200.0.9": "10.1.2.7",
+    "2001:db8::9": "2001:db8::7",
+}
+"""Own addresses from which packets to others go."""
+BRIDGE = "172.17.0.1"
+
+
+@pytest.mark.parametrize(
+    ("others", "taken"),
+    [
+        ([["192.0.2.9"]], "192.0.2.7"),
+        ([["198.51.100.9"]], "192.0.2.7"),
+        ([["198.51.100.9"], ["10.1.2.9"]], "10.1.2.7"),
+        ([["10.200.0.9", "192.0.2.9"]], "192.0.2.7"),
+        ([[BRIDGE, "10.200.0.9"]], "10.1.2.7"),
+        ([["2001:db8::9"]], "2001:db8::7"),
+        ([["203.0.113.5"]], "127.0.0.1"),
+        ([[BRIDGE]], "127.0.0.1"),
+        ([[]], "127.0.0.1"),
+    ],
+    ids=str,
+)
+def test_without_a_rendezvous_the_address_nearest_to_others_is_taken(
+    named: pytest.MonkeyPatch, others: list[list[str]], taken: str
+) -> None:
+    """A bridge's address, which every host has, leads to none of them."""
+    named.setattr(
+        "commrt.tcp.addresses._source_towards", lambda each: SOURCES.get(each, "")
+    )
+    named.setattr("commrt.tcp.addresses._of_own_name", lambda: "")
+    own = [BRIDGE, "192.0.2.7", "10.1.2.7", "2001:db8::7"]
+    mine = said("", "", own)
+    assert listening_address(mine, [mine, *(said("", "", e) for e in others)]) == taken
+
+
+def test_the_way_to_an_address_is_the_kernels(named: pytest.MonkeyPatch) -> None:
+    """Sent from 127.0.0.1, packets to 127.0.0.2 stay here: so ranks tell no such one.
+
+    A network that does not exist has no way to it.
+    """
+    named.setattr("commrt.tcp.addresses._of_own_name", lambda: "")
+    mine = said("", "", ["127.0.0.1"])
+    away = said("", "", ["127.0.0.2", "no address"])
+    assert listening_address(mine, [mine, away]) == "127.0.0.1"

@@ -42,6 +42,7 @@ def connect_all(
     nodes: list[list[int]],
     change: Callable[[str, list[bytes]], None] = lambda key, said: None,
     timeout_s: float = DEADLINE_S,
+    own: Callable[[int], str | BackendError] = lambda rank: "127.0.0.1",
 ) -> list[Any]:
     """Return what each rank has got: its sockets, or its error."""
     size = sum(map(len, nodes))
@@ -52,7 +53,7 @@ def connect_all(
         away = [other for other in range(size) if other not in here]
         bootstrap: Any = Watched(world.bootstrap(rank), change)
         try:
-            return connect_ranks(bootstrap, away, "127.0.0.1", timeout_s)
+            return connect_ranks(bootstrap, away, own(rank), timeout_s)
         except (BackendError, TimeoutError_) as error:
             return error
 
@@ -110,7 +111,7 @@ def test_a_stranger_is_turned_away(
         if key != "tcp/place":
             return
         with lock:
-            host, port, _ = json.loads(said[0])
+            host, port, *_ = json.loads(said[0])
             stranger = socket.create_connection((host, port))
             stranger.sendall(hello)
             closing.append(stranger)
@@ -130,8 +131,9 @@ def test_another_process_at_the_port_is_an_error(run_threads: Any) -> None:
 
         def mislead(key: str, said: list[bytes]) -> None:
             if key == "tcp/place":
-                host, _, secret = json.loads(said[0])
-                said[0] = json.dumps([host, other.getsockname()[1], secret]).encode()
+                place = json.loads(said[0])
+                place[1] = other.getsockname()[1]
+                said[0] = json.dumps(place).encode()
 
         def answer() -> None:
             for _ in range(2):
@@ -154,11 +156,32 @@ def test_where_nobody_listens_is_an_error_and_who_is_missing_is_named(
 ) -> None:
     def mislead(key: str, said: list[bytes]) -> None:
         if key == "tcp/place":
-            host, _, secret = json.loads(said[0])
-            said[0] = json.dumps([host, 1, secret]).encode()
+            place = json.loads(said[0])
+            place[1] = 1
+            said[0] = json.dumps(place).encode()
 
     missed, refused = connect_all(run_threads, [[0], [1]], mislead, timeout_s=1.0)
     assert isinstance(missed, TimeoutError_)
     assert "no connection with ranks [1] within 1 s" in str(missed)
     assert isinstance(refused, BackendError)
     assert "port 1: Connection refused" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ("192.0.2.1", r"rank 1 cannot listen at 192\.0\.2\.1: Cannot assign"),
+        (BackendError("it has no address here"), "^rank 1: it has no address here$"),
+    ],
+    ids=["an address of others", "no address"],
+)
+def test_a_rank_that_cannot_listen_keeps_nobody_waiting(
+    run_threads: Any, own: str | BackendError, message: str
+) -> None:
+    """The others have no deadline that would end their wait."""
+    found = connect_all(
+        *(run_threads, [[0], [1], [2]]),
+        own=lambda rank: own if rank == 1 else "127.0.0.1",
+    )
+    assert [type(each) for each in found] == [BackendError] * 3
+    assert [str(each) for each in found if not re.search(message, str(each))] == []

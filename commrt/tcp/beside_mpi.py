@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times messages between nodes by TCP and by MPI, to find which are quicker.
+
+The first ranks of the nodes send to and fro in pairs, by both ways in turns, as Python
+can: its own time is the same for both. That takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from socket import socket
+from typing import TYPE_CHECKING, Any, Protocol
+
+from commrt.bootstrap.base import check_alive, poll_until, with_heed
+from commrt.errors import TimeoutError_
+from commrt.mpi.tags import PROBE
+from commrt.tcp.connecting import Sockets
+
+if TYPE_CHECKING:
+    from commrt.bootstrap.mpi import MpiBootstrap
+
+__all__ = ["Verdict", "compare_with_mpi", "mpi_round_us", "verdict_of"]
+
+_SHORT_NBYTES, _LONG_NBYTES = 8, 64 << 10
+"""Lengths of the messages. Longer ones Open MPI sends in another way; it would take
+50 ms to time them on a slow network."""
+_SHORT_ROUNDS, _LONG_ROUNDS = 10, 3
+_NAMES = tuple(
+    f"{way} {length}" for way in ("tcp", "mpi") for length in ("short", "long")
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Says which way is quicker, and why."""
+
+    is_tcp: bool
+    why: str
+
+
+def verdict_of(told: Sequence[dict[str, float]]) -> Verdict:
+    """Return the verdict on what the ranks have timed, in microseconds.
+
+    The slowest pair counts. TCP is quicker if the product of its times is less.
+    """
+    slowest = {name: max(one.get(name, 0.0) for one in told) for name in _NAMES}
+    tcp_short, tcp_long, mpi_short, mpi_long = slowest.values()
+    why = (
+        f"8 B and 64 KiB, to and fro, take {tcp_short:.0f} and {tcp_long:.0f} us by "
+        f"TCP, {mpi_short:.0f} and {mpi_long:.0f} us by MPI"
+    )
+    return Verdict(tcp_short * tcp_long < mpi_short * mpi_long, why)
+
+
+def mpi_round_us(
+    bootstrap: MpiBootstrap, leaders: Sequence[int], timeout_s: float
+) -> float | None:
+    """Return the time of 8 B to and fro by MPI; None unless this rank has begun it.
+
+    Collective over the leaders, the first ranks of the nodes.
+    """
+    talk = _Talk.of(bootstrap, leaders, timeout_s)
+    if talk is None:
+        return None
+    way = _ByMpi(bootstrap, talk.peer)
+    took = [talk.round_us(way, _SHORT_NBYTES) for _ in range(_SHORT_ROUNDS)]
+    return min(took) if talk.leads else None
+
+
+def compare_with_mpi(
+    bootstrap: MpiBootstrap,
+    leaders: Sequence[int],
+    sockets: Sockets,
+    timeout_s: float,
+) -> Verdict:
+    """Return which way is quicker; the same on all ranks, and collective over them."""
+    took: dict[str, float] = {}
+    talk = _Talk.of(bootstrap, leaders, timeout_s)
+    if talk is not None:
+        by_tcp = _BySocket(sockets[talk.peer][0])
+        by_mpi = _ByMpi(bootstrap, talk.peer)
+        took |= talk.in_turns(by_tcp, by_mpi, "short", _SHORT_NBYTES, _SHORT_ROUNDS)
+        took |= talk.in_turns(by_tcp, by_mpi, "long", _LONG_NBYTES, _LONG_ROUNDS)
+        took = took if talk.leads else {}
+    everybody, mine = range(bootstrap.size), json.dumps(took).encode()
+    said = bootstrap.exchange(everybody, "carrier/took", mine, timeout_s)
+    return verdict_of([json.loads(each) for each in said])
+
+
+class _Way(Protocol):
+    """One way of messages to a peer; what its functions return says when they end."""
+
+    def send(self, data: bytes) -> Callable[[], bool]: ...
+
+    def receive(self, nbytes: int) -> Callable[[], bool]: ...
+
+
+class _BySocket:
+    """Messages over a connected socket, which waits for nothing."""
+
+    def __init__(self, one: socket) -> None:
+        self._socket = one
+
+    def send(self, data: bytes) -> Callable[[], bool]:
+        left = memoryview(data)
+
+        def step() -> bool:
+            nonlocal left
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                return False
+            return not left
+
+        return step
+
+    def receive(self, nbytes: int) -> Callable[[], bool]:
+        left = memoryview(bytearray(nbytes))
+
+        def step() -> bool:
+            nonlocal left
+            try:
+                came = self._socket.recv_into(left)
+            except BlockingIOError:
+                return False
+            if came == 0:
+                raise ConnectionResetError("the other end has closed it")
+            left = left[came:]
+            return not left
+
+        return step
+
+
+class _ByMpi:
+    """Messages by MPI."""
+
+    def __init__(self, bootstrap: MpiBootstrap, peer: int) -> None:
+        from mpi4py import MPI
+
+        self._byte = MPI.BYTE
+        self._comm, self._place = bootstrap.comm, bootstrap.places[peer]
+
+    def send(self, data: bytes) -> Callable[[], bool]:
+        to = {"dest": self._place, "tag": PROBE}
+        return _tested(self._comm.Isend([data, self._byte], **to))
+
+    def receive(self, nbytes: int) -> Callable[[], bool]:
+        by = {"source": self._place, "tag": PROBE}
+        return _tested(self._comm.Irecv([bytearray(nbytes), self._byte], **by))
+
+
+def _tested(request: Any) -> Callable[[], bool]:
+    return lambda: bool(request.Test())
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """This rank's messages to and fro with another leader."""
+
+    peer: int
+    leads: bool
+    """Whether this rank begins."""
+    wait: Callable[[Callable[[], bool]], None]
+
+    @classmethod
+    def of(
+        cls, bootstrap: MpiBootstrap, leaders: Sequence[int], timeout_s: float
+    ) -> _Talk | None:
+        """Return the talk with this rank's partner; None where it has none."""
+        rank = bootstrap.rank
+        at = leaders.index(rank) if rank in leaders else len(leaders)
+        partner = at ^ 1
+        if max(at, partner) >= len(leaders):
+            return None
+        peer = leaders[partner]
+        alive = check_alive(bootstrap.gone, "carrier", [peer], lambda _: False)
+        idle = with_heed(bootstrap.idle, alive)
+
+        def wait(step: Callable[[], bool]) -> None:
+            if not poll_until(step, timeout_s, idle):
+                raise TimeoutError_(
+                    f"rank {rank}: rank {peer}, of another node, has not answered "
+                    f"within {timeout_s:g} s"
+                )
+
+        return cls(peer, at < partner, wait)
+
+    def round_us(self, way: _Way, nbytes: int) -> float:
+        """Return the time of a message to and fro."""
+        begun = time.perf_counter()
+        steps = [lambda: way.send(bytes(nbytes)), lambda: way.receive(nbytes)]
+        for begin in steps if self.leads else reversed(steps):
+            self.wait(begin())
+        return (time.perf_counter() - begun) * 1e6
+
+    def in_turns(
+        self, by_tcp: _Way, by_mpi: _Way, length: str, nbytes: int, rounds: int
+    ) -> dict[str, float]:
+        """Return the least time of each way, by the names of ``verdict_of``."""
+        took: dict[str, list[float]] = {f"tcp {length}": [], f"mpi {length}": []}
+        for _ in range(rounds):
+            for way, times in zip((by_tcp, by_mpi), took.values(), strict=True):
+                times.append(self.round_us(way, nbytes))
+        return {name: min(times) for name, times in took.items()}

@@ -191,8 +191,9 @@ bool P2P::fail_after_last_words(Op& op) {
     if (!attached_) attach();
     if (channels_[peer].failure.empty()) drain(peer);
   }
-  return op.finished() ||
-         ((comm_.is_damaged || comm_.calls_differ) && comm_.fail_after_own(op));
+  const bool is_told = comm_.is_damaged || comm_.calls_differ ||
+                       (comm_.broken.load(std::memory_order_relaxed) && !comm_.failed_by_death);
+  return op.finished() || (is_told && comm_.fail_after_own(op));
 }
 
 void P2P::tell_death(uint64_t seq) {

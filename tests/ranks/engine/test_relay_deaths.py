@@ -16,7 +16,7 @@ from relay_ranks import RelayRanks
 
 from commrt import _native
 from commrt.comm import core_of
-from commrt.errors import CommError, PeerFailedError
+from commrt.errors import CommError, PeerFailedError, RevokedError
 
 CLOSED = "gloo: Connection closed by peer"
 NODES = ([[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]], [[0, 1], [2], [3, 4]])
@@ -167,3 +167,23 @@ def test_a_rank_that_leaves_fails_what_needs_it_and_nothing_else(
             assert text.startswith("PeerFailedError")
             assert "rank 2 has left" in text
         core_of(ranks.comms[2]).give_up("the test ends")
+
+
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_what_a_rank_says_before_it_leaves_is_heard(
+    relayed: type[RelayRanks],
+) -> None:
+    """Its word and its end may come together, before anybody has looked."""
+    with relayed([[0], [1], [2]]) as ranks:
+        done = [
+            comm.allreduce(np.ones(5), nonblocking=True) for comm in ranks.comms[:2]
+        ]
+        ranks.comms[2].revoke()
+        ranks.step(2)
+        ranks.relays[2].native.leave()
+        for rank in (0, 1):
+            while not core_of(ranks.comms[rank]).who_died(2):
+                pass
+        for each in done:
+            with pytest.raises(RevokedError, match="rank 2 of another node has ended"):
+                each.wait()

@@ -33,17 +33,18 @@ except commrt.errors.CommError as error:
 """
 
 
-@pytest.mark.full(sample=1)
+@pytest.mark.full(sample=2)
+@pytest.mark.parametrize("carrier", ["mpi", "tcp"])
 @pytest.mark.parametrize("how", ["exits", "raises", "goes on"])
 def test_ranks_end_after_a_lost_link(
-    cluster: ClusterCommands, tmp_path: Path, how: str
+    cluster: ClusterCommands, tmp_path: Path, how: str, carrier: str
 ) -> None:
     program = tmp_path / "loses_a_link.py"
     program.write_text(LOSES_A_LINK)
     assert cluster("up demo --hosts 2").ok
     running = cluster.start(
         "run demo --launcher mpiexec",
-        *("env", "COMMRT_TIMEOUT_S=3"),
+        *("env", "COMMRT_TIMEOUT_S=3", f"COMMRT_CARRIER={carrier}"),
         *(sys.executable, str(program), how, str(tmp_path)),
     )
     assert running.stdout is not None

@@ -191,9 +191,11 @@ class _Talk:
     def round_us(self, way: _Way, nbytes: int) -> float:
         """Return the time of a message to and fro."""
         begun = time.perf_counter()
-        steps = [lambda: way.send(bytes(nbytes)), lambda: way.receive(nbytes)]
-        for begin in steps if self.leads else reversed(steps):
-            self.wait(begin())
+        if self.leads:
+            self.wait(way.send(bytes(nbytes)))
+        self.wait(way.receive(nbytes))
+        if not self.leads:
+            self.wait(way.send(bytes(nbytes)))
         return (time.perf_counter() - begun) * 1e6
 
     def in_turns(

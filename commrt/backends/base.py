@@ -95,6 +95,11 @@ class Calls(Protocol):
         """Run one by its name."""
         ...
 
+    @property
+    def binders(self) -> Mapping[str, Callable[..., Callable[[], Any]]]:
+        """What binds a collective to its arguments, by names; each call runs it."""
+        ...
+
 
 class Backend(Protocol):
     """Runs collectives. Other packages register theirs in ``commrt.backends``.

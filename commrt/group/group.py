@@ -210,7 +210,8 @@ class Group(_native.Group):
         world.heeds.begin(self.set_failure)
         self._attach(self.timeout_s if limit_s is None else limit_s, place)
         self.facts = self._agree_facts()
-        self._set_spins(spins_for(self.facts, self.is_relayed))
+        others_need_core = self.is_staged or world.shares_cores
+        self._set_spins(spins_for(self.facts, self.is_relayed and others_need_core))
         self.set_slot_window(world.slot_window_nbytes)
         members = str([*self.world_ranks])
         key = f"{name} ({identity})"

@@ -283,7 +283,7 @@ def agree_link_class(world: World, ranks: Sequence[int], ppn: int) -> LinkClass:
     return max(classes, key=_ORDER.index)
 
 
-def spins_for(facts: CommFacts, is_relayed: bool = False) -> int:
+def spins_for(facts: CommFacts, others_need_core: bool = False) -> int:
     """Return the number of polls of a wait before it yields its core to another rank.
 
     Where ranks outnumber cores, what a rank waits for is most likely still to be done
@@ -291,7 +291,10 @@ def spins_for(facts: CommFacts, is_relayed: bool = False) -> int:
     is just finishing; docs/performance.md has what other numbers cost. The class tells
     of all ranks of the node; the communicator may have only some. A call, or a rule of
     a table, may say another number (the parameter ``spins``).
+
+    ``others_need_core``: ranks of other nodes that pretend to have this machine alone,
+    or threads of this process that carry messages. Where a rank can sleep until the
+    kernel has something, it does so after 64 looks at most (engine/backoff.cpp).
     """
     crowded = facts.link_class == "oversubscribed" or facts.ppn > facts.cores
-    crowded = crowded or is_relayed  # threads of this process need the core, too
-    return _SPINS_OVERSUBSCRIBED if crowded else _SPINS
+    return _SPINS_OVERSUBSCRIBED if crowded or others_need_core else _SPINS

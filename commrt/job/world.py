@@ -92,6 +92,8 @@ class World:
     """Largest MPI tag."""
     in_process: bool = False
     """True if the ranks are threads of this process."""
+    shares_cores: bool = False
+    """True if some machine has fewer cores than ranks, also of several nodes."""
     relay: GlooRelay | TcpRelay | None = None
     """Carries messages between nodes; None where MPI does."""
     why_carried: str = ""
@@ -435,14 +437,18 @@ def _agree_cores_and_bells(world: World) -> None:
     world.job = said[0][3]
     pretended = env.read_nodes() is not None
     poorest: list[float] = []
+    fewest_each = 1.0
     for ranks in world.nodes:
         beside = [r for r in everybody if said[r][2] == said[ranks[0]][2]]
         share = len(ranks) / len(beside)
         quotas = [n for cores, n, *_ in (said[r] for r in ranks) if n < len(cores)]
-        poorest += [n * share if pretended else n for n in quotas]
-        poorest.append(len({core for r in ranks for core in said[r][0]}))
-        poorest.append(len({core for r in beside for core in said[r][0]}) * share)
+        of_node = [n * share if pretended else n for n in quotas]
+        of_node.append(len({core for r in ranks for core in said[r][0]}))
+        of_node.append(len({core for r in beside for core in said[r][0]}) * share)
+        poorest += of_node
+        fewest_each = min(fewest_each, min(of_node) / len(ranks))
     world.cores = max(1, int(min(poorest)))
+    world.shares_cores = fewest_each < 1
     here = world.nodes[world.node_of(world.rank)]
     if len(here) > 1:
         world.bells = hang_bells(world, {rank: said[rank][4] for rank in here})

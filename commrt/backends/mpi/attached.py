@@ -9,6 +9,7 @@ MPI's own collectives are given the arrays as they lie.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -189,6 +190,10 @@ class AttachedMpi(Attached):
     ) -> float:
         """Return the model's time of a candidate, by what was measured."""
         group, between = self.group, self.group.world.mpi_between_nodes
+        if group.is_relayed and query.device == "host":
+            is_known = between is not None and between.native_us.get(query.coll)
+            if not is_known:  # it may take many times what schedules over TCP do
+                return math.inf
         if between is None or group.facts.nodes == 1 or query.device != "host":
             return super().modelled_us(query, candidate, only_floor=only_floor)
         return predicted_us(

@@ -226,7 +226,11 @@ def _elements(full_nbytes: int, size: int) -> int:
 def _call(
     calls: Calls, coll: str, full_nbytes: int, size: int, backend: str, algorithm: str
 ) -> Callable[[], Any]:
-    """Return a call of an operation by an algorithm of a backend."""
+    """Return a call of an operation by an algorithm of a backend.
+
+    It is bound to its arrays: to read the arguments of each call anew takes longer than
+    a message on a quick network.
+    """
     spec, block = operation(coll), _elements(full_nbytes, size)
     grows = spec.out_count == "times_size"
     x = np.ones(block if grows else block * size, np.float32)
@@ -234,4 +238,4 @@ def _call(
     if spec.input_on == "all":
         shrinks = spec.out_count == "div_size"
         given["out"] = np.empty(block if shrinks else block * size, np.float32)
-    return lambda: calls.run(coll, (x,), given)
+    return calls.binders[coll](x, **given)

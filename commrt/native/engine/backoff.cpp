@@ -39,9 +39,11 @@ void Backoff::reset() {
 
 bool Backoff::pause(double until_s, bool looked) {
   ++count_;
+  const uint32_t looks = library_looks_.load(std::memory_order_relaxed);
+  const bool sleeps_soon = sleeps_soon_ && looks == std::exchange(seen_library_looks_, looks);
   // Each look then asks the kernel, which wakes who sleeps.
   constexpr int kLooksAtKernel = 64;
-  const bool asks_kernel = sleeps_soon_ && TcpPoller::is_used();
+  const bool asks_kernel = sleeps_soon && TcpPoller::is_used();
   if (count_ <= (asks_kernel ? std::min(spins_, kLooksAtKernel) : spins_)) {
     relax();
     return false;
@@ -50,7 +52,7 @@ bool Backoff::pause(double until_s, bool looked) {
   int yields = kYields;
   // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
   const int spins = asks_kernel ? std::min(spins_, kLooksAtKernel) : spins_;
-  if (sleeps_soon_) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
+  if (sleeps_soon) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
   const bool looks_at_clock = count_ % kYieldsBetweenClocks == 0 || count_ > spins + yields;
   const double now = looks_at_clock || since_s_ == 0 ? now_s() : 0;
   if (since_s_ == 0) since_s_ = idle_since(now);
@@ -59,7 +61,7 @@ bool Backoff::pause(double until_s, bool looked) {
     sched_yield();
     return false;
   }
-  if (is_patient && sleeps_soon_) {
+  if (is_patient && sleeps_soon) {
     Relay::wait_for_change(seen_);
     return true;
   }

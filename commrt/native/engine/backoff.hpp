@@ -3,6 +3,7 @@
 // sleeps until somebody rings (bell.hpp).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -28,6 +29,9 @@ class Backoff {
   void be_patient_for(double seconds) { patience_s_ = seconds; }
   // `soon`: threads of this process carry messages (relay.hpp) and need the core.
   void sleep_soon(bool soon) { sleeps_soon_ = soon; }
+  // A look has asked a library for the end of a collective. Nobody wakes those who sleep when that
+  // comes, so whoever waits looks on.
+  static void note_library_look() { library_looks_.fetch_add(1, std::memory_order_relaxed); }
   // To be called after each look that found nothing; returns for another one. `looked`: false where
   // another thread had the lock. A sleep ends at `until_s` (now_s()), with a signal, or as somebody
   // rings. True if the time is to be looked at.
@@ -47,11 +51,13 @@ class Backoff {
   bool was_interrupted_ = false;
   bool was_rung_ = false;
   uint64_t seen_ = 0;  // of relays' changes
+  uint32_t seen_library_looks_ = library_looks_.load(std::memory_order_relaxed);
   int spins_;
   int count_ = 0;
   double since_s_ = 0;   // the first yield; 0: none yet
   double patience_s_ = kPatience_s;
 
+  static inline std::atomic<uint32_t> library_looks_{0};
   static constexpr double kPatience_s = 0.02, kPatienceAfterSleep_s = 2e-4;
 };
 

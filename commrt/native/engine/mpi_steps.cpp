@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/backoff.hpp"
 #include "engine/collective_codes.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
@@ -571,7 +572,10 @@ bool Op::advance_native(uint64_t limit) {
     fail_mpi("MPI_Test", rc, "the MPI library failed the collective");
     return true;
   }
-  if (!flag) return starts;
+  if (!flag) {
+    Backoff::note_library_look();
+    return starts;
+  }
   if (!copies_root || copy_slice(out, in, plan->out_elems, limit)) finish();
   return true;
 }

@@ -60,3 +60,4 @@ def test_crowded_ranks_yield_soon() -> None:
     assert (
         spins_for(crowded) == spins_for(some_of_a_crowd) < 4 < 2000 < spins_for(roomy)
     )
+    assert spins_for(roomy, others_need_core=True) == spins_for(crowded)

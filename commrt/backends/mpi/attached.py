@@ -191,8 +191,9 @@ class AttachedMpi(Attached):
         """Return the model's time of a candidate, by what was measured."""
         group, between = self.group, self.group.world.mpi_between_nodes
         if group.is_relayed and query.device == "host":
-            is_known = between is not None and between.native_us.get(query.coll)
-            if not is_known:  # it may take many times what schedules over TCP do
+            # What nobody has timed may take many times what schedules over TCP do.
+            timed = () if between is None else between.native_us.get(query.coll, ())
+            if not timed or query.nbytes > 2 * timed[-1][0]:
                 return math.inf
         if between is None or group.facts.nodes == 1 or query.device != "host":
             return super().modelled_us(query, candidate, only_floor=only_floor)

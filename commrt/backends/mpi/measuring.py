@@ -40,6 +40,12 @@ _PROBE_NBYTES, _QUICK_US = 16 << 10, 100.0
 """Length of a long message where it takes longer than this."""
 _LONG_NBYTES = 256 << 10
 """Length of a long message else."""
+_LONGEST_NBYTES, _SOON_US = 1 << 20, 5000.0
+"""Length of another one that commrt's own connections carry, where it seems to take
+less than this. Buckets of tokens, as clouds have them, let shorter ones pass at once."""
+_OF_A_SCHEDULE = 0.25
+"""Part of a message's time that one of a schedule takes at least over them: it is no
+call of its own."""
 _LONG_US = 200.0
 """Time that the bytes of the longest vectors may take on their way, once."""
 _YARDSTICK = "allreduce"
@@ -100,6 +106,11 @@ def measure(
     cost = _messages(group, sendrecv, _PROBE_NBYTES, "mpi/messages")
     if cost["beta"] * _PROBE_NBYTES < _QUICK_US:
         cost |= {"beta": _messages(group, sendrecv, _LONG_NBYTES, "mpi/long")["beta"]}
+    if by != NATIVE.backend:
+        if cost["beta"] * _LONGEST_NBYTES < _SOON_US:
+            more = _messages(group, sendrecv, _LONGEST_NBYTES, "mpi/longest")
+            cost |= {"beta": more["beta"]}
+        cost |= {"alpha": _OF_A_SCHEDULE * cost["alpha"]}
     between = MpiBetweenNodes(cost["alpha"], cost["beta"])
     with private_calls() as calls:
         took = _measured(group, between, calls, clock, by)
@@ -111,6 +122,8 @@ def measure(
     yardsticks = _yardsticks(group, between, slowest)
     if len(yardsticks) == 2:
         between = calibrated(group.facts, between, *yardsticks)
+    if by != NATIVE.backend:  # the schedules' vectors may have passed a bucket at once
+        between = replace(between, beta_us=max(between.beta_us, cost["beta"]))
     _, longest, _ = lengths(cost["beta"])
     needed = {coll: _query(coll, longest, group.size).nbytes for coll in COLLS}
     # Times of short vectors alone say nothing of long ones.

@@ -98,6 +98,9 @@ class MpiBetweenNodes:
     """Time of the library's own collectives, by operation and rule bytes."""
     facts: CommFacts | None = None
     """The ranks that measured."""
+    long_beta_us: float = 0.0
+    """Time per byte of a message that is longer than those vectors. It may be larger:
+    a bucket of tokens lets short ones pass at once."""
 
     def native_part(
         self, coll: str, nbytes: int, best_us: Callable[[CommFacts, int], float]

@@ -104,7 +104,7 @@ class AttachedMpi(Attached):
             found = measure(*asked, by=_TCP)
             world.mpi_between_nodes = found
             world.between_nodes = BetweenNodes(
-                found.alpha_us, found.beta_us, 0.0, is_staged=False
+                found.alpha_us, found.long_beta_us, 0.0, is_staged=False
             )
 
     def _may_be_picked(self) -> bool:
@@ -197,8 +197,13 @@ class AttachedMpi(Attached):
                 return math.inf
         if between is None or group.facts.nodes == 1 or query.device != "host":
             return super().modelled_us(query, candidate, only_floor=only_floor)
+        carried = None
+        if group.is_relayed:
+            carried = replace(between, beta_us=between.long_beta_us)
         return predicted_us(
-            group.facts, query, candidate, between, only_floor=only_floor
+            *(group.facts, query, candidate, between),
+            carried=carried,
+            only_floor=only_floor,
         )
 
     def plan(self, spec: PlanSpec) -> Any:

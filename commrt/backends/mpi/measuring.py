@@ -122,8 +122,6 @@ def measure(
     yardsticks = _yardsticks(group, between, slowest)
     if len(yardsticks) == 2:
         between = calibrated(group.facts, between, *yardsticks)
-    if by != NATIVE.backend:  # the schedules' vectors may have passed a bucket at once
-        between = replace(between, beta_us=max(between.beta_us, cost["beta"]))
     _, longest, _ = lengths(cost["beta"])
     needed = {coll: _query(coll, longest, group.size).nbytes for coll in COLLS}
     # Times of short vectors alone say nothing of long ones.
@@ -132,7 +130,8 @@ def measure(
         for coll, times in native_times(slowest).items()
         if times[-1][0] == needed[coll]
     }
-    return replace(between, native_us=told, facts=group.facts)
+    long = max(between.beta_us, cost["beta"])
+    return replace(between, native_us=told, facts=group.facts, long_beta_us=long)
 
 
 def _messages(

@@ -31,6 +31,7 @@ def predicted_us(
     candidate: Candidate,
     between: MpiBetweenNodes,
     *,
+    carried: MpiBetweenNodes | None = None,
     only_floor: bool = False,
 ) -> float:
     """Return the modelled microseconds of a candidate of MPI's for ``query``.
@@ -43,6 +44,7 @@ def predicted_us(
         query: the operation.
         candidate: a schedule, or the library's own collective.
         between: what was measured.
+        carried: costs of the messages of schedules, where MPI does not carry them.
         only_floor: whether only what it takes at least is asked for.
     """
     if facts.size == 1:
@@ -55,11 +57,10 @@ def predicted_us(
         query.nbytes,
         lambda ranks, nbytes: _elsewhere_us(ranks, query, nbytes, between),
     )
+    costs = carried or between
     if only_floor:
-        return part * min(
-            _schedule_us(facts, query, one, between, True) for one in among
-        )
-    return part * best_schedule(facts, query, among, between)[1]
+        return part * min(_schedule_us(facts, query, one, costs, True) for one in among)
+    return part * best_schedule(facts, query, among, costs)[1]
 
 
 def _elsewhere_us(

@@ -42,7 +42,7 @@ _LONG_NBYTES = 256 << 10
 """Length of a long message else."""
 _LONGEST_NBYTES, _SOON_US = 1 << 20, 5000.0
 """Length of another one that commrt's own connections carry, where it seems to take
-less than this. Buckets of tokens, as clouds have them, let shorter ones pass at once."""
+less than this. Buckets of tokens, as in clouds, let shorter ones pass at once."""
 _OF_A_SCHEDULE = 0.25
 """Part of a message's time that one of a schedule takes at least over them: it is no
 call of its own."""

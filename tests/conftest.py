@@ -115,6 +115,20 @@ def _held() -> set[str]:
     return _live_threads() | _open_files() | _shared_memory() | _children()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patient_ranks() -> Iterator[None]:
+    """Give ranks of ``local.run`` as long as other ranks have, unless a test says less.
+
+    Its default of a minute is a program's: a busy machine may take longer.
+    """
+    from commrt import local
+
+    before = local.run.__kwdefaults__
+    local.run.__kwdefaults__ = {**(before or {}), "timeout_s": 300.0}
+    yield
+    local.run.__kwdefaults__ = before
+
+
 @pytest.fixture(autouse=True)
 def leak_guard() -> Iterator[None]:
     """Fail a test that leaves threads, processes, descriptors or shared memory."""

@@ -391,8 +391,7 @@ class Comm {
   std::string who_died_as_told(int rank, int by) const;
   // 1 + a rank that has died, as this rank or others know; 0: there is none.
   uint32_t who_is_dead() const;
-  // True if a peer takes part in nothing any more, as far as is known.
-  bool is_gone(int peer) const;
+  bool is_gone(int peer) const;  // takes part in nothing any more, as far as is known
   // This rank takes no part in later operations, and has done its part in earlier ones.
   void leave(Farewell how);
   // A short plan with nothing else in flight: null when complete, else the Op it became.
@@ -532,6 +531,7 @@ class Comm {
   void show_why(const std::string& text);
   std::string why_of(int member) const;
   std::string who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const;
+  GaveUp who_gave_up_origin() const;  // as one of this group has died
   void wake_peer(int peer);
   void wake_peers(const Plan& plan);
   std::shared_ptr<Op> fresh_op();

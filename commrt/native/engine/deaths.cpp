@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/comm.hpp"
+#include "engine/kin.hpp"
 #include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 
@@ -88,10 +89,30 @@ GaveUp Comm::who_gave_up(uint64_t seq, bool still_agrees, bool heeds_leavers) co
              its.cause.load(std::memory_order_relaxed) == cause;
     });
   };
+  if (who.empty()) return who_gave_up_origin();
   if (who_tells(FailureCause::Damage) != members.end()) return {who, by_death, true};
   const auto found = who_tells(FailureCause::Difference);
   if (found == members.end() || by_death) return {who, by_death};
   return {why_of(member_of(*found)), false, false, true};
+}
+
+GaveUp Comm::who_gave_up_origin() const {
+  for (Kin* next = kin_->next(); next != nullptr; next = next->next()) {
+    const Comm& from = *next->comm;
+    for (size_t i = 0; from.arena != nullptr && i < from.members.size(); ++i) {
+      const RankHeader& its = *from.header(static_cast<int>(i));
+      if (its.failed.load(std::memory_order_acquire) == 0) continue;
+      const uint32_t dead = its.failed_by_death.load(std::memory_order_relaxed);
+      if (dead == 0 || dead > from.life_of_.size()) continue;
+      const auto here = std::find(life_of_.begin(), life_of_.end(), from.life_of_[dead - 1]);
+      if (here == life_of_.end()) continue;  // these ranks can do without it
+      said_dead_ = static_cast<uint32_t>(here - life_of_.begin()) + 1;
+      return {"rank " + std::to_string(from.members[i]) + " gave up on " + from.name +
+                  ", from which this was made: " + from.why_of(static_cast<int>(i)),
+              true};
+    }
+  }
+  return {};
 }
 
 std::string Comm::who_says_so(uint64_t seq, bool still_agrees, bool& by_death) const {
@@ -191,8 +212,8 @@ bool P2P::fail_after_last_words(Op& op) {
     if (!attached_) attach();
     if (channels_[peer].failure.empty()) drain(peer);
   }
-  const bool is_told = comm_.is_damaged || comm_.calls_differ ||
-                       (comm_.broken.load(std::memory_order_relaxed) && !comm_.failed_by_death);
+  const bool is_theirs = ended_by_ >= 0 && !comm_.failed_by_death && comm_.is_gone(ended_by_);
+  const bool is_told = comm_.is_damaged || comm_.calls_differ || is_theirs;
   return op.finished() || (is_told && comm_.fail_after_own(op));
 }
 
@@ -240,6 +261,7 @@ void P2P::hear_of_end(int source, const PacketHeader& header, const unsigned cha
             " has ended or cannot be reached, as " + who + " says";
     }
   }
+  if (!comm_.broken.load(std::memory_order_relaxed)) ended_by_ = source;
   comm_.break_down(why, by_death);
   comm_.tell_failure(header.send_id);
   take_all_back("this rank gave up: " + comm_.failure);

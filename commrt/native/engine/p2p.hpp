@@ -367,6 +367,7 @@ class P2P {
   uint64_t next_id_ = 1;
   bool urgent_ = false;
   bool lingering_ = false;  // packets were on their way after the last pass
+  int ended_by_ = -1;       // the rank of another node whose word has ended the communicator; -1: none
   unsigned idle_passes_ = 0;
   uint64_t took_ = 0;  // bytes of the last message that take_now() took
 };

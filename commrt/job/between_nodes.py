@@ -34,8 +34,9 @@ _MOST_RANKS = 256
 of other nodes, and 1,024 files are what a process may open by default."""
 _TOO_QUICK_US = 8.0
 """Round trip of MPI's messages that no TCP connection gets near."""
-_PATIENCE_S = 10.0
-"""Time for connections that are only tried: a firewall may answer nothing at all."""
+_PATIENCE_S, _PART = 10.0, 0.25
+"""Time for connections that are only tried, and its part of the limit: a firewall may
+answer nothing at all, and the ranks are to hear of that in time."""
 
 
 @dataclass(frozen=True)
@@ -166,16 +167,18 @@ def _quicker(side: Side, own: bytes) -> Carrier:
     at = _own_address(own, side.tell_all("addresses", own))
     sockets: Sockets = {}
     why_none = ""
+    patience_s = min(_PATIENCE_S, _PART * side.limit_s)
     try:
-        limit_s = min(_PATIENCE_S, side.limit_s)
-        sockets = connect_ranks(side.bootstrap, side.away, at, limit_s)
-    except (BackendError, TimeoutError_) as error:
+        sockets = connect_ranks(side.bootstrap, side.away, at, patience_s)
+    except (BackendError, TimeoutError_, OSError) as error:
         why_none = str(error)
     whys = [each.decode() for each in side.tell_all("carrier/made", why_none.encode())]
     try:
         if any(whys):
             return Carrier(None, next(filter(None, whys)))
-        verdict = compare_with_mpi(side.bootstrap, leaders, sockets, side.limit_s)
+        verdict = compare_with_mpi(
+            side.bootstrap, leaders, sockets, patience_s, side.limit_s
+        )
         if verdict.is_tcp:
             return Carrier(side.relay_by_tcp(_taken(sockets)), verdict.why)
         return Carrier(None, verdict.why)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 __all__ = [
     "FIRST",
-    "PROBE",
+    "PROBES",
     "for_caller",
     "for_library",
     "is_packet",
@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 FIRST = 16
-PROBE = 15
-"""Of messages that are sent only to be timed."""
+PROBES = (14, 15)
+"""Of short and of long messages that are sent only to be timed."""
 _EACH = 4
 
 

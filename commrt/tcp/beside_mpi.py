@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times messages between nodes by TCP and by MPI, to find which are quicker.
 
-The first ranks of the nodes send to and fro in pairs, by both ways in turns, as Python
-can: its own time is the same for both. That takes some milliseconds.
+The first ranks of the nodes send to and fro in pairs, by one way and by the other, as
+Python can: its own time is the same for both. That takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from commrt.bootstrap.base import check_alive, poll_until, with_heed
 from commrt.errors import TimeoutError_
-from commrt.mpi.tags import PROBE
+from commrt.mpi.tags import PROBES
 from commrt.tcp.connecting import Sockets
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ _SHORT_NBYTES, _LONG_NBYTES = 8, 64 << 10
 """Lengths of the messages. Longer ones Open MPI sends in another way; it would take
 50 ms to time them on a slow network."""
 _SHORT_ROUNDS, _LONG_ROUNDS = 10, 3
+_LENGTHS = (
+    ("short", _SHORT_NBYTES, _SHORT_ROUNDS),
+    ("long", _LONG_NBYTES, _LONG_ROUNDS),
+)
 _NAMES = tuple(
     f"{way} {length}" for way in ("tcp", "mpi") for length in ("short", "long")
 )
@@ -74,20 +78,36 @@ def compare_with_mpi(
     bootstrap: MpiBootstrap,
     leaders: Sequence[int],
     sockets: Sockets,
+    patience_s: float,
     timeout_s: float,
 ) -> Verdict:
-    """Return which way is quicker; the same on all ranks, and collective over them."""
-    took: dict[str, float] = {}
+    """Return which way is quicker; the same on all ranks, and collective over them.
+
+    A network may connect the ranks and still lose what they send. So TCP has only
+    ``patience_s``, and MPI is the answer where that was not enough.
+    """
+    everybody = range(bootstrap.size)
+
+    def told(key: str, mine: Any) -> list[Any]:
+        blob = json.dumps(mine).encode()
+        said = bootstrap.exchange(everybody, key, blob, timeout_s)
+        return [json.loads(each) for each in said]
+
+    talk = _Talk.of(bootstrap, leaders, patience_s)
+    by_tcp: dict[str, float] = {}
+    why_not = ""
+    try:
+        if talk is not None:
+            by_tcp = talk.times_us(_BySocket(sockets[talk.peer][0]), "tcp")
+    except (OSError, TimeoutError_) as error:
+        why_not = str(error)
+    for why in told("carrier/tcp", why_not):
+        if why:
+            return Verdict(False, why)
     talk = _Talk.of(bootstrap, leaders, timeout_s)
-    if talk is not None:
-        by_tcp = _BySocket(sockets[talk.peer][0])
-        by_mpi = _ByMpi(bootstrap, talk.peer)
-        took |= talk.in_turns(by_tcp, by_mpi, "short", _SHORT_NBYTES, _SHORT_ROUNDS)
-        took |= talk.in_turns(by_tcp, by_mpi, "long", _LONG_NBYTES, _LONG_ROUNDS)
-        took = took if talk.leads else {}
-    everybody, mine = range(bootstrap.size), json.dumps(took).encode()
-    said = bootstrap.exchange(everybody, "carrier/took", mine, timeout_s)
-    return verdict_of([json.loads(each) for each in said])
+    by_mpi = {} if talk is None else talk.times_us(_ByMpi(bootstrap, talk.peer), "mpi")
+    both = by_tcp | by_mpi if talk is not None and talk.leads else {}
+    return verdict_of(told("carrier/took", both))
 
 
 class _Way(Protocol):
@@ -144,16 +164,34 @@ class _ByMpi:
         self._comm, self._place = bootstrap.comm, bootstrap.places[peer]
 
     def send(self, data: bytes) -> Callable[[], bool]:
-        to = {"dest": self._place, "tag": PROBE}
-        return _tested(self._comm.Isend([data, self._byte], **to))
+        to = {"dest": self._place, "tag": _tag(len(data))}
+        return _tested(self._comm.Isend([data, self._byte], **to), data)
 
     def receive(self, nbytes: int) -> Callable[[], bool]:
-        by = {"source": self._place, "tag": PROBE}
-        return _tested(self._comm.Irecv([bytearray(nbytes), self._byte], **by))
+        by, into = {"source": self._place, "tag": _tag(nbytes)}, bytearray(nbytes)
+        return _tested(self._comm.Irecv([into, self._byte], **by), into)
 
 
-def _tested(request: Any) -> Callable[[], bool]:
-    return lambda: bool(request.Test())
+_OPEN: list[tuple[Any, Any]] = []
+"""Requests of MPI's and their memory. Those that an error left behind stay: MPI may
+still write there."""
+
+
+def _tag(nbytes: int) -> int:
+    return PROBES[nbytes > _SHORT_NBYTES]
+
+
+def _tested(request: Any, memory: Any) -> Callable[[], bool]:
+    one = request, memory
+    _OPEN.append(one)
+
+    def step() -> bool:
+        if not request.Test():
+            return False
+        _OPEN.remove(one)
+        return True
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -198,12 +236,10 @@ class _Talk:
             self.wait(way.send(bytes(nbytes)))
         return (time.perf_counter() - begun) * 1e6
 
-    def in_turns(
-        self, by_tcp: _Way, by_mpi: _Way, length: str, nbytes: int, rounds: int
-    ) -> dict[str, float]:
-        """Return the least time of each way, by the names of ``verdict_of``."""
-        took: dict[str, list[float]] = {f"tcp {length}": [], f"mpi {length}": []}
-        for _ in range(rounds):
-            for way, times in zip((by_tcp, by_mpi), took.values(), strict=True):
-                times.append(self.round_us(way, nbytes))
-        return {name: min(times) for name, times in took.items()}
+    def times_us(self, way: _Way, name: str) -> dict[str, float]:
+        """Return the least times of a way, by the names of ``verdict_of``."""
+        found = {}
+        for length, nbytes, rounds in _LENGTHS:
+            took = [self.round_us(way, nbytes) for _ in range(rounds)]
+            found[f"{name} {length}"] = min(took)
+        return found

@@ -9,6 +9,7 @@ connects is turned away.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -74,16 +75,18 @@ def connect_ranks(
     """
     everybody = range(bootstrap.size)
     listener, place = _listening(bootstrap.rank, own, len(away) + 16)
-    with listener:
+    with listener or contextlib.nullcontext():
         mine = json.dumps(astuple(place)).encode()
         said = bootstrap.exchange(everybody, "tcp/place", mine, timeout_s)
         places = [_Place(*json.loads(each)) for each in said]
         for each in places:
             if each.why_none:
                 raise BackendError(each.why_none)
+        assert listener is not None
         connecting = _Connecting(bootstrap.rank, places, away, listener)
         heed = check_alive(bootstrap.gone, "tcp", everybody, connecting.has_made)
         try:
+            connecting.begin()
             idle = with_heed(bootstrap.idle, heed)
             if not poll_until(connecting.advance, timeout_s, idle):
                 missing = [rank for rank in away if not connecting.has_made(rank)]
@@ -102,17 +105,17 @@ def connect_ranks(
 
 def _listening(
     rank: int, own: str | BackendError, most_waiting: int
-) -> tuple[socket.socket, _Place]:
-    """Return what listens, and its place; it listens to nobody where it cannot."""
+) -> tuple[socket.socket | None, _Place]:
+    """Return what listens, if it can, and its place."""
     if isinstance(own, BackendError):
-        return socket.socket(), _Place("", 0, "", f"rank {rank}: {own}")
+        return None, _Place("", 0, "", f"rank {rank}: {own}")
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     try:
         made = socket.create_server((own, 0), family=family, backlog=most_waiting)
     except OSError as error:
         why = error.strerror or str(error)
         told = f"rank {rank} cannot listen at {own}: {why}; {_ADVICE}"
-        return socket.socket(), _Place(own, 0, "", told)
+        return None, _Place(own, 0, "", told)
     return made, _Place(own, made.getsockname()[1], secrets.token_hex(16))
 
 
@@ -151,8 +154,11 @@ class _Connecting:
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
+
+    def begin(self) -> None:
+        """Connect with the lower ranks; nothing waits for them here."""
         for peer, lane in sorted(self._wanted):
-            if peer < rank:
+            if peer < self._rank:
                 self._connect(peer, lane)
 
     def has_made(self, peer: int) -> bool:
@@ -247,6 +253,7 @@ class _Connecting:
     def _finish(self, talk: _Talk) -> None:
         assert talk.end is not None
         self._selector.unregister(talk.socket)
+        talk.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.made[talk.end] = talk.socket
 
     def _fail(self, talk: _Talk, why: str) -> None:

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import commrt
 from commrt.job import between_nodes
-from commrt.tcp import connecting
+from commrt.tcp import beside_mpi, connecting
 fault = sys.argv[1] if socket.gethostname() == "h2" else ""
 if fault == "cannot listen":
     denied = OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -27,7 +27,10 @@ if fault == "cannot listen":
 if fault == "never connects":
     of_all = connecting._Connecting
     mock.patch.object(of_all, "advance", lambda self: False).start()
-if sys.argv[1] == "never connects":
+if fault == "loses messages":
+    never = lambda self, nbytes: lambda: False
+    mock.patch.object(beside_mpi._BySocket, "receive", never).start()
+if sys.argv[1] in ("never connects", "loses messages"):
     between_nodes._PATIENCE_S = 0.5
 comm = commrt.init()
 x = np.full(30_001, comm.rank + 1.0)
@@ -90,6 +93,7 @@ def test_all_ranks_use_what_was_quicker(
     ("fault", "why"),
     [
         ("cannot listen", r"rank 1 cannot listen at [\d.]+: Operation not permitted"),
+        ("loses messages", r"rank [01]: rank [01], of another node, has not answered"),
         ("never connects", r"rank [01] at [\d.]+: no connection with ranks \[[01]\]"),
     ],
 )

@@ -70,7 +70,7 @@ def test_what_is_no_frame_ends_the_connection(
 ) -> None:
     getattr(end, lane).sendall(said)
     assert end.why_lost() == f"{why} is no frame of commrt's"
-    assert end.links.num_open == 0
+    assert poll_until(lambda: end.links.num_open == 0, DEADLINE_S)
 
 
 @pytest.mark.parametrize("lane", ["frames", "payloads"])
@@ -81,7 +81,7 @@ def test_a_connection_that_closes_is_a_lost_rank(
     end.frames.sendall(said)
     getattr(end, lane).close()
     assert "rank 1 of the job, on another node, has ended" in end.why_lost()
-    assert end.links.num_open == 0
+    assert poll_until(lambda: end.links.num_open == 0, DEADLINE_S)
 
 
 def test_the_last_frame_counts_once_both_lanes_have_it(end: End) -> None:

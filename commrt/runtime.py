@@ -309,10 +309,12 @@ def _leave(engine: Any, rank: int, owner: int) -> None:
             f"commrt: rank {rank} ends with operations in flight: other ranks may wait "
             f"for its part in them\n"
         )
+    if drained and world is not None and world.relay is not None:
+        take_last_messages(world, _LAST_S)
     gloo_relay.close_relays()
     tcp_relay.close_relays()
     close_inquiries()
     end_of_process(engine)
-    if drained and world is not None:
+    if drained and world is not None and world.relay is None:
         take_last_messages(world, _LAST_S)
     end_where_mpi_cannot()

@@ -9,6 +9,9 @@ sum how many packets each of them was sent. Then each takes those that it lacks.
 The sums go up and down a binomial tree: two messages for each rank. It is none of MPI's
 collectives, which could meet one that a rank has left. Ranks that do not come within a
 short time are not waited for: a lost piece of advice does no harm.
+
+Where other connections carry packets, MPI may still have messages of the bootstrap's.
+Then the ranks meet before these connections end: a rank that leaves tells by them.
 """
 
 from __future__ import annotations
@@ -45,16 +48,23 @@ def take_last_messages(world: World, limit_s: float) -> bool:
     if comm is None or len(world.nodes) < 2 or liveness is None:
         return True
     mpi = library.load()
-    if mpi.Is_finalized() or liveness.native.look():
+    is_relayed = world.relay is not None
+    # A rank that has died does not come. One that tells by a relay that it leaves does.
+    is_any_lost = (lambda: False) if is_relayed else liveness.native.look
+    if mpi.Is_finalized() or is_any_lost():
         return False
     deadline = time.monotonic() + limit_s
+    sent, taken = [0] * comm.Get_size(), 0
+    if not is_relayed:
+        sent = _native.far_packets_sent(comm.Get_size())
+        taken = _native.far_packets_taken()
     try:
-        sums = _Sums(mpi, comm, _native.far_packets_sent(comm.Get_size()))
-        # A rank that has died does not come.
-        poll_until(lambda: sums.step() or liveness.native.look(), limit_s)
+        sums = _Sums(mpi, comm, sent)
+        poll_until(lambda: sums.step() or is_any_lost(), limit_s)
         due = int(sums.total[comm.Get_rank()]) if sums.has_total else 0
         left_s = deadline - time.monotonic()
-        return poll_until(_Rest(mpi, comm, due).step, left_s) and sums.has_total
+        rest = _Rest(mpi, comm, due - taken)
+        return poll_until(rest.step, left_s) and sums.has_total
     except (mpi.Exception, CommError):  # its ranks cannot reach each other any more
         return False
 
@@ -112,9 +122,9 @@ class _Sums:
 class _Rest:
     """Messages that nobody has asked for; ``step`` until it is True."""
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm, due: int) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, left: int) -> None:
         self._mpi, self._comm = mpi, comm
-        self._left = due - _native.far_packets_taken()
+        self._left = left
         self._receiving: list[Any] = []
 
     def step(self) -> bool:

@@ -41,15 +41,16 @@ def ends_with_messages_to_it(folder: str, num: int) -> None:
 
 
 @pytest.mark.full(sample=4)
+@pytest.mark.parametrize("carrier", ["mpi", "tcp"])
 @pytest.mark.parametrize("num", [0, 1, 5])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_no_message_is_left_when_mpi_ends(
-    mpirun: MpiRun, tmp_path: Path, size: int, num: int
+    mpirun: MpiRun, tmp_path: Path, size: int, num: int, carrier: str
 ) -> None:
     mpirun(
         size,
         ends_with_messages_to_it,
-        env={"COMMRT_NODES": NODES[size]},
+        env={"COMMRT_NODES": NODES[size], "COMMRT_CARRIER": carrier},
         folder=str(tmp_path),
         num=num,
     )

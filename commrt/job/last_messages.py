@@ -50,7 +50,10 @@ def take_last_messages(world: World, limit_s: float) -> bool:
     mpi = library.load()
     is_relayed = world.relay is not None
     # A rank that has died does not come. One that tells by a relay that it leaves does.
-    is_any_lost = (lambda: False) if is_relayed else liveness.native.look
+
+    def is_any_lost() -> bool:
+        return not is_relayed and liveness.native.look()
+
     if mpi.Is_finalized() or is_any_lost():
         return False
     deadline = time.monotonic() + limit_s

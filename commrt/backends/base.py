@@ -97,7 +97,7 @@ class Calls(Protocol):
 
     @property
     def binders(self) -> Mapping[str, Callable[..., Callable[[], Any]]]:
-        """What binds a collective to its arguments, by names; each call runs it."""
+        """Binders of the collectives, by name; what one returns runs at each call."""
         ...
 
 

@@ -111,9 +111,9 @@ def connect_nodes(side: Side) -> Carrier:
         why = "the ranks have met without MPI"
         relay = side.relay_by_tcp(sockets)
         return Carrier(relay, why, address if have_torch(said) else None)
+    store = private_store("gloo")
     made = ConnectionsMade()
-    whole = side.everybody, bootstrap, side.limit_s, address
-    group = connect_group(private_store("gloo"), *whole)
+    group = connect_group(store, side.everybody, bootstrap, side.limit_s, address)
     ports = side.tell_all("gloo/ports", json.dumps(made.own_ports()).encode())
     made.keep_from_children(port for each in ports for port in json.loads(each))
     ends = bootstrap.rank, bootstrap.size, side.away, side.liveness

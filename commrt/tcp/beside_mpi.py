@@ -200,7 +200,7 @@ class _Talk:
 
     peer: int
     leads: bool
-    """Whether this rank begins."""
+    """True if this rank begins."""
     wait: Callable[[Callable[[], bool]], None]
 
     @classmethod

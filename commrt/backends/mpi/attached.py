@@ -191,7 +191,7 @@ class AttachedMpi(Attached):
         """Return the model's time of a candidate, by what was measured."""
         group, between = self.group, self.group.world.mpi_between_nodes
         if group.is_relayed and query.device == "host":
-            # What nobody has timed may take many times what schedules over TCP do.
+            # A collective that nobody has timed may take many times what TCP takes.
             timed = () if between is None else between.native_us.get(query.coll, ())
             if not timed or query.nbytes > 2 * timed[-1][0]:
                 return math.inf

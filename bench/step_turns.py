@@ -27,8 +27,10 @@ def in_turns(
 
     repetitions = _repetitions(next(iter(steps.values())), least_s)
     times: dict[str, list[float]] = {way: [] for way in steps}
+    turns = list(steps.items())
     for _ in range(blocks):
-        for way, step in steps.items():
+        turns.reverse()  # so that none is always behind the same other one
+        for way, step in turns:
             dist.barrier()
             times[way].append(round(_block_us(step, repetitions), 2))
     return times

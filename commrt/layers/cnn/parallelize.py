@@ -126,7 +126,9 @@ def parallelize_cnn(
     forms = _tile_forms(model, grid, strategies) if cut_weights else {}
     object.__setattr__(model, _PARALLEL, strategies)
     if grid.num_ranks == 1:
-        _hook(model, *_on_one_rank(grid, strategies.of(""), outputs))
+        model.register_forward_pre_hook(_plain_arguments, with_kwargs=True)
+        if outputs == "dist":
+            model.register_forward_hook(_dist_results(grid, strategies.of("")))
         return model
     # Hooks that come first run first: the model makes tensors before it moves them.
     first = strategies.of("")
@@ -289,17 +291,22 @@ def _results(outputs: str) -> Callable[..., Any]:
     return behind
 
 
-def _on_one_rank(
-    grid: ProcessGrid, strategy: ParallelStrategy, outputs: str
-) -> tuple[Any, Any]:
-    """Return hooks between which a model computes with plain tensors."""
+# -- on a grid of one rank, where the model computes with plain tensors ---------------
 
-    def before(module: Any, args: Any, kwargs: Any) -> Any:
-        def plain(x: Any) -> Any:
-            return x.local if isinstance(x, DistTensor) else x
 
-        return _mapped(args, plain), _mapped(kwargs, plain)
+def _plain_arguments(module: Any, args: Any, kwargs: Any) -> Any:
+    """Give the model plain tensors: a hook before it."""
+    if not kwargs and all(type(x) is torch.Tensor for x in args):
+        return None
 
+    def plain(x: Any) -> Any:
+        return x.local if isinstance(x, DistTensor) else x
+
+    return _mapped(args, plain), _mapped(kwargs, plain)
+
+
+def _dist_results(grid: ProcessGrid, strategy: ParallelStrategy) -> Callable[..., Any]:
+    """Return the hook that makes distributed tensors of a model's results."""
     known: dict[torch.Size, Placement] = {}
 
     def made(x: Any) -> Any:
@@ -311,6 +318,6 @@ def _on_one_rank(
         return DistTensor.unchecked(x, x.shape, grid, placement)
 
     def behind(module: Any, args: Any, result: Any) -> Any:
-        return _mapped(result, made) if outputs == "dist" else result
+        return _mapped(result, made)
 
-    return before, behind
+    return behind

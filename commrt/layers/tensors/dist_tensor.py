@@ -175,14 +175,19 @@ class DistTensor:
 
         Collective over the grid, unless each rank has all that it needs.
         """
-        target = placement or Placement(
-            *(dims or self._placement.dims), partial=partial
-        )
+        if placement is None and not dims and partial == ():
+            target = self._placement.without_partial()
+        else:
+            target = placement or Placement(
+                *(dims or self._placement.dims), partial=partial
+            )
+        if target == self._placement:
+            return self
         target.check("redistribute", self._grid, self._shape)
         local = moved(
             self._local, self._grid, tuple(self._shape), self._placement, target
         )
-        return DistTensor(local, self._shape, self._grid, target)
+        return DistTensor.unchecked(local, self._shape, self._grid, target)
 
     def whole(self) -> torch.Tensor:
         """Return the whole tensor on every rank; differentiable. Collective."""
@@ -197,7 +202,8 @@ class DistTensor:
                 f"reduce it to one"
             )
         if gradient is None:
-            self._local.backward(torch.ones_like(self._local))
+            here = self._local
+            here.backward(None if here.numel() == 1 else torch.ones_like(here))
             return
         target = Placement(*self._placement.dims)
         self._local.backward(gradient.redistribute(placement=target).local)

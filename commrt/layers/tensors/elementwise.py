@@ -94,6 +94,10 @@ def of_elements(
         args = _met(args, tensors)
         tensors = [x for x in args if isinstance(x, DistTensor)]
     open_sums = _open_sums(name, args, tensors)
+    first, *others = tensors
+    if all(x.shape == first.shape and x.placement == first.placement for x in others):
+        locals_ = [x.local if isinstance(x, DistTensor) else x for x in args]
+        return _lying_as(first, function(*locals_, **more))
     shapes = {x.shape for x in tensors}
     # torch's function takes longer than all the rest here.
     shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
@@ -218,14 +222,21 @@ def _of_one(
         raise UsageError(
             f"{name}: {x} has parts on several ranks: redistribute() it first"
         )
-    return DistTensor(function(x.local, *args, **more), x.shape, x.grid, x.placement)
+    return _lying_as(x, function(x.local, *args, **more))
 
 
 def _kept(
     function: Callable[..., Tensor], x: DistTensor, *args: Any, **more: Any
 ) -> Any:
     """Return what is right for parts of sums, too."""
-    return DistTensor(function(x.local, *args, **more), x.shape, x.grid, x.placement)
+    return _lying_as(x, function(x.local, *args, **more))
+
+
+def _lying_as(x: DistTensor, local: Tensor) -> DistTensor:
+    """Return what a function of elements made of this rank's part of a tensor."""
+    if local.shape != x.local.shape:  # of a plain operand with more dimensions
+        return DistTensor(local, x.shape, x.grid, x.placement)
+    return DistTensor.unchecked(local, x.shape, x.grid, x.placement)
 
 
 for _name in _OF_ONE:

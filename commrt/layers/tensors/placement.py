@@ -131,6 +131,10 @@ class Placement:
         """Axes that cut a dimension."""
         return tuple(axis for dim in self.dims if dim for axis in dim.axes)
 
+    def without_partial(self) -> Placement:
+        """Return the same cuts of a tensor whose sums are made."""
+        return Placement(*self.dims) if self.partial else self
+
     def with_dims(self, dims: Sequence[Sharded | None]) -> Placement:
         """Return the same with other cuts."""
         return Placement(*dims, partial=self.partial)
@@ -214,7 +218,7 @@ class Placement:
         """Return whether every rank has the same elements, however that is written."""
         if self == other:
             return True
-        if self.partial != other.partial:
+        if _several(self.partial, grid) != _several(other.partial, grid):
             return False
         pairs = zip(self.dims, other.dims, shape, strict=True)
         return all(_means(a, grid, n) == _means(b, grid, n) for a, b, n in pairs)
@@ -227,9 +231,14 @@ class Placement:
         return f"Placement({', '.join(entries)})"
 
 
+def _several(axes: tuple[str, ...], grid: ProcessGrid) -> tuple[str, ...]:
+    """Return the axes with several ranks."""
+    return tuple(axis for axis in axes if grid.size(axis) > 1)
+
+
 def _means(dim: Sharded | None, grid: ProcessGrid, extent: int) -> Any:
     """Return what a cut says, the same for all ways to write it."""
-    axes = () if dim is None else tuple(a for a in dim.axes if grid.size(a) > 1)
+    axes = () if dim is None else _several(dim.axes, grid)
     if dim is None or not axes:
         return None
     places = math.prod(grid.size(axis) for axis in axes)

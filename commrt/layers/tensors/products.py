@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -364,7 +365,11 @@ def _of_whole_weight(x: DistTensor, weight: Any, bias: Any) -> DistTensor:
             f"tensor"
         )
     dim = x.dim() - 1
-    x = x if not x.placement.partial else x.redistribute()
+    x = x.redistribute()
+    if x.grid.num_ranks == 1 and not isinstance(weight, DistTensor):
+        local = functional.linear(x.local, weight, bias)
+        placement = _of_any_features(x.placement)
+        return DistTensor.unchecked(local, local.shape, x.grid, placement)
     numel = math.prod(x.shape[:-1]) * weight.shape[0]
     module = within()
     wanted = wanted_filters(x, weight.shape[0], dim)
@@ -382,3 +387,9 @@ def _of_whole_weight(x: DistTensor, weight: Any, bias: Any) -> DistTensor:
     shape = [*x.shape[:-1], weight.shape[0]]
     y = DistTensor(local, shape, x.grid, Placement(*dims, partial=form.open_sums))
     return biased(y, bias, form, shared, dim) if form.open_sums else y
+
+
+@lru_cache(maxsize=1024)
+def _of_any_features(placement: Placement) -> Placement:
+    """Return the same cuts, and the last dimension whole."""
+    return Placement(*placement.dims[:-1], None)

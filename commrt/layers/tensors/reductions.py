@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,12 @@ def sum(
 ) -> DistTensor:
     """Return the sum over dimensions; None: over all."""
     numbers = _numbers("sum", x, dim)
-    local = x.local.sum(numbers, keepdim=keepdim, dtype=dtype) if numbers else x.local
+    if dim is None and not keepdim:  # autograd is quicker than for all dimensions
+        local = x.local.sum(dtype=dtype)
+    elif numbers:
+        local = x.local.sum(numbers, keepdim=keepdim, dtype=dtype)
+    else:
+        local = x.local
     return _reduced(x, numbers, keepdim, local)
 
 
@@ -43,7 +49,10 @@ def mean(
     numbers = _numbers("mean", x, dim)
     cuts = [cut for number in numbers if (cut := x.placement.dims[number])]
     if numbers and all(x.grid.size(cut.axes) == 1 for cut in cuts):
-        local = x.local.mean(numbers, keepdim=keepdim, dtype=dtype)
+        if dim is None and not keepdim:
+            local = x.local.mean(dtype=dtype)
+        else:
+            local = x.local.mean(numbers, keepdim=keepdim, dtype=dtype)
         return _reduced(x, numbers, keepdim, local)
     total = sum(x, dim, keepdim, dtype=dtype)
     count = math.prod(x.shape[number] for number in numbers)
@@ -148,9 +157,9 @@ def _most(dtype: torch.dtype) -> Any:
 
 def _numbers(name: str, x: DistTensor, dim: Any) -> tuple[int, ...]:
     """Return the dimensions that are reduced, as numbers from 0."""
-    given: Sequence[int] = (
-        range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    )
+    if dim is None:
+        return (*range(x.dim()),)
+    given: Sequence[int] = [dim] if isinstance(dim, int) else dim
     for number in given:
         if not -x.dim() <= number < x.dim():
             raise UsageError(f"{name}: dim={dim} is no dimension of {x}")
@@ -161,18 +170,25 @@ def _reduced(
     x: DistTensor, numbers: Sequence[int], keepdim: bool, local: Tensor
 ) -> DistTensor:
     """Return the result: partial along the axes that cut what was reduced."""
+    shape = [1 if n in numbers else e for n, e in enumerate(x.shape)]
+    if not keepdim:
+        shape = [e for n, e in enumerate(x.shape) if n not in numbers]
+    placement = _placement_of_reduced(x.placement, numbers, keepdim)
+    return DistTensor.unchecked(local, torch.Size(shape), x.grid, placement)
+
+
+@lru_cache(maxsize=4096)
+def _placement_of_reduced(
+    before: Placement, numbers: tuple[int, ...], keepdim: bool
+) -> Placement:
     became: list[str] = []
-    dims, shape = [], []
-    for number, (cut, extent) in enumerate(zip(x.placement.dims, x.shape, strict=True)):
+    dims = []
+    for number, cut in enumerate(before.dims):
         if number not in numbers:
             dims.append(cut)
-            shape.append(extent)
             continue
         if cut is not None:
             became += cut.axes
         if keepdim:
             dims.append(None)
-            shape.append(1)
-    return DistTensor(
-        local, shape, x.grid, Placement(*dims, partial=(*x.placement.partial, *became))
-    )
+    return Placement(*dims, partial=(*before.partial, *became))

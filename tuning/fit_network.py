@@ -110,14 +110,15 @@ def cells_of(recording: Recording, backend: str | None = None) -> list[Cell]:
     """Return the measured times of one backend's schedules, on arrays of the host.
 
     ``backend``: None: the one with the most times. Where launches spanned nodes, those
-    on one node are left out; of these only links of the commonest class count.
+    on one node are left out; of these only links of the commonest class count, on the
+    commonest network.
     """
     groups = [each for each in recording.groups() if each.device == "host"]
     groups = [each for each in groups if each.nodes > 1] or groups
-    classes = Counter(each.link_class for each in groups)
+    classes = Counter((each.link_class, each.network) for each in groups)
     found: dict[str, list[Cell]] = {}
     for group in groups:
-        if group.link_class != classes.most_common(1)[0][0]:
+        if (group.link_class, group.network) != classes.most_common(1)[0][0]:
             continue
         apart = group.nodes == 1
         each = range(group.ranks)

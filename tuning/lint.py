@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from commrt.select.network import Network
 from commrt.select.rules import Cell, Point
 from commrt.select.table import Table
 
@@ -60,12 +61,15 @@ def lint(table: Table) -> list[Finding]:
     return findings
 
 
-Where = tuple[int | None, int | None, int | None, str | None, str | None]
+Where = tuple[
+    int | None, int | None, int | None, str | None, str | None, Network | None
+]
 Series = Mapping[tuple[str, Where], list[Point]]
 
 
 def _where(cell: Cell) -> Where:
-    return (cell.ranks, cell.nodes, cell.ppn, cell.link_class, cell.device)
+    place = cell.ranks, cell.nodes, cell.ppn, cell.link_class, cell.device
+    return (*place, cell.network)
 
 
 def _series(table: Table) -> Series:
@@ -150,5 +154,6 @@ def _extrapolated(table: Table) -> Iterator[Finding]:
 
 
 def _place(where: Where) -> str:
-    ranks, nodes, _, link_class, _ = where
-    return f"({ranks} ranks, {nodes} nodes, {link_class})"
+    ranks, nodes, _, link_class, _, network = where
+    between = "" if network is None else f", {network}"
+    return f"({ranks} ranks, {nodes} nodes, {link_class}{between})"

@@ -118,6 +118,8 @@ class Session:
         self._plain = CommrtPeer(self._comm)
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
+        if self._comm.facts.nodes > 1:
+            core_of(self._comm).find_network()
         self.facts: CommFacts = self._comm.facts
         self.barrier: Callable[[], object] = self._comm.barrier
         self._flags: SharedFlags | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
@@ -268,7 +268,7 @@ def _choose(
     for table in tables:
         if table.table is not None:
             for cell, source in _cells(table.name, table.table.rules).items():
-                offers.setdefault(cell, []).append(source)
+                offers.setdefault(_known(cell, offers), []).append(source)
     rules: list[Rule] = []
     lines: list[str] = []
     for cell in sorted(offers, key=_place):
@@ -282,6 +282,18 @@ def _choose(
         for other in others:
             lines += [f"  {text}" for text in _differences(winner, other)]
     return rules, lines
+
+
+def _known(cell: Cell, cells: Iterable[Cell]) -> Cell:
+    """Return a cell for a network that is like this one's, if there is one."""
+    if cell.network is None:
+        return cell
+    for other in cells:
+        if other.network is None or not other.network.is_like(cell.network):
+            continue
+        if other == cell._replace(network=other.network):
+            return other
+    return cell
 
 
 def _place(cell: Cell) -> tuple[int, int, int, int, str]:

@@ -46,7 +46,7 @@ def _add(
     first = len(joined.launches)
     numbers = {index: first + at for at, index in enumerate(recording.launches)}
     for index, launch in recording.launches.items():
-        joined.launches[numbers[index]] = replace(launch, index=numbers[index])
+        joined.begin(replace(launch, index=numbers[index]))
     gone: dict[str, None] = {}
     for sample in recording.samples:
         ranks = recording.launches[sample.launch].facts.size

@@ -16,6 +16,7 @@ from commrt.files.plain_json import Field, MalformedError, parsed
 from commrt.files.read import Kind, read_text
 from commrt.select.facts import LINK_CLASSES, Candidate, CommFacts, LinkClass
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
+from commrt.select.network import Network
 from commrt.select.schema import DEVICES
 from commrt.tuning.samples import Failure, Launch, Recording, Sample
 
@@ -67,7 +68,7 @@ def parse_recording(text: str) -> Recording:
     for launch in map(_launch, said["launches"].items(_MOST_LAUNCHES)):
         if launch.index in found.launches:
             raise said["launches"].wrong(f"launch {launch.index} only once")
-        found.launches[launch.index] = launch
+        found.begin(launch)
     found.samples = [
         _sample(each, found) for each in said["samples"].items(_MOST_SAMPLES)
     ]
@@ -139,7 +140,8 @@ def _launch(field: Field) -> Launch:
 
 
 def _facts(field: Field) -> CommFacts:
-    said = field.fields(["size", "nodes", "ppn", "cores", "link_class"], ["layout"])
+    needed = ["size", "nodes", "ppn", "cores", "link_class"]
+    said = field.fields(needed, ["layout", "network"])
     size = said["size"].integer(1, _MOST_RANKS)
     nodes = said["nodes"].integer(1, size)
     layout: tuple[int, ...] = ()
@@ -154,7 +156,16 @@ def _facts(field: Field) -> CommFacts:
         cores=said["cores"].integer(1),
         link_class=cast("LinkClass", said["link_class"].one_of(LINK_CLASSES)),
         layout=layout,
+        network=said["network"].optional(_network) if "network" in said else None,
     )
+
+
+def _network(field: Field) -> Network:
+    said = field.fields(["library", "gbps", "latency_us"])
+    gbps, latency_us = (
+        said[name].number(above=0.0, most=_MOST_US) for name in ("gbps", "latency_us")
+    )
+    return Network(said["library"].text(64), gbps, latency_us)
 
 
 def _sample(field: Field, found: Recording) -> Sample:

@@ -169,7 +169,7 @@ def _recorded(table: Table, recording: Recording) -> Iterator[ReportCell]:
             judged, unjudged = _judge(recording, group, op, rules)
             yield ReportCell(
                 op,
-                _title(Cell(op, *group, None, None)),
+                _title(_cell(op, group)),
                 group.link_class,
                 group.ranks,
                 {one: _seen(curve.estimates) for one, curve in curves.items()},
@@ -208,7 +208,8 @@ def _rules(
         for one in recording.launches.values()
         if one.facts.size == group.ranks
     )
-    facts = CommFacts(group.ranks, group.nodes, group.ppn, cores, link_class)
+    where = group.ranks, group.nodes, group.ppn
+    facts = CommFacts(*where, cores, link_class, network=group.network)
     hit = table.lookup(facts, Query(op, 0, _DTYPE, group.device))
     if hit is None:
         return [], "The table has no rule for this: the model decides."
@@ -218,6 +219,11 @@ def _rules(
     if hit.extrapolated is None:
         return rules, ""
     return rules, f"The rules of another cell stand in here: {hit.extrapolated}."
+
+
+def _cell(op: str, group: Group) -> Cell:
+    place = group.ranks, group.nodes, group.ppn, group.link_class, group.device
+    return Cell(op, *place, dtype=None, redop=None, network=group.network)
 
 
 _DTYPE = "float32"

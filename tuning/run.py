@@ -26,7 +26,7 @@ from commrt.tuning.job import Job
 from commrt.tuning.launch import Ended, Message, choose_launcher, start_ranks
 from commrt.tuning.progress import Progress
 from commrt.tuning.regret import Regret, held_out_regret
-from commrt.tuning.samples import Recording
+from commrt.tuning.samples import Group, Recording
 from commrt.tuning.summary import describe_failure, summarise
 from commrt.tuning.table_writer import make_table, write_table
 from commrt.tuning.tested_pairs import keep_pairs
@@ -238,19 +238,29 @@ def not_measured(table: Table, recording: Recording, device: str) -> list[Rule]:
 
     Those of other memory are left out; ``other_memory`` has them.
     """
-    measured = {
-        (op, group.ranks, group.nodes, group.ppn)
+    measured = [
+        (group, op)
         for group in recording.groups()
         for op in recording.orders
         if recording.planned(group.ranks, op)
-    }
+    ]
     others = other_memory(table, device)
     return [
         rule
         for rule in table.rules
-        if (rule.op, rule.match.ranks, rule.match.nodes, rule.match.ppn) not in measured
-        and rule not in others
+        if not any(_is_of(rule, *one) for one in measured) and rule not in others
     ]
+
+
+def _is_of(rule: Rule, group: Group, op: str) -> bool:
+    """Return whether a rule is for an operation of ranks that lie as these do."""
+    match = rule.match
+    place = match.ranks, match.nodes, match.ppn
+    if (rule.op, *place) != (op, group.ranks, group.nodes, group.ppn):
+        return False
+    if match.network is None or group.network is None:
+        return True
+    return match.network.is_like(group.network)
 
 
 def _still_true(table: Table, recording: Recording) -> list[Rule]:
@@ -264,9 +274,7 @@ def _still_true(table: Table, recording: Recording) -> list[Rule]:
         rules = [
             rule
             for rule in table.rules
-            if (rule.op, rule.match.ranks, rule.match.nodes, rule.match.ppn)
-            == (op, group.ranks, group.nodes, group.ppn)
-            and rule.match.device == group.device
+            if _is_of(rule, group, op) and rule.match.device == group.device
         ]
         if not any((rule.op, rule.use) in failed for rule in rules):
             found += rules

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from commrt.bench.raw_data import write_data
 from commrt.errors import TableError
 from commrt.select.facts import Candidate, CommFacts
 from commrt.select.fingerprint import Machine
+from commrt.select.network import Network
 from commrt.select.plain import plain_machine
 
 __all__ = ["Failure", "Group", "Launch", "Recording", "Sample", "line"]
@@ -30,6 +31,7 @@ class Group(NamedTuple):
     ppn: int
     link_class: str
     device: str = "host"
+    network: Network | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Launch:
         """Group of launches that it may be compared with."""
         facts = self.facts
         where = facts.nodes, facts.ppn, facts.link_class
-        return Group(facts.size, *where, self.device)
+        return Group(facts.size, *where, self.device, facts.network)
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,11 @@ class Recording:
         """Take one line of a worker; kinds that only report progress are ignored."""
         kind = message["tune"]
         if kind == "hello":
-            facts = CommFacts(**message["facts"])
-            made = Launch(launch, facts, held_out, message.get("device", "host"))
-            self.launches.setdefault(launch, made)
+            said = dict(message["facts"])
+            if said.get("network") is not None:
+                said["network"] = Network(**said["network"])
+            device = message.get("device", "host")
+            self.begin(Launch(launch, CommFacts(**said), held_out, device))
             self.software = dict(message["software"])
         elif kind == "unasked":
             facts = self.launches[launch].facts
@@ -177,6 +181,21 @@ class Recording:
             if not launch.held_out and (launch.facts.size, one.op) == (ranks, op):
                 found.add(one.nbytes)
         return found
+
+    def begin(self, launch: Launch) -> None:
+        """Add a launch; a network that is like an earlier launch's is that one.
+
+        Measured values never come out twice the same.
+        """
+        seen = launch.facts.network
+        if seen is not None:
+            for earlier in self.launches.values():
+                known = earlier.facts.network
+                if known is not None and known.is_like(seen):
+                    facts = replace(launch.facts, network=known)
+                    launch = replace(launch, facts=facts)
+                    break
+        self.launches.setdefault(launch.index, launch)
 
     def _merge_order(self, op: str, candidates: list[str]) -> None:
         known = self.orders.setdefault(op, [])

@@ -48,7 +48,8 @@ def describe_group(group: Group) -> str:
     """Return ranks, nodes and link class for people."""
     nodes = "" if group.nodes == 1 else f" on {group.nodes} nodes"
     arrays = "" if group.device == "host" else f", {group.device} arrays"
-    return f"{group.ranks} ranks{nodes}, {group.link_class} links{arrays}"
+    between = "" if group.network is None else f" ({group.network})"
+    return f"{group.ranks} ranks{nodes}, {group.link_class} links{between}{arrays}"
 
 
 def summarise(

@@ -94,6 +94,7 @@ def _rule(decision: Decision, chosen: Range, date: str) -> Rule:
         ppn=group.ppn,
         link_class=group.link_class,
         device=group.device,
+        network=group.network,
     )
     return Rule(decision.op, match, chosen.candidate, _evidence(decision, chosen, date))
 

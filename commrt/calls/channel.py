@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from commrt import _native
@@ -25,6 +26,7 @@ from commrt.group.group import Group
 from commrt.group.native_mpi import NativeMpi
 from commrt.group.stepped import SteppedRequest
 from commrt.job.arena import Arena
+from commrt.job.network import measured_network
 from commrt.job.private_places import Place, Places
 from commrt.job.world import World
 from commrt.vocabulary.operations import OPERATIONS
@@ -119,6 +121,7 @@ class Channel(Group, Operations):
             place=place,
         )
         self._place = place
+        self._sendrecv = sendrecv
         self.places = Places(identity, self.arena)
         """Identities and memory of its private channels."""
         self.settings = mine = settings or Settings()
@@ -205,8 +208,26 @@ class Channel(Group, Operations):
 
     def settle(self) -> None:
         """Let the backends measure what their choices go by; collective."""
+        asks = self.table is not None and self.table.names_networks
+        # MPI's collectives are timed only where no table knows which is quicker.
+        if asks and self.world.native_comms is not None:
+            self.find_network()
         for attached in self.attached.values():
             attached.measure()
+        if asks:
+            self.find_network()
+
+    def find_network(self) -> None:
+        """Measure what lies between the nodes, once in a job, and choose by it.
+
+        Collective over all ranks of the job; without effect on one node.
+        """
+        world = self.world
+        if self.facts.nodes == 1:
+            return
+        if world.network is None and self.size == world.size:
+            world.network = measured_network(world, self._sendrecv)
+        self.facts = self.policy.facts = replace(self.facts, network=world.network)
 
     # -- running -----------------------------------------------------------------
 

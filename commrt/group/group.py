@@ -262,7 +262,8 @@ class Group(_native.Group):
         ppn = max(per_node.values())
         link = agree_link_class(world, self.world_ranks, ppn)
         layout = check_nodes(map(world.node_of, self.world_ranks), self.size)
-        return CommFacts(self.size, len(per_node), ppn, world.cores, link, layout)
+        seen = self.size, len(per_node), ppn, world.cores, link, layout
+        return CommFacts(*seen, world.network if len(per_node) > 1 else None)
 
     # -- what it is --------------------------------------------------------------
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from commrt.job.world import World
 
 __all__ = [
+    "LONG_NBYTES",
     "agree_link_class",
     "link_class_now",
     "measure_between_nodes",
@@ -42,8 +43,10 @@ NEAR_NS = 90.0
 """Flag latency below which ranks are near; measured: 40 to 60 near, 140 to 250 far."""
 _BUDGET_S = 0.002
 _ROUNDS = 200
-_SHORT_TIMES, _LONG_TIMES, _LONG_NBYTES = 9, 3, 1 << 20
-"""Latency of messages between nodes."""
+_SHORT_TIMES, _LONG_TIMES = 9, 3
+"""Messages between nodes that are timed."""
+LONG_NBYTES = 1 << 20
+"""Length of the long ones."""
 _SLICE_S = 0.05
 """Time between two looks whether a rank has ended."""
 _SPINS = 20000
@@ -109,7 +112,7 @@ def measure_between_nodes(
     # A rank that is still on its way here would be measured, too.
     world.bootstrap.exchange(everybody, "between/start", b"", world.timeout_s)
     mine = {"native": _native_us(native, world)}
-    mine |= message_costs(world, sendrecv, _LONG_NBYTES)
+    mine |= message_costs(world, sendrecv, LONG_NBYTES)
     worst = worst_of(world, "between/us", mine)
     costs = worst["alpha"], worst["beta"], worst["native"]
     return BetweenNodes(*costs, is_staged=is_staged)

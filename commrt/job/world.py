@@ -44,6 +44,7 @@ from commrt.select.facts import LinkClass
 from commrt.select.fingerprint import available_cores
 from commrt.select.locate import LocatedTable, locate
 from commrt.select.model import BetweenNodes, MpiBetweenNodes
+from commrt.select.network import Network
 from commrt.select.schema import Catalog
 from commrt.select.table import Table
 from commrt.select.wishes import VARIABLE, Wishes, parse_wishes
@@ -113,6 +114,8 @@ class World:
     """Cost of messages by the relay; None if there is none."""
     mpi_between_nodes: MpiBetweenNodes | None = None
     """Cost of messages and collectives by MPI; None unless it was measured."""
+    network: Network | None = None
+    """The network between its nodes; None on one node, and before it was measured."""
     slot_window_nbytes: int = 0
     """Bytes of slots that this rank's payloads pass through (job/slot_window.py)."""
     bells: NodeBells | None = None

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from commrt.errors import UsageError, shown
 from commrt.schedule.order import Order
+from commrt.select.network import Network
 from commrt.vocabulary.wire_formats import COMPRESS
 
 __all__ = [
@@ -58,6 +59,8 @@ class CommFacts:
     layout: tuple[int, ...] = ()
     """The number of the node of each rank; by itself, as many on each as there can be,
     one node after the other."""
+    network: Network | None = None
+    """What lies between its nodes; None on one node, and before it was measured."""
 
     def __post_init__(self) -> None:
         per_node = -(-self.size // self.nodes)

@@ -63,6 +63,7 @@ def _distance(match: Match, facts: CommFacts, query: Query) -> tuple[float, ...]
         _place(match.redop, query.op),
         _nodes(match, facts),
         _ppn(match, facts),
+        _network(match, facts),
     )
     if any(math.isinf(place) for place in places):
         return None
@@ -101,6 +102,13 @@ def _ppn(match: Match, facts: CommFacts) -> float:
     if math.isinf(place) and _fewer_ranks(match, facts) and match.ppn is not None:
         return 1 + abs(math.log2(facts.ppn / match.ppn))
     return place
+
+
+def _network(match: Match, facts: CommFacts) -> float:
+    """Another library or another network is a different world."""
+    if match.network is None or facts.network is None:
+        return 0.5
+    return 0.5 * match.network.distance(facts.network)
 
 
 def _fewer_ranks(match: Match, facts: CommFacts) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from commrt.select.facts import Candidate
@@ -44,6 +45,8 @@ def _plain_match(match: Match) -> dict[str, Any]:
     """Return what calls must have; what may be anything is left out."""
     keys = ("ranks", "nodes", "ppn", "link_class", "device", "dtype", "redop")
     said = {key: getattr(match, key) for key in keys}
+    if match.network is not None:
+        said["network"] = asdict(match.network)
     return {key: value for key, value in said.items() if value is not None}
 
 

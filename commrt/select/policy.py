@@ -62,6 +62,7 @@ class Explanation:
         where = (
             f"{facts.size} ranks, {facts.nodes} node{'s' * (facts.nodes > 1)}, at most "
             f"{facts.ppn} per node, {facts.cores} cores, {facts.link_class} links"
+            + (f", {facts.network}" if facts.network else "")
         )
         lines = [
             f"{self.query}: {self.choice.candidate}",
@@ -336,7 +337,8 @@ class Policy:
                 why = "nothing else runs this here unless it is asked for"
             return Choice(best, "only", why)
         if hit is None:
-            why = "no table" if self.table is None else "the table has no rule for this"
+            table = self.table
+            why = "no table" if table is None else table.why_none(self.facts, query)
             return self._modelled(query, found, why)
         use = hit.rule.use
         if not able:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from commrt.select.facts import Candidate
+from commrt.select.network import Network
 
 __all__ = [
     "QUALITIES",
@@ -45,6 +46,7 @@ class Cell(NamedTuple):
     device: str | None
     dtype: str | None
     redop: str | None
+    network: Network | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Match:
     """Element type."""
     redop: str | None = None
     """Reduction."""
+    network: Network | None = None
+    """What lies between nodes; rules hold for networks that are like it."""
 
 
 @dataclass(frozen=True)
@@ -154,4 +158,5 @@ class Rule:
             match.device,
             match.dtype,
             match.redop,
+            match.network,
         )

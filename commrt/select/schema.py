@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar, cast
 from commrt.errors import suggest
 from commrt.select.facts import LINK_CLASSES, Candidate, ParamValue
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
+from commrt.select.network import Network
 from commrt.select.rules import (
     QUALITIES,
     VERDICTS,
@@ -238,7 +239,7 @@ def _rule(node: Node, known: Catalog) -> Rule:
 
 
 def _match(node: Node) -> Match:
-    keys = take(node, ["bytes"], [*_COUNTED_MATCHES, *_NAMED_MATCHES])
+    keys = take(node, ["bytes"], [*_COUNTED_MATCHES, *_NAMED_MATCHES, "network"])
     lo, hi = _range(keys["bytes"])
     counts = {key: _count_or_any(keys.get(key)) for key in _COUNTED_MATCHES}
     names = {
@@ -255,7 +256,19 @@ def _match(node: Node) -> Match:
         device=names["device"],
         dtype=names["dtype"],
         redop=names["redop"],
+        network=_optional(keys.get("network"), _network, None),
     )
+
+
+def _network(node: Node) -> Network | None:
+    if node.value == "any":
+        return None
+    keys = take(node, ["library", "gbps", "latency_us"], [])
+    gbps, latency_us = _time(keys["gbps"]), _time(keys["latency_us"])
+    for key, value in (("gbps", gbps), ("latency_us", latency_us)):
+        if value <= 0:
+            raise fail(keys[key], f"{value:g} must be above 0")
+    return Network(_text(keys["library"]), gbps, latency_us)
 
 
 def _count_or_any(node: Node | None) -> int | None:

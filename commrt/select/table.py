@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,19 @@ class Table:
     def lookup(self, facts: CommFacts, query: Query) -> Hit | None:
         """Return the rule that applies, or None where the model has to decide."""
         return best_rule(self.rules, facts, query)
+
+    def why_none(self, facts: CommFacts, query: Query) -> str:
+        """Return why ``lookup`` has found nothing."""
+        elsewhere = best_rule(self.rules, replace(facts, network=None), query)
+        if elsewhere is None or elsewhere.rule.match.network is None:
+            return "the table has no rule for this"
+        network = elsewhere.rule.match.network
+        return f"the table's rule is for {network}, and here is {facts.network}"
+
+    @cached_property
+    def names_networks(self) -> bool:
+        """True if some rule holds for networks that are like its own only."""
+        return any(rule.match.network is not None for rule in self.rules)
 
     def may_pick(self, facts: CommFacts, name: str) -> bool:
         """Return whether any call could find a rule that uses candidate ``name``."""

@@ -16,6 +16,7 @@ from commrt.select import schema
 from commrt.select.facts import LINK_CLASSES, Candidate
 from commrt.select.fingerprint import Cpu, Gpu, Machine, Nic
 from commrt.select.locate import LocatedTable, locate, user_table_path
+from commrt.select.network import Network
 from commrt.select.rules import VERDICTS, Evidence, Match, Point, Rule, RunnerUp
 from commrt.select.schema import Catalog
 from commrt.select.table import Table, load, load_file
@@ -65,6 +66,9 @@ def test_a_table_says_which_engines_were_tested_together() -> None:
         _load(told.replace("[nccl, mpi]", "[nccl, staged]"))
 
 
+NO_RATE = "{library: none, gbps: 0, latency_us: 1}"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -95,6 +99,13 @@ def test_a_table_says_which_engines_were_tested_together() -> None:
         ("ranks: 2, bytes: [0", "ranks: 2, ranks: 2, bytes: [0", "given twice"),
         ("ranks: 2, bytes: [0", "? [a] : 2, bytes: [0", "keys are names"),
         ("ranks: 2, bytes: [0", "? {a: b} : 2, bytes: [0", "keys are names"),
+        ("ranks: 2, bytes: [0", "network: 1, bytes: [0", "expected a mapping"),
+        ("ranks: 2, bytes: [0", f"network: {NO_RATE}, bytes: [0", "0 must be above 0"),
+        (
+            "ranks: 2, bytes: [0",
+            "network: {gbps: 1}, bytes: [0",
+            "'library' is missing",
+        ),
         ("op: allreduce", "op: alreduce", "did you mean 'allreduce'"),
         ("backend: mpi", "backend: mpx", "unknown backend 'mpx'; did you mean 'mpi'"),
         ("alg: native", "alg: nativ", "unknown mpi allreduce algorithm 'nativ'"),
@@ -196,6 +207,7 @@ EVIDENCE = st.builds(
     st.none() | TEXT,
     st.none() | st.just("2026-11-20"),
 )
+RATE = st.floats(1e-3, 1e6)
 KEYS = st.fixed_dictionaries(
     {
         "ranks": st.none() | COUNT,
@@ -205,6 +217,7 @@ KEYS = st.fixed_dictionaries(
         "device": st.none() | st.sampled_from(["host", "cuda"]),
         "dtype": st.none() | st.sampled_from(["float32", "bfloat16"]),
         "redop": st.none() | st.sampled_from(["sum", "max"]),
+        "network": st.none() | st.builds(Network, TEXT, RATE, RATE),
     }
 )
 

@@ -48,6 +48,14 @@ constexpr uint64_t call_mark(uint64_t of_plan, uint64_t seq) {
   return of_plan + (seq << kMarkOrderShift);
 }
 
+// The fields of a plan's mark, and the mark that they make.
+constexpr uint32_t fields_of(uint64_t of_plan) {
+  return static_cast<uint32_t>(of_plan >> kMarkShift);
+}
+constexpr uint64_t mark_of_fields(uint32_t fields) {
+  return 1 | static_cast<uint64_t>(fields) << kMarkShift;
+}
+
 // True if a word that is not the expected one belongs to message `id` all the same: of another
 // call. Lines are used again every kLines messages, so an older message's id differs in low bits.
 constexpr bool has_id(uint64_t word, uint64_t id) {

@@ -53,8 +53,8 @@ std::optional<uint64_t> FarWaits::own_mark(uint64_t seq, uint64_t theirs) const 
   if (const auto mark = comm_.mark_in_flight(seq)) return mark;
   const Record& record = comm_.records[seq % Comm::kRecords];
   if (record.seq != seq || record.start_ticks == 0 || record.device != kHost) return {};
-  const uint64_t mine = call_mark(
-      mark_of_plan(record.coll, static_cast<DType>(record.dtype), record.redop, record.root), seq);
+  // The record's own type is that of what is moved: bytes, where boxes are.
+  const uint64_t mine = call_mark(mark_of_fields(record.facts), seq);
   const uint64_t known = fields_of_record(mine) & fields_of_record(theirs);
   return (mine & known) | (theirs & ~known);
 }

@@ -22,7 +22,9 @@ struct Record {
   uint64_t stream = 0;  // of an operation on a device
   int32_t device = kHost;
   int32_t peer = -1, tag = -1;  // of a message
+  uint32_t facts = 0;  // fields of a collective's mark (call_mark.hpp); its type may be another one
 };
+static_assert(sizeof(Record) == 64);  // one line of memory is written for each call
 
 uint64_t ticks();
 // A moment, and how long before it something was, by the rate that ticks have had since the engine

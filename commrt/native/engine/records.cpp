@@ -80,6 +80,7 @@ void Comm::note(uint64_t seq, const Plan& plan, uint64_t stream) {
     record.state = 0;
     record.stream = stream;
     record.device = plan.device;
+    record.facts = fields_of(plan.mark);
   }
   show_latest(record, call_mark(plan.mark, seq));
 }
@@ -91,6 +92,7 @@ uint64_t Comm::count_elsewhere(const Record& what) {
   record.seq = seq;
   record.start_ticks = ticks();
   const uint64_t mark = mark_of_plan(what.coll, static_cast<DType>(what.dtype), what.redop, what.root);
+  record.facts = fields_of(mark);
   show_latest(record, call_mark(mark & ~uint64_t{1}, seq));
   return seq;
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -69,6 +70,29 @@ def test_a_message_of_another_call_is_a_mismatch(
         for rank, text in enumerate(told):
             finder = text.partition(": ")[0][-6:]
             assert found[finder] in text, (rank, text)
+
+
+@pytest.mark.parametrize("relayed", CARRIERS)
+def test_who_is_done_with_boxes_made_the_call_that_others_wait_in(
+    relayed: type[RelayRanks],
+) -> None:
+    """A rank that waits asks all other ones, and its call names the type of arrays."""
+    sources: list[list[int]] = [[], [], [1]]
+    destinations: list[list[int]] = [[], [2], []]
+    with relayed([[0], [1], [2]]) as ranks:
+
+        def run(comm: Any) -> Any:
+            graph = comm.graph(sources[comm.rank], destinations[comm.rank])
+            x = np.full((len(destinations[comm.rank]), 3), 2.0)
+            out = np.zeros((len(sources[comm.rank]), 3))
+            looks = itertools.count()
+            if comm.rank == 1:  # late: rank 2 asks meanwhile, and rank 0 is done
+                poll_until(lambda: next(looks) > 300, 300.0)
+            graph.neighbor_alltoall(x, out=out)
+            graph.barrier()
+            return out.tolist()
+
+        assert ranks.each(run) == [[], [], [[2.0] * 3]]
 
 
 @pytest.mark.parametrize("relayed", CARRIERS)

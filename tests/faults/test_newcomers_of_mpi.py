@@ -368,6 +368,7 @@ def loses_a_newcomer() -> Any:
     comm = commrt.init()
     grown = comm.grow(2, program=["-c", DIES], timeout_s=LIMIT_S)
     early = [grown.size, [*grown.joined], sum_of(grown)]
+    grown.send(np.ones(1), dest=2)  # both have the sum, so that it may die
     while grown.size > 2:
         grown = until_it_fails(grown)
     sys.stdout.write(json.dumps([early, grown.size, sum_of(grown)]) + "\n")
@@ -385,6 +386,8 @@ if MPI.COMM_WORLD.Get_rank() == 0:
     commrt.founding.connect_world = die
 comm = commrt.init()
 comm.allreduce(np.array([2.0 ** comm.rank]))
+for rank in range(2):
+    comm.recv(np.empty(1), source=rank)
 die()
 """
 

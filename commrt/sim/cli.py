@@ -19,6 +19,7 @@ from commrt.commands.verify import parse_params
 from commrt.errors import CommError, ScheduleError, UsageError
 from commrt.files.write import write_file
 from commrt.schedule.ir import ParamValue
+from commrt.sim.chakra import write_chakra
 from commrt.sim.costs import Costs
 from commrt.sim.critical_path import critical_path, describe
 from commrt.sim.goal import goal_text
@@ -32,6 +33,7 @@ from commrt.sim.platform_files import platform_xml
 from commrt.sim.quantities import nbytes_text, parse_nbytes, time_text
 from commrt.sim.simulate import Simulated, simulate
 from commrt.sim.studies import STUDIES
+from commrt.sim.tasks import schedule_tasks
 from commrt.vocabulary.operations import SCHEDULED
 
 __all__ = ["main"]
@@ -99,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         ("heat", "map of the network with the load of its links (SVG)"),
         ("animation", "page that plays the run (HTML)"),
         ("goal", "schedule in GOAL, for LogGOPSim and ATLAHS"),
+        ("chakra", "trace of MLCommons Chakra for each rank, FILE.RANK.et"),
         ("json", "document for programs (JSON)"),
     ):
         run.add_argument(f"--{name}", metavar="FILE", help=f"write a {text}")
@@ -137,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
     hosts = place(described.network, args.ranks, args.placement)
     names = [imported(name) for name in args.algorithms]
     params = _params_of(args, names)
-    asks = "gantt", "heat", "animation", "goal"
+    asks = "gantt", "heat", "animation", "goal", "chakra"
     pictures = [one for one in asks if getattr(args, one)]
     if (pictures or args.explain) and (len(names), len(lengths)) != (1, 1):
         asked = [f"--{one}" for one in pictures] or ["--explain"]
@@ -260,6 +263,10 @@ def _write(
         text = goal_text(run.schedule, run.num_elements, run.itemsize, costs)
         write_file(Path(args.goal), text)
         print(f"{args.goal}: written")
+    if args.chakra:
+        tasks = schedule_tasks(run.schedule, run.num_elements, run.itemsize, costs)
+        paths = write_chakra(Path(args.chakra), tasks)
+        print(f"{paths[0]} and on: written, {len(paths)} ranks")
     if args.json:
         rows = [_record(run) for runs in results for run in runs]
         write_file(Path(args.json), json.dumps(rows, indent=1) + "\n")

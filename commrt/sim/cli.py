@@ -22,6 +22,7 @@ from commrt.schedule.ir import ParamValue
 from commrt.sim.chakra import write_chakra
 from commrt.sim.costs import Costs
 from commrt.sim.critical_path import critical_path, describe
+from commrt.sim.exports import add_exports
 from commrt.sim.goal import goal_text
 from commrt.sim.named_schedules import imported, is_file, named_schedule
 from commrt.sim.network_files import KINDS, Described, load_network, preset_names
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
     _add_network(export)
     export.add_argument("--out", required=True, metavar="FILE", help="file to write")
+    add_exports(commands)
     study = commands.add_parser("study", help="repeat a published study")
     study.set_defaults(run=_study)
     study.add_argument("name", choices=sorted(STUDIES), help="which one")

@@ -28,7 +28,7 @@ from commrt import _native
 from commrt.errors import ScheduleError
 from commrt.schedule.columns import RULES, operation_goal, step_programs
 from commrt.schedule.dependencies import locations
-from commrt.schedule.execute import explained
+from commrt.schedule.execute import explained, match
 from commrt.schedule.faults import of_contents
 from commrt.schedule.ir import (
     Op,
@@ -122,17 +122,21 @@ def _places(
 ) -> list[tuple[int, int]]:
     """Return rank and number of the steps that a fault is about."""
     kind, (rank, number, *others), _ = fault.args
+    if kind in ("step", "gone"):
+        return [(rank, number)]
     if kind == "race":
         return [(rank, number), (rank, others[0])]
-    if kind != "ends":
-        return [(rank, number)]
-    # The number is that of a block of out, and its last writer is the suspect.
-    writers = [
-        index
-        for index, step in enumerate(programs[rank].steps)
-        if step.dst and step.dst.space == 1 and step.dst.lo <= number < step.dst.hi
-    ]
-    return [(rank, writers[-1] if writers else -1)]
+    if kind == "ends":
+        # The number is that of a block of out, and its last writer is the suspect.
+        writers = [
+            index
+            for index, step in enumerate(programs[rank].steps)
+            if step.dst and step.dst.space == 1 and step.dst.lo <= number < step.dst.hi
+        ]
+        number = writers[-1] if writers else -1
+    # What is wrong with a message may be wrong at its other end.
+    other = match(programs).get((rank, number))
+    return [(rank, number)] if other is None else [(rank, number), other]
 
 
 # Well-formed

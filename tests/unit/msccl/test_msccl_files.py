@@ -104,7 +104,7 @@ def test_the_shell_proves_a_file(
     path.write_text(of(6, 'type="rrcs"', 'type="rcs"'))
     assert verify_main([str(path)]) == 1
     said = capsys.readouterr().out
-    assert f"in place  WRONG: {path}, line " in said
+    assert f"in place  WRONG: {path}, lines " in said
     assert "test_allreduce is WRONG for allreduce on 3 ranks" in said
     assert verify_main([str(path), "--ranks", "4", "--params", "k=2"]) == 2
     assert "--ranks, --params: " in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_the_simulator_takes_a_file_beside_algorithms(
     )
     path.write_text(of(6, 'type="rrcs"', 'type="rcs"'))
     assert sim_main(["run", str(path), *words, "--ranks", "3"]) == 1
-    assert f"the schedule is wrong: {path}, line " in capsys.readouterr().err
+    assert f"the schedule is wrong: {path}, lines " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mutate", [bytes_changed, lines_changed])

@@ -104,6 +104,27 @@ def test_each_wrong_offset_is_found_with_a_line(
     assert tried > 0
 
 
+def test_the_line_of_a_send_from_a_wrong_chunk_is_among_those_named(
+    tmp_path: Path,
+) -> None:
+    text = FILES["direct_alltoall"](3)
+    sends = [at for at, step in steps(text) if 'type="s"' in step]
+    assert len(sends) == 3 * 2 * 2
+    for line in sends:
+        broken = changed_line(
+            text,
+            line,
+            lambda one: re.sub(
+                r'srcoff="(\d)"', lambda old: f'srcoff="{int(old[1]) ^ 1}"', one
+            ),
+        )
+        with pytest.raises(ScheduleError) as caught:
+            prove(tmp_path, broken)
+        named = re.match(r".*?, lines? ([\d, and]+):", str(caught.value))
+        assert named is not None
+        assert str(line) in re.findall(r"\d+", named[1])
+
+
 def test_each_wait_that_is_missing_is_found_with_both_lines(tmp_path: Path) -> None:
     text = FILES["all_pairs_allreduce"](4)
     waiting = [line for line, step in steps(text) if 'depid="-1"' not in step]

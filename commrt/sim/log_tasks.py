@@ -32,6 +32,7 @@ from commrt.vocabulary.operations import SCHEDULED, operation
 
 __all__ = ["LoggedTasks", "log_tasks"]
 
+_MOST_RANKS = 65_536
 _MOST_TASKS = 20_000_000
 _MOST_SHOWN = 5
 Call = tuple[object, ...]
@@ -75,6 +76,10 @@ def log_tasks(
     """
     for name in native_as:
         collectives_of(name, None)
+    if job.size > _MOST_RANKS:
+        raise UsageError(
+            f"the job has {job.size:,} ranks; expected {_MOST_RANKS:,} at most"
+        )
     made = LoggedTasks([[] for _ in range(job.size)])
     messages = _Messages(job, costs or Costs(), native_as)
     by_rank: dict[int, list[Event]] = {}
@@ -122,9 +127,9 @@ class _Program:
         after = {self._last} - {-1}
         known_ns = event.start_ns if self._last_ns is None else self._last_ns
         while self._running and self._running[0][0] <= event.start_ns:
-            end_ns, _, ends = heapq.heappop(self._running)
+            end_ns, _, ended = heapq.heappop(self._running)
             known_ns = max(known_ns, end_ns)
-            after.update(ends)
+            after.update(ended)
         work_ns = max(0, event.start_ns - known_ns)
         before = tuple(sorted(after))
         name = f"work before {event.call.op}"
@@ -209,7 +214,7 @@ class _Messages:
         label = f"{call.backend}/{call.algorithm}"
         if call.op not in SCHEDULED:
             raise _UnknownError(f"{call.op}, whose messages a log does not have")
-        nodes = tuple(self._nodes[rank] for rank in call.group.ranks)
+        nodes = tuple(self._nodes.get(rank, 0) for rank in call.group.ranks)
         root = call.root if operation(call.op).has_root else 0
         try:
             one = Candidate.parse(label)

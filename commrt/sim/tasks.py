@@ -71,7 +71,8 @@ def program_tasks(
     """The task of each step after which it is done."""
     for step in program.steps:
         after = tuple(dict.fromkeys(ends[before] for before in step.deps))
-        blocks = step.dst if step.src is None else step.src
+        blocks = step.src or step.dst
+        assert blocks is not None  # each step has one
         nbytes = _nbytes(blocks, bounds, itemsize)
         name = f"{step.op.name.lower()} {program.describe(blocks)}"
         if step.op in (Op.RED, Op.COPY):

@@ -25,6 +25,7 @@ from commrt.errors import UsageError, shown, suggest
 from commrt.files.plain_xml import XmlReader
 from commrt.files.read import Kind, read_text
 from commrt.files.visible import visible
+from commrt.vocabulary.operations import operation
 
 __all__ = ["Algorithm", "Buffer", "Chunks", "Gpu", "Step", "ThreadBlock", "read_msccl"]
 
@@ -251,8 +252,7 @@ class _Reader:
             raise self._document.wrong(
                 "inplace and outofplace are both 0; expected 1 for one of them"
             )
-        cut = self._coll in ("allgather", "reduce_scatter", "alltoall")
-        if cut and self._num_chunks % size:
+        if operation(self._coll).is_blocked and self._num_chunks % size:
             raise self._document.wrong(
                 f"nchunksperloop is {self._num_chunks}; expected a multiple of the "
                 f"{size} GPUs, for {self._coll} gives each of them an equal share"
@@ -268,10 +268,10 @@ class _Reader:
             "o": self._number(given, "o_chunks"),
             "s": self._number(given, "s_chunks"),
         }
-        share = self._num_chunks // size
+        share, spec = self._num_chunks // size, operation(self._coll)
         expected = {
-            "i": share if self._coll == "allgather" else self._num_chunks,
-            "o": share if self._coll == "reduce_scatter" else self._num_chunks,
+            "i": share if spec.out_count == "times_size" else self._num_chunks,
+            "o": share if spec.out_count == "div_size" else self._num_chunks,
         }
         for buffer in ("i", "o"):
             if sizes[buffer] not in (0, expected[buffer]):

@@ -18,6 +18,8 @@ __all__ = ["Accesses", "Task"]
 
 _BEFORE_ALL = -1
 """The place of copies that come before all thread blocks."""
+_MOST_UNORDERED = 64
+"""Accesses kept of those that race with a write. The verifier needs two of them."""
 
 
 @dataclass
@@ -41,14 +43,14 @@ class Access(NamedTuple):
     task: int
     place: int
     number: int
-    writes: bool
 
 
 class Accesses:
     """The accesses to the blocks of one rank that later ones may have to wait for."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], list[Access]] = {}
+        self._reads: dict[tuple[int, int], list[Access]] = {}
+        self._writes: dict[tuple[int, int], list[Access]] = {}
 
     def waits(self, task: Task, number: int, by: Timed | None) -> set[int]:
         """Note what a task touches; return the tasks that it comes behind by the file.
@@ -72,18 +74,20 @@ class Accesses:
     def _touch(
         self, block: tuple[int, int], number: int, writes: bool, by: Timed | None
     ) -> set[int]:
-        found, unordered = set[int](), list[Access]()
-        seen = self._seen.setdefault(block, [])
-        for one in seen:
-            if not _is_ordered(one, by):
-                unordered.append(one)
-            elif writes or one.writes:
-                found.add(one.task)
-        if writes:
-            # Whoever comes later comes behind these by way of this one.
-            seen[:] = unordered
+        reads = self._reads.setdefault(block, [])
+        earlier = self._writes.setdefault(block, [])
         place = (_BEFORE_ALL, 0) if by is None else (by.place, by.step.number)
-        seen.append(Access(number, *place, writes))
+        own = Access(number, *place)
+        found = {one.task for one in earlier if _is_ordered(one, by)}
+        if not writes:
+            reads.append(own)
+            return found
+        found |= {one.task for one in reads if _is_ordered(one, by)}
+        # Whoever comes later comes behind all that is ordered by way of this one.
+        for kept in (reads, earlier):
+            racing = [one for one in kept if not _is_ordered(one, by)]
+            kept[:] = racing[:_MOST_UNORDERED]
+        earlier.append(own)
         return found
 
 

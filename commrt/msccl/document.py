@@ -37,8 +37,10 @@ _MOST_NUMBER = 1 << 24
 _MOST_SHOWN = 60
 _MOST_GPUS = 65_536
 _MOST_STEPS = 4_000_000
+_MOST_BLOCKS = 1024
+"""Most thread blocks of a GPU. A real one runs some hundred at once."""
 _MOST_CHUNKS = 1 << 24
-"""Most chunks of all buffers together."""
+"""Most chunks of all buffers together, and of all steps together."""
 _COLLECTIVES = {
     "allreduce": "allreduce",
     "allgather": "allgather",
@@ -172,7 +174,7 @@ class _Reader:
         self._gpu: Gpu | None = None
         self._block: ThreadBlock | None = None
         self._num_steps = 0
-        self._num_all_chunks = 0
+        self._num_all_chunks = self._num_touched = 0
         self._ends: dict[tuple[int, str, int, int], ThreadBlock] = {}
         """The thread block that first had a peer and channel of a GPU."""
 
@@ -314,6 +316,10 @@ class _Reader:
                     f"on line {other.line}, too; expected one thread block for each "
                     f"peer and channel"
                 )
+        if len(gpu.blocks) == _MOST_BLOCKS:
+            raise self._document.wrong(
+                f"gpu {gpu.rank} has more than {_MOST_BLOCKS} thread blocks"
+            )
         gpu.blocks[block.number] = block
         self._block = block
 
@@ -343,6 +349,11 @@ class _Reader:
                     f"type {kind} needs a peer, but tb {block.number} has {what}=-1"
                 )
         count = self._number(given, "cnt", 0 if kind == "nop" else 1)
+        self._num_touched += count
+        if self._num_touched > _MOST_CHUNKS:
+            raise self._document.wrong(
+                f"the steps touch more than {_MOST_CHUNKS:,} chunks"
+            )
         src = self._chunks(given, "src", count) if kind in _READS else None
         dst = self._chunks(given, "dst", count) if kind in _WRITES else None
         self._flag(given, "hasdep")

@@ -19,6 +19,10 @@ from commrt.msccl.document import Algorithm, Gpu, Step, ThreadBlock
 __all__ = ["Timed", "steps_in_order"]
 
 
+_MOST_TIMES = 1 << 25
+"""Most numbers in the clocks of one GPU."""
+
+
 class Timed(NamedTuple):
     """One step, and what is done when it begins."""
 
@@ -46,8 +50,17 @@ def steps_in_order(algorithm: Algorithm, gpu: Gpu) -> list[Timed]:
     """
     blocks = [*gpu.blocks.values()]
     places = {block.number: place for place, block in enumerate(blocks)}
+    num_times = len(blocks) * sum(len(block.steps) for block in blocks)
+    if num_times > _MOST_TIMES:
+        raise algorithm.wrong(
+            gpu.line, f"gpu {gpu.rank} has too many steps in too many thread blocks"
+        )
+    signals = [_signals(block) for block in blocks]
     waits = [
-        [_awaited(algorithm, block, step, blocks, places) for step in block.steps]
+        [
+            _awaited(algorithm, block, step, blocks, places, signals)
+            for step in block.steps
+        ]
         for block in blocks
     ]
     order: list[Timed] = []
@@ -76,12 +89,23 @@ def steps_in_order(algorithm: Algorithm, gpu: Gpu) -> list[Timed]:
     return order
 
 
+def _signals(block: ThreadBlock) -> list[int]:
+    """Return for each step the next one, from it on, that says it is done, or -1."""
+    found, following = [-1] * len(block.steps), -1
+    for step in reversed(block.steps):
+        if step.is_awaited and step.type != "nop":
+            following = step.number
+        found[step.number] = following
+    return found
+
+
 def _awaited(
     algorithm: Algorithm,
     block: ThreadBlock,
     step: Step,
     blocks: Sequence[ThreadBlock],
     places: Mapping[int, int],
+    signals: Sequence[Sequence[int]],
 ) -> tuple[int, int] | None:
     """Return the place of the block, and the step, that a step really waits for.
 
@@ -101,9 +125,8 @@ def _awaited(
             f"{algorithm.source}, line {step.line}: step {step.number} of tb {number} "
             f"waits for step {wanted} of the same thread block, which comes later"
         )
-    for later in blocks[place].steps[wanted:]:
-        if later.is_awaited and later.type != "nop":
-            return place, later.number
+    if signals[place][wanted] >= 0:
+        return place, signals[place][wanted]
     line = blocks[place].steps[wanted].line
     raise ScheduleError(
         f"{algorithm.source}, lines {step.line} and {line}: the step waits for "

@@ -157,3 +157,38 @@ def test_mutated_files_of_msccl_end_with_a_status_and_no_escape(
         assert verify_main([str(path)]) in (0, 1, 2), mutated
         said = capsys.readouterr()
         assert CONTROLS.search(said.out + said.err) is None, mutated
+
+
+def of_many(num_blocks: int, num_steps: int) -> str:
+    """Return a file of one GPU with many thread blocks, and steps in the first."""
+    step = '<step s="{}" type="nop" cnt="0" depid="-1" deps="-1"/>'
+    steps = "\n".join(step.format(number) for number in range(num_steps))
+    blocks = "\n".join(
+        f'<tb id="{one}" send="-1" recv="-1" chan="0">\n{"" if one else steps}</tb>'
+        for one in range(num_blocks)
+    )
+    return (
+        '<algo name="many" nchunksperloop="1" ngpus="1" coll="allreduce" inplace="1">\n'
+        f'<gpu id="0" i_chunks="1" o_chunks="0" s_chunks="0">\n{blocks}</gpu></algo>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (of_many(1025, 0), "line 2051: gpu 0 has more than 1024 thread blocks"),
+        (of_many(1024, 32_769), "line 2: gpu 0 has too many steps in too many thread"),
+        (
+            of_many(1, 2).replace('cnt="0"', 'cnt="16777216"'),
+            "line 5: the steps touch more than 16,777,216 chunks",
+        ),
+    ],
+    ids=["blocks", "steps", "chunks"],
+)
+def test_a_small_file_cannot_ask_for_much_memory(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "many.xml"
+    path.write_text(text)
+    assert verify_main([str(path)]) == 2
+    assert f"{path}, {message}" in capsys.readouterr().err

@@ -201,7 +201,16 @@ class TableError(CommError, ValueError):
 
 
 class ScheduleError(CommError, ValueError):
-    """A schedule is not well-formed, can deadlock, races, or computes wrongly."""
+    """A schedule is not well-formed, can deadlock, races, or computes wrongly.
+
+    Attributes:
+        places: rank and step of the steps that the message is about, where it is about
+            some. Step -1: the rank's program as a whole.
+    """
+
+    def __init__(self, message: str, places: Iterable[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
 
 
 def shown(value: object) -> str:

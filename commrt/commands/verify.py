@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m commrt verify``: prove algorithms right for every number of ranks."""
+"""``python -m commrt verify``: prove algorithms right for every number of ranks.
+
+A file of MSCCL is proved for the one number of ranks that it is for.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from types import ModuleType
 
 from commrt import algorithms
 from commrt.errors import ScheduleError, UsageError, suggest
+from commrt.msccl.document import Algorithm, read_msccl
+from commrt.msccl.schedules import forms_of, from_msccl, verify_msccl
 from commrt.schedule.ir import ParamValue
 from commrt.schedule.nodes import Nodes, parse_nodes
 from commrt.schedule.verify import Report, verify
@@ -36,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Verify an algorithm; return 0 if it is right, 1 if not, 2 for a wrong call."""
     args = _parser().parse_args(argv)
     try:
+        if args.name.endswith(".xml"):
+            return _verify_file(args)
         name = load(args.name)
         params = parse_params(args.params)
         colls = _with(params, name, collectives_of(name, args.coll))
@@ -64,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         "it, and in the closed rounds that a GPU's stream runs.",
     )
     parser.add_argument(
-        "name", help="an algorithm, path.py:algorithm or module:algorithm"
+        "name",
+        help="an algorithm, path.py:algorithm, module:algorithm or a file of MSCCL",
     )
     parser.add_argument(
         "--coll", choices=SCHEDULED, help="one operation (default: all)"
@@ -78,6 +86,41 @@ def _parser() -> argparse.ArgumentParser:
         "--params", default="", help="parameters, as k=2 or k=2,parts=4 (all values)"
     )
     return parser
+
+
+def _verify_file(args: argparse.Namespace) -> int:
+    """Verify a file of MSCCL and print a line for each way in which it is called."""
+    given = {"--ranks": args.ranks, "--nodes": args.nodes, "--params": args.params}
+    surplus = [option for option, value in given.items() if value]
+    if surplus:
+        raise UsageError(
+            f"{', '.join(surplus)}: {args.name} says itself for which ranks it is; "
+            f"leave it out"
+        )
+    algorithm = read_msccl(Path(args.name))
+    coll, size = algorithm.coll, len(algorithm.gpus)
+    if args.coll not in (None, coll):
+        raise UsageError(f"--coll {args.coll}: {args.name} is for {coll}")
+    good = all([_verify_form(algorithm, form, args) for form in forms_of(algorithm)])
+    verdict = "right" if good else "WRONG"
+    print(f"{algorithm.name} is {verdict} for {coll} on {size} ranks")
+    return 0 if good else 1
+
+
+def _verify_form(
+    algorithm: Algorithm, in_place: bool, args: argparse.Namespace
+) -> bool:
+    coll, size = algorithm.coll, len(algorithm.gpus)
+    label = "in place" if in_place else "out of place"
+    try:
+        for root in _roots(coll, size, args.root):
+            made = from_msccl(algorithm, in_place=in_place, root=root)
+            report = verify_msccl(made)
+    except ScheduleError as error:
+        print(f"{coll:14} {size:4} ranks  {label}  WRONG: {error}", flush=True)
+        return False
+    print(_costs_line(coll, size, report, label), flush=True)
+    return True
 
 
 def load(name: str) -> str:
@@ -273,10 +316,14 @@ def _verify_with(
 def _line(
     coll: str, size: int, label: str, report: Report, rounds: RoundsReport
 ) -> str:
+    told = f"rounds {rounds.num_rounds:3} of up to {rounds.most_calls} calls  {label}"
+    return _costs_line(coll, size, report, told)
+
+
+def _costs_line(coll: str, size: int, report: Report, label: str) -> str:
     return (
         f"{coll:14} {size:4} ranks  {report.num_steps:6} steps  "
         f"critical path {report.critical_path:4}  "
         f"sent {float(report.sent):7.3f} N  scratch {float(report.scratch):6.2f} N  "
-        f"rounds {rounds.num_rounds:3} of up to {rounds.most_calls} calls  "
         f"{label}"
     ).rstrip()

@@ -62,26 +62,30 @@ def explained(programs: Sequence[RankProgram]) -> Iterator[None]:
         if kind not in ("unmatched", "deadlock"):
             raise
         said = _unmatched if kind == "unmatched" else _deadlock
-        raise ScheduleError(said(programs, numbers)) from None
+        raise said(programs, numbers) from None
 
 
-def _unmatched(programs: Sequence[RankProgram], numbers: Sequence[int]) -> str:
+def _unmatched(
+    programs: Sequence[RankProgram], numbers: Sequence[int]
+) -> ScheduleError:
     src, dst, num_sent, num_received, rank, extra = numbers
-    return (
+    return ScheduleError(
         f"rank {src} sends {num_sent} messages to rank {dst}, which receives "
         f"{num_received}: {programs[rank].describe_step(extra)} has no partner; every "
-        f"send needs one receive"
+        f"send needs one receive",
+        [(rank, extra)],
     )
 
 
-def _deadlock(programs: Sequence[RankProgram], numbers: Sequence[int]) -> str:
+def _deadlock(programs: Sequence[RankProgram], numbers: Sequence[int]) -> ScheduleError:
     circle = [*zip(numbers[::2], numbers[1::2], strict=True)]
     chain = ", which waits for ".join(
         programs[rank].describe_step(index) for rank, index in (*circle, circle[0])
     )
-    return (
+    return ScheduleError(
         f"deadlock when sends wait for their receives: {chain}; break this circle, for "
-        f"example receive into scratch, or let one rank receive first"
+        f"example receive into scratch, or let one rank receive first",
+        circle,
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -293,6 +294,9 @@ class Schedule:
     """``ordered``: contributions must also be combined in rank order."""
     nodes: tuple[int, ...] | None = None
     """The number of the node of each rank, where the algorithm asks for it."""
+    divisor: int = 1
+    """A number of elements of which every full vector's length is a multiple. 1: the
+    schedule is for all lengths that the operation has."""
     _programs: dict[int, RankProgram] = field(default_factory=dict, repr=False)
 
     def program(self, rank: int) -> RankProgram:
@@ -300,6 +304,11 @@ class Schedule:
         if rank not in self._programs:
             self._programs[rank] = self.make_program(rank)
         return self._programs[rank]
+
+    @property
+    def length_unit(self) -> int:
+        """The least length above 0 of the full vector: all others are multiples."""
+        return math.lcm(self.divisor, full_multiple(self.coll, self.size))
 
     def programs(self) -> list[RankProgram]:
         """Return the programs of all ranks, in rank order."""
@@ -312,9 +321,11 @@ class Schedule:
     def to_json(self) -> str:
         """Return the canonical JSON text, with the programs of all ranks."""
         where = {} if self.nodes is None else {"nodes": self.nodes}
+        lengths = {} if self.divisor == 1 else {"divisor": self.divisor}
         return _canonical(
             {
                 **where,
+                **lengths,
                 "version": VERSION,
                 "coll": self.coll,
                 "algorithm": self.algorithm,

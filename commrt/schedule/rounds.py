@@ -34,7 +34,7 @@ from commrt import _native
 from commrt.errors import ScheduleError
 from commrt.nccl.config import GroupShape
 from commrt.schedule.columns import lowered_programs
-from commrt.schedule.ir import Schedule, Slice, Space, full_multiple
+from commrt.schedule.ir import Schedule, Slice, Space
 from commrt.schedule.lower import lower
 
 __all__ = [
@@ -179,7 +179,7 @@ def lower_to_rounds(schedule: Schedule) -> list[RankRounds]:
     lowered = [
         lower(schedule, rank, lambda peer: False) for rank in range(schedule.size)
     ]
-    multiple = full_multiple(schedule.coll, schedule.size)
+    multiple = schedule.length_unit
     try:
         rounds = lowered_programs(lowered, multiple).rounds()
     except _native.ScheduleFaultError as fault:

@@ -28,7 +28,7 @@ from commrt import _native
 from commrt.errors import ScheduleError
 from commrt.schedule.columns import RULES, operation_goal, step_programs
 from commrt.schedule.dependencies import locations
-from commrt.schedule.execute import explained
+from commrt.schedule.execute import explained, match
 from commrt.schedule.faults import of_contents
 from commrt.schedule.ir import (
     Op,
@@ -37,7 +37,6 @@ from commrt.schedule.ir import (
     Slice,
     Space,
     Step,
-    full_multiple,
 )
 from commrt.schedule.space_tables import block_width
 from commrt.vocabulary.operations import operation
@@ -68,13 +67,13 @@ def verify(schedule: Schedule) -> Report:
     except ScheduleError as exc:
         root = f", root {schedule.root}" if operation(schedule.coll).has_root else ""
         what = f"{schedule.coll} {schedule.algorithm} on {schedule.size} ranks{root}"
-        raise ScheduleError(f"{what}: {exc}") from exc
+        raise ScheduleError(f"{what}: {exc}", exc.places) from exc
 
 
 def _verify(schedule: Schedule) -> Report:
     programs = schedule.programs()
     _check_spaces(schedule, programs)
-    native = step_programs(programs, full_multiple(schedule.coll, schedule.size))
+    native = step_programs(programs, schedule.length_unit)
     try:
         native.check_well_formed()
         with explained(programs):
@@ -86,7 +85,8 @@ def _verify(schedule: Schedule) -> Report:
             longest = native.longest_chain()
         native.check_meaning(operation_goal(schedule), RULES[schedule.redop_class])
     except _native.ScheduleFaultError as fault:
-        raise ScheduleError(_said(schedule, programs, fault)) from None
+        said, places = _said(schedule, programs, fault), _places(programs, fault)
+        raise ScheduleError(said, places) from None
     return _report(programs, native, longest)
 
 
@@ -117,11 +117,33 @@ def _said(
     return f"{program.describe_step(index)}: {of_contents(kind, others, contents)}"
 
 
+def _places(
+    programs: Sequence[RankProgram], fault: _native.ScheduleFaultError
+) -> list[tuple[int, int]]:
+    """Return rank and number of the steps that a fault is about."""
+    kind, (rank, number, *others), _ = fault.args
+    if kind in ("step", "gone"):
+        return [(rank, number)]
+    if kind == "race":
+        return [(rank, number), (rank, others[0])]
+    if kind == "ends":
+        # The number is that of a block of out, and its last writer is the suspect.
+        writers = [
+            index
+            for index, step in enumerate(programs[rank].steps)
+            if step.dst and step.dst.space == 1 and step.dst.lo <= number < step.dst.hi
+        ]
+        number = writers[-1] if writers else -1
+    # What is wrong with a message may be wrong at its other end.
+    other = match(programs).get((rank, number))
+    return [(rank, number)] if other is None else [(rank, number), other]
+
+
 # Well-formed
 
 
 def _check_spaces(schedule: Schedule, programs: Sequence[RankProgram]) -> None:
-    multiple = full_multiple(schedule.coll, schedule.size)
+    multiple = schedule.length_unit
     widths: dict[str, tuple[Fraction | None, int]] = {}
     for rank, program in enumerate(programs):
         kinds = [space.kind for space in program.spaces]

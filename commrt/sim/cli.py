@@ -15,14 +15,16 @@ from typing import Any
 
 from commrt import algorithms
 from commrt.commands.console import until_reader_leaves
-from commrt.commands.verify import load, parse_params
+from commrt.commands.verify import parse_params
 from commrt.errors import CommError, ScheduleError, UsageError
 from commrt.files.write import write_file
-from commrt.schedule.ir import ParamValue, Schedule
-from commrt.schedule.verify import verify
+from commrt.schedule.ir import ParamValue
+from commrt.sim.chakra import write_chakra
 from commrt.sim.costs import Costs
 from commrt.sim.critical_path import critical_path, describe
+from commrt.sim.exports import add_exports
 from commrt.sim.goal import goal_text
+from commrt.sim.named_schedules import imported, is_file, named_schedule
 from commrt.sim.network_files import KINDS, Described, load_network, preset_names
 from commrt.sim.pictures.animation import animation
 from commrt.sim.pictures.gantt import gantt
@@ -32,7 +34,8 @@ from commrt.sim.platform_files import platform_xml
 from commrt.sim.quantities import nbytes_text, parse_nbytes, time_text
 from commrt.sim.simulate import Simulated, simulate
 from commrt.sim.studies import STUDIES
-from commrt.vocabulary.operations import SCHEDULED, operation
+from commrt.sim.tasks import schedule_tasks
+from commrt.vocabulary.operations import SCHEDULED
 
 __all__ = ["main"]
 
@@ -74,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="simulate algorithms and compare their times")
     run.set_defaults(run=_run)
     run.add_argument("algorithms", nargs="+", metavar="ALGORITHM",
-                     help="a name, path.py:name or module:name")  # fmt: skip
+                     help="a name, path.py:name, module:name, "
+                     "or a file of MSCCL (.xml)")  # fmt: skip
     _add_network(run)
     run.add_argument("--coll", choices=SCHEDULED, default="allreduce",
                      help="the operation (allreduce)")  # fmt: skip
@@ -98,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         ("heat", "map of the network with the load of its links (SVG)"),
         ("animation", "page that plays the run (HTML)"),
         ("goal", "schedule in GOAL, for LogGOPSim and ATLAHS"),
+        ("chakra", "trace of MLCommons Chakra for each rank, FILE.RANK.et"),
         ("json", "document for programs (JSON)"),
     ):
         run.add_argument(f"--{name}", metavar="FILE", help=f"write a {text}")
@@ -111,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
     _add_network(export)
     export.add_argument("--out", required=True, metavar="FILE", help="file to write")
+    add_exports(commands)
     study = commands.add_parser("study", help="repeat a published study")
     study.set_defaults(run=_study)
     study.add_argument("name", choices=sorted(STUDIES), help="which one")
@@ -134,9 +140,9 @@ def _run(args: argparse.Namespace) -> int:
     described = load_network(args.topology)
     costs = _costs(described, args)
     hosts = place(described.network, args.ranks, args.placement)
-    names = [load(name) for name in args.algorithms]
+    names = [imported(name) for name in args.algorithms]
     params = _params_of(args, names)
-    asks = "gantt", "heat", "animation", "goal"
+    asks = "gantt", "heat", "animation", "goal", "chakra"
     pictures = [one for one in asks if getattr(args, one)]
     if (pictures or args.explain) and (len(names), len(lengths)) != (1, 1):
         asked = [f"--{one}" for one in pictures] or ["--explain"]
@@ -152,11 +158,14 @@ def _run(args: argparse.Namespace) -> int:
     results: list[list[Simulated]] = []
     for name in names:
         clock = _Clock(name)
-        schedule = _schedule(args, name, params[name], machines(network)[hosts])
+        where = tuple(machines(network)[hosts].tolist())
+        schedule, prove = named_schedule(
+            name, args.coll, args.ranks, args.root, params[name], where
+        )
         schedule.programs()
         clock.lap("recording the schedule")
         if not args.unverified:
-            verify(schedule)
+            prove()
             clock.lap("proving it")
         runs = [
             simulate(
@@ -209,7 +218,11 @@ def _params_of(
     given = parse_params(args.params)
     found: dict[str, dict[str, ParamValue]] = {}
     for name in names:
-        known = algorithms.param_choices(args.coll, name, args.ranks)
+        known = (
+            {}
+            if is_file(name)
+            else algorithms.param_choices(args.coll, name, args.ranks)
+        )
         found[name] = {key: given[key] for key in given if key in known}
     unused = given.keys() - {key for one in found.values() for key in one}
     if unused:
@@ -217,15 +230,6 @@ def _params_of(
             f"--params: none of {', '.join(names)} has {', '.join(sorted(unused))}"
         )
     return found
-
-
-def _schedule(
-    args: argparse.Namespace, name: str, params: dict[str, ParamValue], where: Any
-) -> Schedule:
-    one = algorithms.get(args.coll, name)
-    nodes = tuple(where.tolist()) if one.spans_nodes else None
-    root = args.root if operation(args.coll).has_root else 0
-    return algorithms.schedule(args.coll, name, args.ranks, root, params, nodes)
 
 
 def _print_table(
@@ -261,6 +265,10 @@ def _write(
         text = goal_text(run.schedule, run.num_elements, run.itemsize, costs)
         write_file(Path(args.goal), text)
         print(f"{args.goal}: written")
+    if args.chakra:
+        tasks = schedule_tasks(run.schedule, run.num_elements, run.itemsize, costs)
+        paths = write_chakra(Path(args.chakra), tasks)
+        print(f"{paths[0]} and on: written, {len(paths)} ranks")
     if args.json:
         rows = [_record(run) for runs in results for run in runs]
         write_file(Path(args.json), json.dumps(rows, indent=1) + "\n")

@@ -13,13 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-from xml.parsers import expat
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
 from commrt.errors import UsageError, shown, suggest
+from commrt.files.plain_xml import XmlReader
 from commrt.sim.platform_zones import Zone, way_between
 from commrt.sim.quantities import parse_latency, parse_rate
 from commrt.sim.topologies.graphs import Graph, NamedLink
@@ -27,7 +26,6 @@ from commrt.sim.topologies.network import Network, check_links
 
 __all__ = ["platform_xml", "read_platform"]
 
-_MOST_DEEP = 64
 _MOST_WRITTEN = 3_000_000
 _IGNORED = ("prop", "config", "storage", "storage_type", "disk", "mount", "trace",
             "trace_connect", "random", "argument", "gpu")  # fmt: skip
@@ -55,28 +53,19 @@ def read_platform(text: str, source: str) -> Graph:
         UsageError: it is no XML, declares entities, or has what is not supported; the
             message has the line.
     """
-    parser = expat.ParserCreate()
-    reader = _Reader(source, lambda: parser.CurrentLineNumber)
-    parser.StartElementHandler = reader.start
-    parser.EndElementHandler = reader.end
-    parser.EntityDeclHandler = reader.entity
-    try:
-        parser.Parse(text, True)
-    except expat.ExpatError as error:
-        problem = expat.errors.messages[error.code]
-        raise UsageError(
-            f"{source}, line {error.lineno}: not XML: {problem}"
-        ) from error
+    document = XmlReader(source)
+    reader = _Reader(document)
+    document.read(text, reader.start, reader.end)
     return reader.graph()
 
 
 class _Reader:
     """Takes the elements one by one, with the zones that are open."""
 
-    def __init__(self, source: str, line: Callable[[], int]) -> None:
-        self._source = source
-        self._line = line
-        self._open: list[str] = []
+    def __init__(self, document: XmlReader) -> None:
+        self._document = document
+        self._source = document.source
+        self._open = document.open
         self._zone: Zone | None = None
         self._zone_of: dict[str, Zone] = {}
         self._hosts: list[str] = []
@@ -125,19 +114,10 @@ class _Reader:
 
     def wrong(self, problem: object) -> UsageError:
         """Return the error that says what is wrong on this line."""
-        return UsageError(f"{self._source}, line {self._line()}: {problem}")
-
-    def entity(self, name: str, *_: Any) -> None:
-        """Refuse an entity: a short text may stand for a very long one."""
-        raise self.wrong(
-            f"the document declares the entity {shown(name)}; write it out"
-        )
+        return self._document.wrong(problem)
 
     def start(self, tag: str, given: Mapping[str, str]) -> None:
         """Take an element."""
-        self._open.append(tag)
-        if len(self._open) > _MOST_DEEP:
-            raise self.wrong(f"elements lie deeper than {_MOST_DEEP}")
         if len(self._open) == 1:
             return self._platform(tag, given)
         if tag in ("zone", "AS"):
@@ -154,7 +134,6 @@ class _Reader:
 
     def end(self, tag: str) -> None:
         """Leave an element."""
-        self._open.pop()
         if tag in ("zone", "AS") and self._zone is not None:
             self._zone = self._zone.parent
         if tag in _ROUTES:
@@ -169,9 +148,7 @@ class _Reader:
             )
 
     def _need(self, given: Mapping[str, str], key: str) -> str:
-        if key not in given:
-            raise self.wrong(f"{key} is missing in <{self._open[-1]}>")
-        return given[key]
+        return self._document.needed(given, key)
 
     def _here(self) -> Zone:
         if self._zone is None:

@@ -23,7 +23,7 @@ from commrt import _native
 from commrt.errors import ScheduleError, UsageError
 from commrt.schedule.columns import step_programs
 from commrt.schedule.execute import explained
-from commrt.schedule.ir import RankProgram, Schedule, full_multiple
+from commrt.schedule.ir import RankProgram, Schedule
 from commrt.sim.costs import Costs
 from commrt.sim.placements import place
 from commrt.sim.topologies.network import Floats, Ints, Network
@@ -181,7 +181,7 @@ def simulate(
         ScheduleError: messages do not match, ranks wait for each other for ever, or the
             blocks have no lengths before the call (``boxes``).
     """
-    multiple = full_multiple(schedule.coll, schedule.size)
+    multiple = schedule.length_unit
     num_elements = _num_elements(nbytes, itemsize, multiple)
     hosts = place(network, schedule.size) if hosts is None else hosts
     if len(hosts) != schedule.size:
@@ -242,7 +242,7 @@ def _num_elements(nbytes: int, itemsize: int, multiple: int) -> int:
     if nbytes < 0 or nbytes % (itemsize * multiple):
         raise UsageError(
             f"{nbytes} bytes of elements with {itemsize} bytes: expected a multiple of "
-            f"{itemsize * multiple}, so that all ranks have blocks of one length"
+            f"{itemsize * multiple}, the lengths that the schedule is for"
         )
     return nbytes // itemsize
 

@@ -27,6 +27,7 @@ from tuning_recordings import DIRECT, NATIVE, TRUTH, record
 
 from commrt.__main__ import main as commrt_main
 from commrt.select.fingerprint import this_machine
+from commrt.sim.cli import main as sim_main
 from commrt.trace.log import write_log
 from commrt.tuning.cli import main as tune_main
 from commrt.tuning.samples import Recording
@@ -112,6 +113,8 @@ def mutate_logs(
         (commrt_main, ["trace", "summarize", str(folder)]),
         (commrt_main, ["trace", "plot", "--out", out, str(folder)]),
         (commrt_main, ["trace", "perfetto", "--out", out, str(folder)]),
+        (sim_main, ["goal", "--out", out, "--leave-out", str(folder)]),
+        (sim_main, ["chakra", "--out", out, "--native-as", "ring", str(folder)]),
     ]
     for _ in range(MUTATIONS):
         at = draw.randrange(2)

@@ -19,7 +19,7 @@ LAYERS = (
         *("kernels", "devices", "nccl", "arrays"),
     ),
     ("schedule",),
-    ("algorithms", "select"),
+    ("algorithms", "select", "msccl"),
     ("planning", "job"),
     ("group", "request"),
     ("backends", "trace"),

@@ -223,21 +223,20 @@ class MoE(GridModule):
         factors = arrived(factors, route.weights_trip)
         rows = self._computed(rows, factors, arrivals)
         y = collect(moved(rows, route.rows_trip.mirrored()), route.tokens)
-        y = y if shared is None else y + shared
+        for output in shared:
+            y = y + output
         if self._are_summands:
             y = _Whole.apply(y, self.roles.tensor.comm)
         return y
 
-    def _shared(self, x: Tensor) -> Tensor | None:
-        """Return the sum of the shared experts' outputs."""
+    def _shared(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the output of each shared expert."""
         if self.shared is None:
-            return None
+            return ()
         number = self.shared.num_experts
         outputs = self.shared(x.repeat(number, 1), (len(x),) * number)
-        total, *others = outputs.view(number, *x.shape)
-        for output in others:
-            total = total + output
-        return total
+        parts: tuple[Tensor, ...] = outputs.split([len(x)] * number)
+        return parts
 
     def _computed(self, rows: Tensor, factors: Tensor, arrivals: Arrivals) -> Tensor:
         """Return for each row the weighted sum of its experts' outputs."""

@@ -13,6 +13,7 @@ from torch import nn
 from commrt.errors import UsageError, shown
 from commrt.layers.experts.roles import ExpertRoles
 from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.tensor3d.grid_module import equal_on_all_ranks
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
 from commrt.layers.tensor3d.roles import Along
 from commrt.layers.tensor3d.whole_state import WholeState
@@ -58,9 +59,7 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
                     f"MoE: expert({number}) returned {shown(made)}; expected a module "
                     f"of torch"
                 )
-            if with_same:
-                for tensor in [*made.parameters(), *made.buffers()]:
-                    _equal(tensor.detach(), grid[with_same])
+            equal_on_all_ranks(made, grid, with_same)
             for module in made.modules():
                 module.grid_cuts = {
                     name: ParameterCut(
@@ -176,11 +175,3 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
         unexpected_keys += [
             key for key in unexpected if not self.has_elsewhere(key[len(prefix) :])
         ]
-
-
-def _equal(tensor: Tensor, comm: Any) -> None:
-    if tensor.numel():
-        usable = tensor.contiguous()
-        comm.bcast(usable, root=0)
-        if usable.data_ptr() != tensor.data_ptr():
-            tensor.copy_(usable)

@@ -211,3 +211,47 @@ def test_checkpoints_of_activations_change_nothing() -> None:
                 assert torch.equal(one, other)
 
     run(4, main)
+
+
+def test_ranks_along_tensor_get_the_same_bits() -> None:
+    """So that the next mixture sends their tokens to the same experts."""
+    form = Form(num_experts=4)
+
+    def main(comm: Any) -> tuple[int, Any]:
+        with ProcessGrid(comm, axes_of((1, 2, 2))) as grid:
+            model = network_of(form, serial_of(form), grid)
+            x = drawn_in(grid.coords["expert"], 7, form.d_model).requires_grad_()
+            found = model(x)
+            (found.output.square().sum() + found.balance_loss).backward()
+            sync_gradients(model)
+            whole = [model.first.weight.grad, model.moe.router.weight.grad]
+            return grid.coords["expert"], [found.output.detach(), x.grad, *whole]
+
+    ranks = run(4, main)
+    for expert in (0, 1):
+        one, other = (tensors for at, tensors in ranks if at == expert)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("num_experts", [1, 5])
+def test_autocast_and_bfloat16_travel_in_the_type_of_the_input(
+    num_experts: int,
+) -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"expert": 2}) as grid:
+            layer = MoE(8, num_experts, 6, grid=grid, num_shared=1)
+            x = drawn_in(comm.rank, 5, 8).float()
+            right = layer(x).output
+            with torch.autocast("cpu", torch.bfloat16):
+                cast = layer(x)
+            cast.output.float().sum().backward()
+            assert layer.router.weight.grad is not None
+            low = layer.bfloat16()(x.bfloat16())
+            assert low.output.dtype == torch.bfloat16
+            assert low.balance_loss.dtype == torch.float32
+            for found in (cast.output, low.output):
+                # A token whose two likeliest experts are near goes to another one.
+                near = (found.float() - right).abs().amax(1) < 0.05 * right.abs().max()
+                assert near.sum() >= 3
+
+    run(2, main)

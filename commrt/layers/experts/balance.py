@@ -106,7 +106,7 @@ def router_losses(choice: Choice, load: Load, tokens: Along) -> RouterLosses:
     For E experts, T tokens of all ranks and c_e choices of the expert e among all k T,
     the load-balancing loss is E times the sum over e of c_e / (k T) times the mean
     probability of e (Fedus et al., "Switch Transformers", section 2.2, for any k). The
-    z-loss is the mean of logsumexp(logits)^2 (Zoph et al., "ST-MoE", section 3.2).
+    z-loss is the mean of logsumexp(logits)^2 (Zoph et al., "ST-MoE", section 3.3).
     Choices count before any is dropped.
 
     A rank's backward pass gives the gradient of the sum of all ranks' losses: each rank

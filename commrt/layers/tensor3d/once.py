@@ -8,6 +8,7 @@ summed gradient and a new one is refused, too.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -50,9 +51,11 @@ class _ForgetZeros:
     """
 
     def __init__(self, parameter: Tensor) -> None:
-        self._parameter = parameter
+        # Weakly: the parameter has this hook, and is freed without a cycle.
+        self._parameter = weakref.ref(parameter)
 
     def __call__(self, gradient: Tensor) -> None:
-        summed = self._parameter.grad
+        parameter = self._parameter()
+        summed = None if parameter is None else parameter.grad
         if getattr(summed, "is_summed", False) and not bool(summed.any()):
             summed.is_summed = False

@@ -57,5 +57,7 @@ class _ForgetZeros:
     def __call__(self, gradient: Tensor) -> None:
         parameter = self._parameter()
         summed = None if parameter is None else parameter.grad
-        if getattr(summed, "is_summed", False) and not bool(summed.any()):
+        if summed is None or not getattr(summed, "is_summed", False):
+            return
+        if not bool(summed.any()):
             summed.is_summed = False

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from commrt.examples import cnn, gcn, gpt_fsdp, gpt_tensor_parallel, runs
+from commrt.examples import cnn, experts, gcn, gpt_fsdp, gpt_tensor_parallel, runs
 from commrt.examples.digits import load_digits
 from commrt.examples.documents import load_documents, windows
 
 DEADLINE_S = 300.0
 EXAMPLES = {
     "cnn": cnn.main,
+    "experts": experts.main,
     "gcn": gcn.main,
     "gpt_fsdp": gpt_fsdp.main,
     "gpt_tensor_parallel": gpt_tensor_parallel.main,
@@ -74,12 +75,12 @@ def test_the_examples_on_ranks_of_mpiexec(mpirun: Any) -> None:
 @pytest.mark.parametrize(
     ("nranks", "names", "backend"),
     [
-        (1, ["cnn", "gcn", "gpt_fsdp"], "commrt"),
+        (1, ["cnn", "experts", "gcn", "gpt_fsdp"], "commrt"),
         # One job only: a second one of gloo meets the first one's keys in the store.
         (2, ["cnn"], "gloo"),
         (2, ["gpt_tensor_parallel"], "gloo"),
-        (3, ["cnn", "gcn"], "commrt"),
-        (4, ["gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
+        (3, ["cnn", "experts", "gcn"], "commrt"),
+        (4, ["experts", "gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
     ],
 )
 def test_other_ranks_and_backends(

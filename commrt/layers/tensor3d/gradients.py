@@ -3,7 +3,9 @@
 
 A cut parameter's gradient has been summed over the depth in the backward pass, and is
 summed over ``data`` here. Parameters of other layers are whole on all ranks. Their
-gradients are summed over ``data`` and ``z``, and along axes that cut a sequence.
+gradients are summed over ``data`` and ``z``, and along axes that cut a sequence. An
+expert's gradient holds the tokens of all ranks along ``expert``, so it is not summed
+along this axis: ``ParameterCut.sums`` has the axes of each cut parameter.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from torch import nn
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.grid_module import GridModule, cuts_of
+from commrt.layers.tensor3d.once import mark_summed, refuse_summed
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
-from commrt.layers.tensor3d.roles import AXES, check_axes
+from commrt.layers.tensor3d.roles import LAYER_AXES, SAMPLE_AXES, check_axes
 
 __all__ = [
     "CutParameter",
@@ -75,7 +78,7 @@ def grid_of(what: str, model: nn.Module, grid: ProcessGrid | None) -> ProcessGri
     layers = [each for each in model.modules() if isinstance(each, GridModule)]
     grids = [*{id(each.grid): each.grid for each in layers}.values()]
     if grid is not None:
-        check_axes(what, grid)
+        check_axes(what, grid, LAYER_AXES)
         grids = [*{id(each): each for each in (grid, *grids)}.values()]
     if len(grids) != 1:
         found = "no layer of a grid: pass grid" if not grids else "layers of two grids"
@@ -90,10 +93,11 @@ def sequence_parallel(module: nn.Module, *axes: str) -> None:
     ``sequence_parallel(norm, "x")``: ``sync_gradients`` sums their gradients along
     these axes, too. Raises UsageError for names that no axis has.
     """
-    unknown = [axis for axis in axes if axis not in AXES]
+    unknown = [axis for axis in axes if axis not in LAYER_AXES]
     if unknown or not axes:
         raise UsageError(
-            f"sequence_parallel: axes={shown(axes)} must be among {', '.join(AXES)}"
+            f"sequence_parallel: axes={shown(axes)} must be among "
+            f"{', '.join(LAYER_AXES)}"
         )
     # On the module: a copy of it has other parameters, and this note.
     module.sequence_axes = axes
@@ -141,18 +145,21 @@ def sync_gradients(
         model: with layers of one grid.
         grid: the ranks; None: those of the model's layers.
         average: True: gradients become those of the mean of the losses of all ranks
-            along ``data`` and ``z``. False: of their sum.
+            along ``data``, ``z`` and ``expert``. False: of their sum.
         bucket_nbytes: about how many bytes travel together.
 
     Pattern: one ``allreduce`` for each bucket, over ``data`` for cut parameters, and
-    over ``data`` and ``z`` for whole ones. Bytes: those of this rank's gradients, and
-    one element for each. A parameter that no rank has a gradient of gets none.
+    over ``data``, ``z`` and ``expert`` for whole ones. Bytes: those of this rank's
+    gradients, and one element for each. A parameter that no rank has a gradient of gets
+    none.
     Gradients that FSDP2 has averaged over ``data`` are only summed over what is left.
 
-    Raises UsageError for sparse gradients, before anything is sent.
+    Raises UsageError for sparse gradients, before anything is sent. In a model with
+    experts it marks each gradient that it has summed, and raises UsageError where one
+    is there that has been summed before.
     """
     grid = grid_of("sync_gradients", model, grid)
-    replicas = grid.shape.get("data", 1) * grid.shape.get("z", 1)
+    replicas = grid.size(_longer(grid, SAMPLE_AXES))
     buckets: dict[tuple[Any, ...], _Bucket] = {}
     started = []
     trained = [each for each in cut_parameters(model) if each.parameter.requires_grad]
@@ -163,6 +170,13 @@ def sync_gradients(
                 f"sync_gradients: the gradient of {each.name} is sparse; make its "
                 f"layer with dense gradients"
             )
+    is_marked = any(
+        each.roles.are_sums_marked
+        for each in model.modules()
+        if isinstance(each, GridModule)
+    )
+    if is_marked:
+        refuse_summed("sync_gradients", [each[:2] for each in trained])
     for each in trained:
         parameter = each.parameter
         axes, scale = _summed_along(each, grid)
@@ -179,17 +193,19 @@ def sync_gradients(
         bucket.start()
     for bucket in [*started, *buckets.values()]:
         bucket.finish()
+    if is_marked:
+        mark_summed([each[:2] for each in trained])
 
 
 def _summed_along(
     each: CutParameter, grid: ProcessGrid
 ) -> tuple[tuple[str, ...], float]:
     """Return the axes that a gradient is to be summed along, and a factor."""
-    axes = ["data"] if each.cut is not None else ["data", "z"]
+    axes = [*(SAMPLE_AXES if each.cut is None else each.cut.sums)]
     factor = 1.0
     if _is_dtensor(each.parameter):
         # FSDP2 has taken the mean over data, and keeps a piece of it.
-        axes.remove("data")
+        axes = [axis for axis in axes if axis != "data"]
         factor = float(grid.shape.get("data", 1))
     if each.cut is None:  # pieces of a parameter are sums over the sequence already
         axes += each.sequence_axes

@@ -158,17 +158,26 @@ def wrong_shape(name: str, shape: tuple[int, ...], cut: ParameterCut) -> str:
     )
 
 
-def equal_on_all_ranks(module: nn.Module, grid: ProcessGrid) -> None:
+def equal_on_all_ranks(
+    module: nn.Module, grid: ProcessGrid, axes: tuple[str, ...] | None = None
+) -> None:
     """Give all ranks the parameters and buffers that the grid's first rank has.
 
-    Collective over the grid: one ``bcast`` for each. Bytes: those of the module.
+    Args:
+        module: the same layers on all ranks.
+        grid: the ranks.
+        axes: the first rank along these gives to the others along them; None: all.
+
+    Collective: one ``bcast`` for each. Bytes: those of the module.
     """
-    if grid.num_ranks == 1:
+    axes = grid.axes if axes is None else axes
+    if grid.size(axes) == 1:
         return
+    comm = grid[axes]
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta and tensor.numel():
             given = tensor.detach()
             usable = given.contiguous()
-            grid.comm.bcast(usable, root=0)
+            comm.bcast(usable, root=0)
             if usable.data_ptr() != given.data_ptr():
                 given.copy_(usable)

@@ -45,12 +45,17 @@ class ParameterCut:
         shape: of the whole parameter.
         dims: how its first dimensions are cut; the others are whole.
         depth: the axis that cuts the block's first dimension further; None: none does.
+        sums: the axes whose ranks have other parts of the gradient after a backward
+            pass. ``sync_gradients`` sums along these, and along no others.
+        owners: the axes along which other ranks have other parameters instead.
     """
 
     grid: ProcessGrid
     shape: tuple[int, ...]
     dims: tuple[FeatureCut, ...]
     depth: Along | None
+    sums: tuple[str, ...] = ("data",)
+    owners: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> ParameterCut:
         """Return itself: it never changes."""
@@ -62,7 +67,7 @@ class ParameterCut:
         used = [each.along for each in self.dims]
         if self.depth is not None:
             used.append(self.depth)
-        names = {name for each in used for name in each.axes}
+        names = {*self.owners, *(name for each in used for name in each.axes)}
         return tuple(name for name in self.grid.axes if name in names)
 
     @cached_property
@@ -110,7 +115,7 @@ class ParameterCut:
 
         Bytes: an ``allgatherv`` of the parameter, or a ``gatherv``.
         """
-        if not self.axes:
+        if not self.axes or self.owners:
             return shard.detach().clone()
         comm = self.grid[self.axes]
         ranges = [range(self.grid.size(axis)) for axis in self.axes]

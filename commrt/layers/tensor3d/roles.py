@@ -13,17 +13,26 @@ thousands of GPUs", section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.process_grid import ProcessGrid
 
-__all__ = ["AXES", "Along", "GroupRoles", "Roles", "check_axes"]
+__all__ = [
+    *("AXES", "LAYER_AXES", "SAMPLE_AXES"),
+    *("Along", "GroupRoles", "Roles", "check_axes"),
+]
 
 AXES = ("data", "x", "y", "z")
 """The names that axes may have."""
+
+LAYER_AXES = (*AXES, "expert", "tensor")
+"""The names of all axes that layers with cut parameters know."""
+
+SAMPLE_AXES = ("data", "z", "expert")
+"""The axes along which ranks have samples of their own."""
 
 
 class Along:
@@ -71,8 +80,15 @@ class Roles:
     Raises UsageError for a grid with other axes.
     """
 
+    what = "tensor3d"
+    """The name in messages."""
+    known_axes: tuple[str, ...] = AXES
+    """The names that axes may have."""
+    are_sums_marked = False
+    """Whether ``sync_gradients`` marks gradients, and refuses to sum them again."""
+
     def __init__(self, grid: ProcessGrid, transpose: bool = False) -> None:
-        check_axes("tensor3d", grid)
+        check_axes(self.what, grid, self.known_axes)
         self.grid = grid
         self.transpose = bool(transpose)
         row, column = Along(grid, "x"), Along(grid, "y")
@@ -106,16 +122,17 @@ class GroupRoles(Roles):
         self.is_alone = self.groups.size * self.depth.size == 1
 
 
-def check_axes(what: str, grid: ProcessGrid) -> None:
+def check_axes(what: str, grid: ProcessGrid, known: Sequence[str] = AXES) -> None:
     """Raise UsageError unless ``grid`` is a ProcessGrid with axes that layers know."""
     if not isinstance(grid, ProcessGrid):
+        example = ", ".join(f'"{name}": 1' for name in known[:-1])
         raise UsageError(
             f"{what}: grid={shown(grid)} must be a ProcessGrid, such as "
-            f'ProcessGrid(comm, {{"data": 1, "z": 1, "y": 1, "x": 0}})'
+            f'ProcessGrid(comm, {{{example}, "{known[-1]}": 0}})'
         )
-    unknown = [name for name in grid.axes if name not in AXES]
+    unknown = [name for name in grid.axes if name not in known]
     if unknown:
         raise UsageError(
             f"{what}: the grid {grid.shape} has the axis {unknown[0]!r}; its axes must "
-            f"be among {', '.join(AXES)}"
+            f"be among {', '.join(known)}"
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -10,12 +11,30 @@ import torch
 from torch import nn
 
 from commrt.errors import UsageError
+from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.grid_module import cuts_of, wrong_shape
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
 
-__all__ = ["load_state_dict", "state_dict"]
+__all__ = ["WholeState", "load_state_dict", "state_dict"]
 
 Tensor: TypeAlias = torch.Tensor
+
+
+class WholeState(ABC):
+    """A base of modules of which ranks have different children."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> ProcessGrid:
+        """The ranks."""
+
+    @abstractmethod
+    def has_elsewhere(self, name: str) -> bool:
+        """Return whether an entry of the state is another rank's; local."""
+
+    @abstractmethod
+    def gathered(self) -> dict[str, Any]:
+        """Return the state of the children of all ranks; collective."""
 
 
 def state_dict(
@@ -48,6 +67,10 @@ def state_dict(
                 wholes[id(value)] = whole
                 is_first = is_first and not any(cut.grid.coords.values())
         found[name] = wholes[id(value)]
+    for path, module in _spread_modules(model):
+        gathered = module.gathered()
+        found |= {_joined(path, name): value for name, value in gathered.items()}
+        is_first = is_first and not any(module.grid.coords.values())
     return None if on_first_only and not is_first else found
 
 
@@ -58,7 +81,18 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     cuts, expected = _cuts(model), model.state_dict(keep_vars=True)
     wrong = [f"{name} is missing" for name in expected if name not in state]
-    wrong += [f"the model has no {name}" for name in state if name not in expected]
+    elsewhere = {
+        name
+        for path, module in _spread_modules(model)
+        for name in state
+        if name.startswith(_joined(path, ""))
+        and module.has_elsewhere(name.removeprefix(_joined(path, "")))
+    }
+    wrong += [
+        f"the model has no {name}"
+        for name in state
+        if name not in expected and name not in elsewhere
+    ]
     for name, value in expected.items():
         given = state.get(name)
         if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
@@ -79,10 +113,23 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 def _cuts(model: nn.Module) -> dict[str, ParameterCut]:
     """Return how each cut entry of a model's state_dict is cut, by its name."""
     return {
-        f"{path}.{name}" if path else name: cut
+        _joined(path, name): cut
         for path, module in model.named_modules(remove_duplicate=False)
         for name, cut in cuts_of(module).items()
     }
+
+
+def _spread_modules(model: nn.Module) -> list[tuple[str, WholeState]]:
+    """Return the modules of which ranks have different children, by their names."""
+    return [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, WholeState)
+    ]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _whole_over_data(tensor: Tensor) -> Tensor:

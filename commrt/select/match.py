@@ -106,6 +106,8 @@ def _ppn(match: Match, facts: CommFacts) -> float:
 
 def _network(match: Match, facts: CommFacts) -> float:
     """Another library or another network is a different world."""
+    if match.network is not None and facts.nodes == 1:
+        return math.inf
     if match.network is None or facts.network is None:
         return 0.5
     return 0.5 * match.network.distance(facts.network)

@@ -158,7 +158,7 @@ class _Messages:
     def of(self, event: Event) -> list[Task]:
         """Return the tasks of a call, or raise _UnknownError."""
         call = event.call
-        if call.failed:
+        if any(one.call.failed for one in (event, *event.peers)):
             raise _UnknownError(f"{call.op} failed")
         if call.is_sent or call.is_received:
             return [self._message(event)]

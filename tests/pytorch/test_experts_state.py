@@ -209,6 +209,60 @@ def test_a_gradient_is_never_summed_twice() -> None:
     run(2, main)
 
 
+def test_experts_without_tokens_are_summed_after_zeros() -> None:
+    """Their gradients stay zeros, which no backward pass has taken the mark off."""
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"data": 2, "expert": 2}) as grid:
+            layer = layer_of(FORMS["modules"], grid)
+            x = drawn_in(comm.rank, 4, 6)
+            for tokens in (x, x[:0], x):
+                layer.zero_grad(set_to_none=False)
+                layer(tokens).output.sum().backward()
+                sync_gradients(layer)
+
+    run(4, main)
+
+
+class WithBuffer(nn.Linear):  # type: ignore[misc]
+    """An expert with statistics of its own, more of them the higher its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 4)
+        for each in range(number + 1):
+            self.register_buffer(f"seen{each}", torch.full((2,), float(number)))
+
+
+@pytest.mark.parametrize("split", [(1, 4, 1), (2, 2, 1)])
+def test_buffers_of_experts_stay_their_own(split: Split) -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, axes_of(split)) as grid:
+            layer = MoE(4, 7, grid=grid, expert=WithBuffer)
+            broadcast_parameters(layer)
+            for module in layer.modules():
+                if isinstance(module, WithBuffer):
+                    mine = [*module.buffers()]
+                    assert all((each == len(mine) - 1.0).all() for each in mine)
+
+    run(4, main)
+
+
+def test_a_copy_clips_as_the_layer_does() -> None:
+    def main(comm: Any) -> list[float]:
+        with ProcessGrid(comm, {"expert": 2}) as grid:
+            layer = layer_of(FORMS["modules"], grid)
+            made = copy.deepcopy(layer)
+            norms = []
+            for each in (layer, made):
+                each(drawn_in(comm.rank, 4, 6)).output.sum().backward()
+                sync_gradients(each)
+                norms.append(float(clip_grad_norm_(each.parameters(), 1e9, grid=grid)))
+            return norms
+
+    for norms in run(2, main):
+        assert norms[0] == norms[1] > 0
+
+
 def test_a_refused_sum_sends_nothing() -> None:
     def main(comm: Any) -> None:
         with ProcessGrid(comm, {"expert": 2}) as grid:

@@ -61,15 +61,15 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
                 )
             equal_on_all_ranks(made, grid, with_same)
             for module in made.modules():
+                module.held_axes = along.axes
                 module.grid_cuts = {
                     name: ParameterCut(
                         *(grid, tuple(parameter.shape), (), None, sums, along.axes)
                     )
                     for name, parameter in module.named_parameters(recurse=False)
                 }
-                for name, cut in module.grid_cuts.items():
-                    getattr(module, name).grid_cut = cut
             self.add_module(str(number), made)
+        self._mark()
 
     @property
     def num_experts(self) -> int:
@@ -87,7 +87,14 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
         made: ModuleExperts = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._mark()
         return made
+
+    def _mark(self) -> None:
+        """Note on each parameter where it lies: a copy of one has lost that."""
+        for module in self.modules():
+            for name, cut in getattr(module, "grid_cuts", {}).items():
+                getattr(module, name).grid_cut = cut
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (n, d_model).
@@ -135,11 +142,10 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
         }
         if comm is None:
             return own
-        device = next((v.device for v in own.values() if hasattr(v, "device")), None)
         found: dict[str, Any] = {}
         for rank in range(comm.size):
             facts = [
-                (name, (tuple(value.shape), value.dtype))
+                (name, (tuple(value.shape), value.device.type, value.dtype))
                 if isinstance(value, torch.Tensor)
                 else (name, value)
                 for name, value in own.items()
@@ -147,7 +153,7 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
             for name, fact in comm.bcast_object(facts, root=rank):
                 found[name] = fact
                 if isinstance(fact, tuple) and isinstance(fact[-1], torch.dtype):
-                    shape, dtype = fact
+                    shape, device, dtype = fact
                     value = own.get(name) if rank == comm.rank else None
                     if value is None:
                         value = torch.empty(shape, dtype=dtype, device=device)

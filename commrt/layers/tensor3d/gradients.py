@@ -108,14 +108,20 @@ def broadcast_parameters(model: nn.Module, grid: ProcessGrid | None = None) -> N
 
     Whole parameters and buffers become those of the grid's first rank. Of cut ones
     those at place 0 along ``data`` go to the others, and a bias besides along the axes
-    that do not cut it. Bytes: those of each, by ``bcast``.
+    that do not cut it. Experts that are modules keep their own parameters and buffers,
+    equal on the ranks that have the same ones. Bytes: those of each, by ``bcast``.
     """
     grid = grid_of("broadcast_parameters", model, grid)
     for _, parameter, cut, _ in cut_parameters(model):
         held = () if cut is None else cut.axes
         _broadcast(parameter.detach(), grid, held)
-    for buffer in model.buffers():
-        _broadcast(buffer.detach(), grid, ())
+    seen: set[int] = set()
+    for module in model.modules():
+        held = getattr(module, "held_axes", ())
+        for buffer in module.buffers(recurse=False):
+            if id(buffer) not in seen:
+                _broadcast(buffer.detach(), grid, held)
+            seen.add(id(buffer))
 
 
 def _broadcast(tensor: Tensor, grid: ProcessGrid, held: Sequence[str]) -> None:

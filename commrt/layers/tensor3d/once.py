@@ -22,9 +22,14 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def refuse_summed(what: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UsageError where a parameter's gradient has been summed before; local."""
+    """Raise UsageError where a parameter's gradient has been summed before; local.
+
+    One of zeros may be: ``zero_grad(set_to_none=False)`` has left it so, and nothing
+    was added since, as to an expert without tokens.
+    """
     for name, parameter in named:
-        if getattr(parameter.grad, "is_summed", False):
+        summed = parameter.grad
+        if getattr(summed, "is_summed", False) and bool(summed.any()):
             raise UsageError(
                 f"{what}: the gradient of {name} has been summed over ranks before; "
                 f"summed again it would count some ranks twice. Call "

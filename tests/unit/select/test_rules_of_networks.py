@@ -97,6 +97,15 @@ def test_a_rule_without_a_network_holds_on_any() -> None:
     assert policy(SEEN, None).choose(QUERY).candidate == RING
 
 
+def test_a_rule_with_a_network_holds_on_no_single_node() -> None:
+    found = policy(None, SEEN)
+    alone = replace(FACTS, nodes=1, ppn=2, link_class="near")
+    rule = replace(found.table.rules[0], match=Match(0, None, network=SEEN))  # type: ignore[union-attr]
+    table = Table(Machine(Cpu("cpu", 1, 2)), (rule,))
+    assert table.lookup(FACTS, QUERY) is not None
+    assert table.lookup(alone, QUERY) is None
+
+
 def test_the_nearer_network_is_taken_and_before_any() -> None:
     near, far = replace(SEEN, gbps=0.5), replace(SEEN, gbps=0.8)
     assert policy(SEEN, far, near).choose(QUERY).candidate == DIRECT

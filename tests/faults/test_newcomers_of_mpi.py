@@ -367,11 +367,14 @@ def loses_a_newcomer() -> Any:
     """The newcomer dies as the communicator is made, or later; the ranks go on."""
     comm = commrt.init()
     grown = comm.grow(2, program=["-c", DIES], timeout_s=LIMIT_S)
-    early = [grown.size, [*grown.joined], sum_of(grown)]
-    grown.send(np.ones(1), dest=2)  # both have the sum, so that it may die
+    came = [*grown.joined]
+    try:
+        total = sum_of(grown)
+    except FAILED:
+        total = 0.0
     while grown.size > 2:
         grown = until_it_fails(grown)
-    sys.stdout.write(json.dumps([early, grown.size, sum_of(grown)]) + "\n")
+    sys.stdout.write(json.dumps([came, total, grown.size, sum_of(grown)]) + "\n")
     sys.stdout.flush()
 
 
@@ -386,8 +389,6 @@ if MPI.COMM_WORLD.Get_rank() == 0:
     commrt.founding.connect_world = die
 comm = commrt.init()
 comm.allreduce(np.array([2.0 ** comm.rank]))
-for rank in range(2):
-    comm.recv(np.empty(1), source=rank)
 die()
 """
 
@@ -397,7 +398,11 @@ def test_newcomers_that_die_are_left_out(ulfm: MpiRun) -> None:
     done = ulfm.failing(2, loses_a_newcomer, env=BY_TCP)
     assert not done.timed_out
     said = [*lines_of(done.stdout)]
-    assert said == [[[3, [2], 7.0], 2, 3.0]] * 2, done.describe_failure()
+    assert [each[2:] for each in said] == [[2, 3.0]] * 2, done.describe_failure()
+    assert said[0][0] == said[1][0]
+    for came, total, *_ in said:
+        # Open MPI's launcher ends the other newcomer, too, sooner or later.
+        assert (came, total) in (([2], 7.0), ([2], 0.0), ([], 3.0))
 
 
 def loses_a_rank_meanwhile(when: str) -> Any:

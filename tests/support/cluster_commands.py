@@ -71,7 +71,10 @@ class ClusterCommands:
 
     def environ(self, **variables: str) -> dict[str, str]:
         """Return the variables for a command."""
-        return {**child_environment(sys.executable), _MARK: self.mark, **variables}
+        # By -m, Python looks into the current folder first: a clone has the sources
+        # there, and no engine.
+        safe = {"PYTHONSAFEPATH": "1", _MARK: self.mark}
+        return {**child_environment(sys.executable), **safe, **variables}
 
     def __call__(self, line: str, *program: str, **variables: str) -> Completed:
         """Run a command to its end."""

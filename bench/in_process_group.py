@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from commrt.bench.raw_data import write_output
 
 Rows = list[dict[str, Any]]
 
-__all__ = ["Rows", "names_of", "report"]
+__all__ = ["Rows", "measure_models", "names_of", "report"]
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
@@ -27,6 +27,36 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return names
+
+
+def measure_models(
+    program: str,
+    models: Collection[str],
+    measure: Callable[[list[str], int], Rows],
+    text: Callable[[Rows], str],
+    argv: Sequence[str] | None,
+) -> int:
+    """Run the command line of a benchmark of models; return its exit status.
+
+    Args:
+        program: Name of the module.
+        models: Names of all of them.
+        measure: Takes names and a number of turns; called on every rank.
+        text: The table of the rows.
+        argv: The words behind the program's name; None: those of this process.
+    """
+    parser = ArgumentParser(prog=f"python -m {program}")
+    parser.add_argument(
+        "--workload",
+        type=names_of(models),
+        default=list(models),
+        help="models to train",
+    )
+    parser.add_argument("--blocks", type=int, default=15, help="turns of each way")
+    parser.add_argument("--out", help="write all times to this file")
+    given = parser.parse_args(argv)
+    report(lambda: measure(given.workload, given.blocks), text, given.out)
+    return 0
 
 
 def report(

@@ -12,7 +12,6 @@ over blocks. Gradients are compared bit for bit before anything is timed.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from commrt.bench.batches import WORKLOADS as BATCHES
-from commrt.bench.in_process_group import names_of, report
+from commrt.bench.in_process_group import measure_models
 from commrt.bench.spatial import WORKLOADS as SAMPLES
 from commrt.bench.step_turns import Step, in_turns
 from commrt.errors import UsageError
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WORKLOADS", "main", "measure"]
 
-_BLOCKS = 15
 Model = tuple[Any, tuple[int, ...]]
 
 
@@ -52,23 +50,12 @@ WORKLOADS: dict[str, Callable[[], Model]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table, on the one rank that torchrun started."""
-    parser = argparse.ArgumentParser(prog="python -m commrt.bench.one_rank")
-    parser.add_argument(
-        "--workload",
-        type=names_of(WORKLOADS),
-        default=list(WORKLOADS),
-        help="models to train",
-    )
-    parser.add_argument("--blocks", type=int, default=_BLOCKS, help="turns of each way")
-    parser.add_argument("--out", help="write all times to this file")
-    arguments = parser.parse_args(argv)
-    wanted, blocks = arguments.workload, arguments.blocks
-    report(lambda: measure(wanted, blocks=blocks), _text, arguments.out)
-    return 0
+    program = "commrt.bench.one_rank"
+    return measure_models(program, WORKLOADS, measure, _text, argv)
 
 
 def measure(
-    wanted: Sequence[str], *, blocks: int = _BLOCKS, least_s: float = 0.05
+    wanted: Sequence[str], blocks: int, *, least_s: float = 0.05
 ) -> list[dict[str, Any]]:
     """Return the times of blocks, in µs for a step, by workload and way."""
     import torch

@@ -60,7 +60,7 @@ class Network(nn.Module):  # type: ignore[misc]  # torch is not looked into
 
 
 class PlainMixture(nn.Module):  # type: ignore[misc]
-    """The same mixture in torch alone: a loop over experts."""
+    """A mixture in torch alone, which the layer's must equal: a loop over experts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ class ThreadBlock:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one GPU does."""
+    """The work of one GPU."""
 
     line: int
     rank: int
@@ -126,7 +126,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a file says."""
+    """An algorithm, as a file describes it."""
 
     source: str
     """The name of the file."""

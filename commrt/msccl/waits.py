@@ -65,7 +65,7 @@ def steps_in_order(algorithm: Algorithm, gpu: Gpu) -> list[Timed]:
     ]
     order: list[Timed] = []
     times: list[list[tuple[int, ...]]] = [[] for _ in blocks]
-    """What is done when each step has ended, so far as steps were reached."""
+    """The steps that are done as each step ends, as far as steps were reached."""
     sleeping: dict[tuple[int, int], list[int]] = {}
     ready = deque(range(len(blocks)))
     while ready:

@@ -134,7 +134,7 @@ def _places(
             if step.dst and step.dst.space == 1 and step.dst.lo <= number < step.dst.hi
         ]
         number = writers[-1] if writers else -1
-    # What is wrong with a message may be wrong at its other end.
+    # A message that is wrong here may be wrong at its other end.
     other = match(programs).get((rank, number))
     return [(rank, number)] if other is None else [(rank, number), other]
 

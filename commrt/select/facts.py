@@ -60,7 +60,7 @@ class CommFacts:
     """The number of the node of each rank; by itself, as many on each as there can be,
     one node after the other."""
     network: Network | None = None
-    """What lies between its nodes; None on one node, and before it was measured."""
+    """The network between its nodes; None on one node, and before it was measured."""
 
     def __post_init__(self) -> None:
         per_node = -(-self.size // self.nodes)

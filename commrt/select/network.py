@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between nodes: a key of selection tables.
+"""The network between nodes: a key of selection tables.
 
 Two MPI libraries need different rules on the same machines, and so do two networks. Its
 measured values never come out twice the same, so they are compared with tolerance.

@@ -72,7 +72,7 @@ class Match:
     redop: str | None = None
     """Reduction."""
     network: Network | None = None
-    """What lies between nodes; rules hold for networks that are like it."""
+    """The network between nodes; rules hold for networks that are like it."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def refused() -> str:
 
     dist.init_process_group("commrt")
     with pytest.raises(UsageError, match="start one") as caught:
-        one_rank.measure(QUICK)
+        one_rank.measure(QUICK, 2)
     dist.destroy_process_group()
     return str(caught.value)
 

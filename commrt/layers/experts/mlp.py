@@ -28,7 +28,7 @@ __all__ = ["ACTIVATIONS", "MlpExperts"]
 Tensor: TypeAlias = torch.Tensor
 
 ACTIVATIONS = ("swiglu", "gelu", "relu")
-"""What stands between an expert's two products."""
+"""The activation between an expert's two products."""
 
 
 class MlpExperts(GridModule):

@@ -37,7 +37,7 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class Mixture(NamedTuple):
-    """What a mixture of experts returns."""
+    """A mixture's output, losses and counts."""
 
     output: Tensor
     """Like the input."""

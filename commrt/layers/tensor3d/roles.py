@@ -85,7 +85,7 @@ class Roles:
     known_axes: tuple[str, ...] = AXES
     """The names that axes may have."""
     are_sums_marked = False
-    """Whether ``sync_gradients`` marks gradients, and refuses to sum them again."""
+    """True if ``sync_gradients`` marks gradients, and refuses to sum them again."""
 
     def __init__(self, grid: ProcessGrid, transpose: bool = False) -> None:
         check_axes(self.what, grid, self.known_axes)

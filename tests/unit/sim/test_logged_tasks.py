@@ -71,7 +71,7 @@ def test_messages_have_the_senders_bytes_and_meet_by_tag_and_order() -> None:
     calls = [
         [message(0, "send", 8, 0, 10, 2), message(0, "send", 16, 1, 20, 2)],
         [message(1, "send", 24, 0, 10, 2)],
-        # What comes first is taken last, and memory is longer than the message.
+        # The first message is taken last, and memory is longer than the message.
         [
             message(2, "recv", 99, 0, 10, 1),
             message(2, "recv", 99, 0, 20, 0),

@@ -250,7 +250,7 @@ class Op {
   bool is_empty_message(const MpiEnd& end, const void* at, uint64_t id) const;
   bool is_stamped_so(const Stamp& stamp, const Ref& ref, int64_t fragment, size_t nbytes);
   bool post_send(const Ref& ref, int64_t fragment, const unsigned char* value, size_t nbytes,
-                 std::unique_ptr<unsigned char[]> staging);
+                 std::unique_ptr<unsigned char[]> staging, bool has_next = false);
   bool all_sent();
   void abandon_mpi();
   void hold(MpiInput& one);

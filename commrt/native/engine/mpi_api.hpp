@@ -27,10 +27,13 @@ struct MpiApi {
   using Fn = int (*)();
   bool loaded = false;
   bool is_relay = false;  // of messages alone, and no library's (relay.hpp)
-  // Only a relay has these two. They move a payload from memory to memory, once both sides know
+  // Only a relay has these three. Two move a payload from memory to memory, once both sides know
   // where it goes.
   int (*expect)(void*, uint64_t, int, Handle, uint64_t*, void*) = nullptr;
   int (*deliver)(const void*, uint64_t, int, uint64_t, Handle, void*) = nullptr;
+  // Like isend, of a message behind which the caller sends another one at once, to the same rank.
+  // They may leave together. MPI has no such word.
+  int (*isend_before_next)(const void*, int, Handle, int, int, Handle, void*) = nullptr;
 
   int (*isend)(const void*, int, Handle, int, int, Handle, void*) = nullptr;
   int (*irecv)(void*, int, Handle, int, int, Handle, void*) = nullptr;

@@ -355,7 +355,7 @@ bool Op::run_mpi(int64_t fragment, int index) {
       std::unique_ptr<unsigned char[]> before(new unsigned char[sizeof stamp]);
       std::memcpy(before.get(), &stamp, sizeof stamp);
       const unsigned char* const at = before.get();
-      if (!post_send(ref, fragment, at, sizeof stamp, std::move(before))) return true;
+      if (!post_send(ref, fragment, at, sizeof stamp, std::move(before), true)) return true;
     }
     if (stays) {
       if (!post_send(ref, fragment, start_of(ins, source, fragment), nbytes, nullptr)) return true;
@@ -380,16 +380,19 @@ bool Op::run_mpi(int64_t fragment, int index) {
   return true;
 }
 
-// Gives MPI a message. `staging`, if there is one, has the value. False: the operation has failed.
+// Gives MPI a message. `staging`, if there is one, has the value. `has_next`: another message to
+// the same rank follows at once. False: the operation has failed.
 bool Op::post_send(const Ref& ref, int64_t fragment, const unsigned char* value, size_t nbytes,
-                   std::unique_ptr<unsigned char[]> staging) {
+                   std::unique_ptr<unsigned char[]> staging, bool has_next) {
   MpiSend& send = mpi_sends_.emplace_back();
   send.fragment = fragment;
   send.peer = rank_of(ref);
   send.staging = std::move(staging);
-  const int rc = comm->off_node->isend(value, static_cast<int>(nbytes), comm->off_node->byte_type,
-                                       comm->link(rank_of(ref)).mpi_rank, comm->mpi_tag,
-                                       comm->mpi_comm, &send.request);
+  const MpiApi& api = *comm->off_node;
+  const auto isend = has_next && api.isend_before_next != nullptr ? api.isend_before_next : api.isend;
+  const int rc = isend(value, static_cast<int>(nbytes), api.byte_type,
+                       comm->link(rank_of(ref)).mpi_rank, comm->mpi_tag, comm->mpi_comm,
+                       &send.request);
   if (rc == 0) {
     comm->refusals.afar.count_sent(send.peer);
     return true;

@@ -433,9 +433,10 @@ int Relay::why_no_send(const Peer& peer, int number) const {
                      " of the job takes no more messages: it, or this rank, has ended");
 }
 
-int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request) {
+int Relay::isend(const void* data, int nbytes, int number, int tag, Request** request,
+                 bool leaves) {
   Peer& peer = peer_of(number);
-  const SendAtEnd sending(*this, number);
+  const SendAtEnd sending(*this, number, leaves);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const int code = why_no_send(peer, number); code != 0) return code;
   *request = make_request(number, tag, static_cast<uint64_t>(nbytes)).release();

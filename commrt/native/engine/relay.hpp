@@ -107,6 +107,7 @@ class Relay : public std::enable_shared_from_this<Relay> {
     Request* request = nullptr;  // ends once its body is not needed any more
     bool is_payload = false;     // its end is told by `sent`
     bool ends = false;           // nothing ever again
+    bool has_next = false;       // another frame follows at once
     std::shared_ptr<const RankState> state;  // keeps the body
   };
   // Memory for what follows a frame in a stream.
@@ -190,7 +191,10 @@ class Relay : public std::enable_shared_from_this<Relay> {
   static std::string text_of(int code);
 
   // -- for the engine, in MPI's words --
-  int isend(const void* data, int nbytes, int peer, int tag, Request** request);
+  // `leaves`: false for a message behind which the caller sends another one at once. It may wait
+  // for that one, and leave with it.
+  int isend(const void* data, int nbytes, int peer, int tag, Request** request,
+            bool leaves = true);
   int irecv(void* data, int nbytes, int peer, int tag, Request** request);
   int iprobe(int peer, int tag, int* flag, int* count);
   void cancel(Request* request);
@@ -248,14 +252,18 @@ class Relay : public std::enable_shared_from_this<Relay> {
   // Sends to a peer, once the lock is free again: to be made before it is locked.
   class SendAtEnd {
    public:
-    SendAtEnd(Relay& relay, int peer) : relay_(relay), peer_(peer) {}
-    ~SendAtEnd() { relay_.send(peer_); }
+    SendAtEnd(Relay& relay, int peer, bool sends = true)
+        : relay_(relay), peer_(peer), sends_(sends) {}
+    ~SendAtEnd() {
+      if (sends_) relay_.send(peer_);
+    }
     SendAtEnd(const SendAtEnd&) = delete;
     SendAtEnd& operator=(const SendAtEnd&) = delete;
 
    private:
     Relay& relay_;
     const int peer_;
+    const bool sends_;
   };
   struct Peer {
     std::deque<Outgoing> queue;

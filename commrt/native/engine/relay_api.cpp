@@ -24,6 +24,11 @@ int relay_isend(const void* data, int nbytes, Handle, int peer, int tag, Handle 
   return relay_of(comm)->isend(data, nbytes, peer, tag, slot_of(request));
 }
 
+int relay_isend_before_next(const void* data, int nbytes, Handle, int peer, int tag, Handle comm,
+                            void* request) {
+  return relay_of(comm)->isend(data, nbytes, peer, tag, slot_of(request), false);
+}
+
 int relay_irecv(void* data, int nbytes, Handle, int peer, int tag, Handle comm, void* request) {
   return relay_of(comm)->irecv(data, nbytes, peer, tag, slot_of(request));
 }
@@ -92,6 +97,7 @@ const MpiApi& relay_api() {
     MpiApi made;
     made.is_relay = true;
     made.isend = relay_isend;
+    made.isend_before_next = relay_isend_before_next;
     made.irecv = relay_irecv;
     made.iprobe = relay_iprobe;
     made.expect = relay_expect;

@@ -48,6 +48,7 @@ bool Relay::take_parts(int number, Lane lane, Parts& parts, bool first) {
   std::memcpy(parts.head, &one.frame, sizeof one.frame);
   parts.is_payload = one.frame.kind == FrameKind::Done;
   parts.ends = one.frame.kind == FrameKind::Bye;
+  parts.has_next = !queue.empty();
   const bool is_answer = one.frame.kind == FrameKind::Answer;
   const bool is_message = one.frame.kind == FrameKind::Message;
   parts.nbytes = parts.is_payload || is_answer || is_message ? one.frame.nbytes : 0;

@@ -30,6 +30,7 @@ class TcpLinks::Link final : public TcpPoller::Link {
 
  private:
   static constexpr size_t kAheadNbytes = 64 << 10;
+  static constexpr size_t kLongNbytes = 16 << 10;  // of a body that is better not copied
   static constexpr size_t kTurnNbytes = 4 << 20;  // received before others have their turn
 
   bool write();
@@ -37,6 +38,7 @@ class TcpLinks::Link final : public TcpPoller::Link {
   void keep_rest();
   void receive();
   bool take_frames();
+  size_t room_ahead() const;
   void lose(const std::string& why);
   void end_if_done();
 
@@ -56,6 +58,7 @@ class TcpLinks::Link final : public TcpPoller::Link {
   // Of whoever has the poller's lock.
   std::unique_ptr<unsigned char[]> ahead_{new unsigned char[kAheadNbytes]};
   size_t begin_ = 0, end_ = 0;  // of the bytes there
+  bool was_long_ = false;       // the newest body
   Relay::Body body_;
   size_t landed_ = 0;  // of the body
   std::atomic<bool> has_last_{false};
@@ -130,7 +133,9 @@ bool TcpLinks::Link::write() {
     msghdr message{};
     message.msg_iov = pieces;
     message.msg_iovlen = num_pieces;
-    const ssize_t took = sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    // The kernel then fills the packet with the next frame, and the receiver wakes once.
+    const int more = parts_.has_next ? MSG_MORE : 0;
+    const ssize_t took = sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT | more);
     if (took >= 0) {
       written_ += static_cast<size_t>(took);
       continue;
@@ -203,9 +208,13 @@ void TcpLinks::Link::receive() {
       end_ -= begin_;
       begin_ = 0;
     }
-    pieces[num_pieces++] = {ahead_.get() + end_, kAheadNbytes - end_};
-    wanted = of_body + kAheadNbytes - end_;
-    const ssize_t got = readv(socket_, pieces, static_cast<int>(num_pieces));
+    const size_t room = room_ahead();
+    pieces[num_pieces++] = {ahead_.get() + end_, room};
+    wanted = of_body + room;
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = num_pieces;
+    const ssize_t got = recvmsg(socket_, &message, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (got <= 0) return lose(got == 0 ? "Connection closed by peer" : std::strerror(errno));
@@ -223,12 +232,21 @@ void TcpLinks::Link::receive() {
   }
 }
 
+// How many bytes may be read that no body has asked for. They are copied to where they belong. So
+// behind a long body only a head is read: another long body mostly follows it, and goes where it
+// belongs. Many short frames are read at once.
+size_t TcpLinks::Link::room_ahead() const {
+  if (was_long_ && end_ < Relay::kHeaderNbytes) return Relay::kHeaderNbytes - end_;
+  return kAheadNbytes - end_;
+}
+
 // Takes the frames that are ahead. False: nothing comes any more.
 bool TcpLinks::Link::take_frames() {
   while (landed_ == body_.nbytes && end_ - begin_ >= Relay::kHeaderNbytes) {
     body_ = links_.relay_.head_arrived(peer_, lane_, ahead_.get() + begin_);
     begin_ += Relay::kHeaderNbytes;
     landed_ = 0;
+    was_long_ = body_.nbytes >= kLongNbytes;
     if (body_.ends) {
       has_last_ = true;
       TcpPoller::instance().watch(socket_, this, false, !has_sent_last_.load());

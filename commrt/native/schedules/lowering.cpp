@@ -467,20 +467,21 @@ class Lowering {
     for (auto index = static_cast<std::int32_t>(instructions_.size()) - 1; index >= 0; --index) {
       Instruction& one = instructions_[index];
       std::vector<InstructionEntry> outputs;
-      bool only_messages = true, fused = true;
+      bool only_messages = true, fused = true, stays_here = false;
       for (const InstructionEntry& entry : one.outputs) {
         if (entry.local() && !any(live, entry.slice())) continue;
         only_messages = only_messages && !entry.local();
+        stays_here = stays_here || entry.local();
         outputs.push_back(entry);
       }
       for (const InstructionEntry& entry : one.inputs) {
         only_messages = only_messages && !entry.local();
         fused = fused && (entry.local() || fuses(entry.a));
       }
-      // A message that is passed on as it came, or that MPI receives, has its length from a
-      // local operand alone.
+      // A message that is passed on as it came, or that comes from another node, has its length
+      // from a local operand alone. One that has a single place here is received right there.
       const bool relays = !outputs.empty() && only_messages;
-      if (!relays && fused) one.outputs = std::move(outputs);
+      if (!relays && (fused || stays_here)) one.outputs = std::move(outputs);
       for (const InstructionEntry& entry : one.outputs)
         if (entry.local()) mark(entry.slice(), 0);
       if (one.outputs.empty()) {

@@ -121,6 +121,29 @@ def test_messages_that_cross_each_other_come_whole(count: int) -> None:
         assert ranks.each(run) == [True, True]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_short_and_long_frames_in_any_order_come_whole(seed: int) -> None:
+    """Behind a long frame little is read ahead, behind a short one much."""
+    lengths = [0, 1, 40, 2040, 4000, 4095, 4096, 4097, 16_368, 66_000, 300_001]
+    order = np.random.default_rng(seed).choice(lengths, 40).tolist()
+    with RanksByTcp([[0], [1]]) as ranks:
+
+        def run(comm: object) -> bool:
+            peer = 1 - comm.rank  # type: ignore[attr-defined]
+            for count in order:
+                x = np.arange(count, dtype=np.int32) + comm.rank  # type: ignore[attr-defined]
+                total = comm.allreduce(x.copy(), algorithm="direct")  # type: ignore[attr-defined]
+                assert (total == 2 * np.arange(count) + 1).all()
+                both = np.concatenate([x, x + 7])
+                blocks = comm.alltoall(both, algorithm="direct")  # type: ignore[attr-defined]
+                mine = comm.rank * 7  # type: ignore[attr-defined]
+                theirs = np.arange(count) + peer + mine
+                assert (blocks[peer * count : (peer + 1) * count] == theirs).all()
+            return True
+
+        assert ranks.each(run) == [True, True]
+
+
 def open_sockets() -> set[str]:
     found = set()
     for entry in os.listdir("/proc/self/fd"):

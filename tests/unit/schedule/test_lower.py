@@ -104,6 +104,17 @@ def test_sends_over_mpi_are_instructions_of_their_own() -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_block_from_another_node_is_received_where_it_belongs(size: int) -> None:
+    schedule = algorithms.schedule("alltoall", "direct", size)
+    lowered = lower(schedule, 0, lambda peer: False)
+    received = [line for line in text(lowered) if " = m" in line]
+    assert sorted(received) == [
+        f"out[{peer}:{peer + 1}] = m{peer}.0" for peer in range(1, size)
+    ]
+    assert lowered.spaces[2].scale == (0, 1)  # no scratch
+
+
 def test_one_rank_copies_and_sends_nothing() -> None:
     for coll in ("allreduce", "reduce", "bcast", "alltoall"):
         for name in algorithms.names(coll, 1):

@@ -171,7 +171,8 @@ def sync_gradients(
     trained = [each for each in cut_parameters(model) if each.parameter.requires_grad]
     for each in trained:
         parameter = each.parameter
-        is_sparse = parameter.grad is not None and parameter.grad.is_sparse
+        gradient = parameter.grad
+        is_sparse = gradient is not None and gradient.layout != torch.strided
         if is_sparse and _summed_along(each, grid)[0]:
             raise UsageError(
                 f"sync_gradients: the gradient of {each.name} is sparse; make its "

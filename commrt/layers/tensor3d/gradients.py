@@ -287,4 +287,7 @@ class _Bucket:
     def _scale(self) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None and self.scale != 1:
-                _local(parameter.grad).mul_(self.scale)
+                # A sparse gradient's multiple has new values: no alias sees them.
+                is_dense = parameter.grad.layout == torch.strided
+                own = _local(parameter.grad) if is_dense else parameter.grad
+                own.mul_(self.scale)

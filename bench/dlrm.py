@@ -5,13 +5,13 @@
     torchrun --nproc-per-node 4 -m commrt.bench.dlrm --workload one-hot,many-hot
 
 A step is the forward and the backward pass of ``commrt.examples.dlrm``'s network, with
-sparse gradients of the tables, and the sum of the perceptrons' gradients. Tables lie
-whole on ranks. The other way is written on ``torch.distributed.all_to_all_single`` and
+sparse gradients of the tables, the sum of the perceptrons' gradients, and a step of
+torch's SGD. Tables lie whole on ranks. The other way is written on ``torch.distributed.all_to_all_single`` and
 ``all_reduce`` alone, with groups of gloo: it has the same network and placement, keeps
 a rank's tables in one parameter, packs lengths and indices into one message and rows
 into another, and lets rows travel beside the bottom perceptron. A third way runs the
 same code on groups of commrt. All ways take turns, block by block, so that they meet
-the same machine. Losses and gradients are compared before anything is timed. Times are
+the same machine. Losses and parameters are compared before anything is timed. Times are
 medians over blocks, in microseconds, of rank 0. ``ratio`` is that of commrt's time to
 each other one's, the median over blocks.
 """
@@ -19,7 +19,7 @@ each other one's, the median over blocks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from commrt.bench.in_process_group import measure_models
@@ -124,7 +124,7 @@ def _network(workload: Workload, bags: Any) -> Any:
 def _by_layer(workload: Workload, comm: Any) -> Step:
     import torch
 
-    from commrt.layers.embeddings import ShardedEmbeddingBags, sync_gradients
+    from commrt.layers.embeddings import ShardedEmbeddingBags
     from commrt.layers.process_grid import ProcessGrid
 
     grid = ProcessGrid(comm, {"data": 0})
@@ -132,7 +132,7 @@ def _by_layer(workload: Workload, comm: Any) -> Step:
     layer = ShardedEmbeddingBags(_tables(workload), grid=grid)
     _fill(layer.parameters(), comm.rank)
     network = _network(workload, layer)
-    return _step(workload, network, lambda: sync_gradients(network, grid))
+    return _step(workload, network, grid.comm.allreduce)
 
 
 def _by_torch(workload: Workload, group: Any) -> Step:
@@ -150,20 +150,7 @@ def _by_torch(workload: Workload, group: Any) -> Step:
     )
     _fill(tables.parameters(), rank)
     network = _network(workload, tables)
-    dense = [*network.bottom.parameters(), *network.top.parameters()]
-
-    def synchronize() -> None:
-        with torch.no_grad():
-            flat = torch.cat([each.grad.view(-1) for each in dense])
-            dist.all_reduce(flat, group=group)
-            flat /= ranks
-            parts = flat.split([each.numel() for each in dense])
-            for each, part in zip(dense, parts, strict=True):
-                each.grad.copy_(part.view_as(each))
-            for each in tables.parameters():
-                each.grad._values().div_(ranks)
-
-    return _step(workload, network, synchronize)
+    return _step(workload, network, lambda x: dist.all_reduce(x, group=group))
 
 
 def _fill(parameters: Any, rank: int) -> None:
@@ -176,41 +163,39 @@ def _fill(parameters: Any, rank: int) -> None:
             each.normal_(0, 0.1, generator=draws)
 
 
-def _step(workload: Workload, network: Any, synchronize: Step) -> Step:
-    """Return a step, which returns the loss and the gradients."""
+def _step(workload: Workload, network: Any, add_up: Callable[[Any], Any]) -> Step:
+    """Return a step, which returns the loss and the parameters.
+
+    Args:
+        workload: has the samples.
+        network: is trained.
+        add_up: sums a tensor over all ranks.
+    """
     import torch
     import torch.distributed as dist
 
     dense, bags = _given(workload, dist.get_rank())
     target = torch.zeros(workload.samples)
+    num_samples = workload.samples * dist.get_world_size()
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    own = [*network.bottom.parameters(), *network.top.parameters()]
+    sizes = [each.numel() for each in own]
 
     def step() -> list[Any]:
-        network.zero_grad()
-        loss = loss_of(network(dense, bags), target)
+        optimizer.zero_grad()
+        logits = network(dense, bags)
+        loss = loss_of(logits, target, reduction="sum") / num_samples
         loss.backward()
-        synchronize()
-        return [loss.detach(), *(each.grad for each in network.parameters())]
+        with torch.no_grad():
+            flat = torch.cat([each.grad.view(-1) for each in own])
+            add_up(flat)
+            for each, part in zip(own, flat.split(sizes), strict=True):
+                each.grad.copy_(part.view_as(each))
+        optimizer.step()
+        return [loss.detach(), *(each.detach() for each in network.parameters())]
 
-    first = step
-
-    def compared() -> list[Any]:
-        return [each.to_dense() if each.is_sparse else each for each in first()]
-
-    return _OnceDense(compared, step)
-
-
-class _OnceDense:
-    """A step whose first call returns dense gradients, for comparisons."""
-
-    def __init__(self, first: Step, later: Step) -> None:
-        self._first: Step | None = first
-        self._later = later
-
-    def __call__(self) -> Any:
-        """Run the step."""
-        step, self._first = self._first or self._later, None
-        return step()
+    return step
 
 
 def _text(rows: Sequence[dict[str, Any]]) -> str:

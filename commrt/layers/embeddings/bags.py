@@ -15,6 +15,8 @@ __all__ = ["Bags", "FlatBags", "flat_bags"]
 
 Tensor: TypeAlias = torch.Tensor
 
+_INTEGERS = (torch.int64, torch.int32)
+
 
 class Bags(NamedTuple):
     """The indices of one table, a bag for each sample."""
@@ -32,10 +34,19 @@ class FlatBags(NamedTuple):
 
     indices: Tensor
     """(n,), int64."""
-    lengths: Tensor
-    """(samples,), int64; ``Route`` checks their sum."""
+    num_bags: int
+    length: int | None
+    """Indices of each bag, where all have as many."""
+    lengths: Tensor | None
+    """(samples,), int64, where they have not; ``Route`` checks their sum."""
     weights: Tensor | None
     """(n,)."""
+
+    def each_length(self) -> Tensor:
+        """Return the lengths of bags, (samples,)."""
+        if self.lengths is not None:
+            return self.lengths
+        return self.indices.new_full((self.num_bags,), self.length)
 
 
 def flat_bags(
@@ -56,12 +67,12 @@ def flat_bags(
     found = [
         _flat(table, each, like) for table, each in zip(tables, ordered, strict=True)
     ]
-    counts = [len(each.lengths) for each in found]
-    for table, count in zip(tables, counts, strict=True):
-        if count != counts[0]:
+    first = found[0].num_bags
+    for table, each in zip(tables, found, strict=True):
+        if each.num_bags != first:
             raise UsageError(
-                f"ShardedEmbeddingBags: table {table.name!r} has {count} bags, and "
-                f"table {tables[0].name!r} has {counts[0]}; each sample needs one bag "
+                f"ShardedEmbeddingBags: table {table.name!r} has {each.num_bags} bags, "
+                f"and table {tables[0].name!r} has {first}; each sample needs one bag "
                 f"of each table, which may be empty"
             )
     return found
@@ -86,56 +97,61 @@ def _in_order(tables: Sequence[EmbeddingTable], given: Any) -> list[Any]:
 
 
 def _flat(table: EmbeddingTable, given: Any, like: Tensor) -> FlatBags:
-    what = f"ShardedEmbeddingBags: table {table.name!r}"
-    bags = given if isinstance(given, Bags) else Bags(given)
-    indices, offsets, weights = bags
-    _check_integers(what, "indices", indices, like)
+    indices, offsets, weights = given if isinstance(given, Bags) else Bags(given)
+    _check_integers(table, "indices", indices, like)
+    length = lengths = None
     if indices.dim() == 2 and offsets is None:
         samples, length = indices.shape
-        lengths = indices.new_full((samples,), length, dtype=torch.int64)
     elif indices.dim() == 1 and offsets is not None:
-        _check_integers(what, "offsets", offsets, like)
+        _check_integers(table, "offsets", offsets, like)
         if offsets.dim() != 1:
             raise UsageError(
-                f"{what}: offsets of shape {tuple(offsets.shape)} must have one "
+                f"{_of(table)}: offsets of shape {tuple(offsets.shape)} must have one "
                 f"dimension"
             )
+        samples = offsets.shape[0]
         ends = torch.cat([offsets.long(), offsets.new_full((1,), len(indices)).long()])
         lengths = ends[1:] - ends[:-1]
     else:
         raise UsageError(
-            f"{what}: indices of shape {tuple(indices.shape)} "
+            f"{_of(table)}: indices of shape {tuple(indices.shape)} "
             f"{'without' if offsets is None else 'with'} offsets; expected (samples, "
             f"length) without offsets, or (n,) with them"
         )
     if (weights is not None) != table.is_weighted:
         raise UsageError(
-            f"{what}: weights are {'given' if weights is not None else 'missing'}; the "
+            f"{_of(table)}: weights are {'given' if weights is not None else 'missing'}; the "
             f"table has is_weighted={table.is_weighted}"
         )
     if weights is not None:
         if not isinstance(weights, torch.Tensor) or weights.shape != indices.shape:
             raise UsageError(
-                f"{what}: weights={shown(weights)} must be a tensor of the shape of "
+                f"{_of(table)}: weights={shown(weights)} must be a tensor of the shape of "
                 f"the indices, {tuple(indices.shape)}"
             )
         if weights.dtype != like.dtype or weights.device != like.device:
             raise UsageError(
-                f"{what}: weights of type {weights.dtype} on {weights.device} meet "
+                f"{_of(table)}: weights of type {weights.dtype} on {weights.device} meet "
                 f"rows of type {like.dtype} on {like.device}; they must be equal"
             )
         weights = weights.reshape(-1)
-    return FlatBags(indices.reshape(-1).long(), lengths, weights)
+    flat = indices.reshape(-1).long()
+    return FlatBags(flat, samples, length, lengths, weights)
 
 
-def _check_integers(what: str, name: str, found: Any, like: Tensor) -> None:
-    if not isinstance(found, torch.Tensor) or found.dtype not in (
-        torch.int64,
-        torch.int32,
-    ):
-        raise UsageError(f"{what}: {name}={shown(found)} must be a tensor of integers")
+def _of(table: EmbeddingTable) -> str:
+    return f"ShardedEmbeddingBags: table {table.name!r}"
+
+
+def _check_integers(
+    table: EmbeddingTable, name: str, found: Any, like: Tensor
+) -> None:
+    if not isinstance(found, torch.Tensor) or found.dtype not in _INTEGERS:
+        raise UsageError(
+            f"{_of(table)}: {name}={shown(found)} must be a tensor of int64 or int32"
+        )
     if found.device != like.device:
         raise UsageError(
-            f"{what}: {name} on {found.device} meet rows on {like.device}; move one of "
-            f"them"
+            f"{_of(table)}: {name} on {found.device} meet rows on {like.device}; move "
+            f"one of them"
         )

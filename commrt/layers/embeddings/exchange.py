@@ -23,6 +23,7 @@ from commrt.errors import UsageError
 from commrt.layers.embeddings.layout import Layout
 from commrt.layers.embeddings.lookups import gradient_of_rows, sums_of_rows
 from commrt.layers.embeddings.route import Counts, Route, message_sizes, weights_sizes
+from commrt.layers.embeddings.sorting import stable_sort
 from commrt.layers.experts.trips import Trip, arrived, sent
 
 __all__ = ["Arrivals", "Flags", "meet", "start", "wait"]
@@ -272,7 +273,7 @@ class _Wait(torch.autograd.Function):  # type: ignore[misc]
             targets = route.targets[number]
             if targets is not None:
                 whole = slots * route.num_bags
-                order = torch.argsort(targets, stable=True)
+                _, order = stable_sort(targets)
                 counts = torch.bincount(targets, minlength=whole)
                 part = sums_of_rows(part, order, counts, None)
             rows += part.view(slots, route.num_bags, width).unbind(0)

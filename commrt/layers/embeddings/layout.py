@@ -83,6 +83,8 @@ class Layout:
         """In the order of their first shards' messages."""
         self.is_static = len(self.units) == len(self.shards)
         """True if no table is cut by rows: messages are in the order of units."""
+        self.least_rows = min(table.num_embeddings for table in self.tables)
+        """Rows of the smallest table."""
         self.index_type = torch.int32
         if max(max(rows) for rows in self.rows_of) >= 2**31:
             self.index_type = torch.int64

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import torch
 
+from commrt.layers.embeddings.sorting import stable_sort
+
 __all__ = ["gradient_of_rows", "sums_of_rows"]
 
 Tensor: TypeAlias = torch.Tensor
@@ -59,7 +61,7 @@ def gradient_of_rows(
         gradients: (bags, width).
         is_sparse: True: a COO tensor of the touched rows, each once and in order.
     """
-    ordered, order = torch.sort(rows, stable=True)
+    ordered, order = stable_sort(rows)
     touched, counts = torch.unique_consecutive(ordered, return_counts=True)
     bags = order
     if lengths is not None:
@@ -67,7 +69,6 @@ def gradient_of_rows(
     values = sums_of_rows(
         gradients, bags, counts, None if factors is None else factors.detach()[order]
     )
-    touched = touched.long()
     shape = num_rows, gradients.shape[1]
     if is_sparse:
         return torch.sparse_coo_tensor(

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from commrt.errors import UsageError
 from commrt.layers.embeddings.bags import FlatBags
 from commrt.layers.embeddings.layout import Addresses, Layout
+from commrt.layers.embeddings.sorting import stable_sort
 
 __all__ = ["Counts", "Route", "message_sizes", "weights_sizes"]
 
@@ -48,21 +48,19 @@ class Route:
 
     def __init__(self, bags: Sequence[FlatBags], layout: Layout) -> None:
         self.layout = layout
-        self.num_bags = len(bags[0].lengths)
+        self.num_bags = bags[0].num_bags
         """Samples of this rank."""
         parts = [bags[unit.table] for unit in layout.units]
         indices = torch.cat([part.indices for part in parts])
-        lengths = torch.cat([part.lengths for part in parts])
-        device = indices.device
+        lengths = _lengths(parts, self.num_bags)
         numbers = [len(part.indices) for part in parts]
-        at = layout.on(device)
-        per_unit = torch.tensor(numbers, device=device)
-        units = torch.repeat_interleave(per_unit, output_size=len(indices))
-        self._check(indices, lengths, at.sizes[units], per_unit, bags)
+        at = layout.on(indices.device)
+        per_unit = torch.tensor(numbers, device=indices.device)
+        self._check(indices, lengths, per_unit, bags, at)
         if layout.is_static and at.padding is None:
-            found = self._in_order(indices, lengths, units, at)
+            found = self._in_order(indices, lengths, parts, per_unit, at)
         else:
-            found = self._sorted(indices, lengths, units, at)
+            found = self._sorted(indices, lengths, per_unit, at)
         self.counts = self._counts(found, numbers)
         """Of what leaves."""
         self.message = self._message(found)
@@ -71,7 +69,7 @@ class Route:
         self.targets = self._targets(found, at)
         """For each class the place of each row that comes back, in the order of slots,
         then of samples; None: rows come in this order."""
-        self.weights = self._weights(found, parts, units)
+        self.weights = self._weights(found, parts)
         """Of each lookup whose class has weights; None: no table has."""
         self._kept = lengths if found.kept is None else found.kept
 
@@ -84,20 +82,27 @@ class Route:
         self,
         indices: Tensor,
         lengths: Tensor,
-        sizes: Tensor,
         per_unit: Tensor,
         bags: Sequence[FlatBags],
+        at: Addresses,
     ) -> None:
-        sums = lengths.view(len(per_unit), self.num_bags).sum(1)
-        wrong = ((indices < 0) | (indices >= sizes)).any()
-        wrong |= (lengths < 0).any() | (sums != per_unit).any()
-        if not bool(wrong):
+        is_wrong = False
+        if any(each.lengths is not None for each in bags):
+            sums = lengths.view(len(per_unit), self.num_bags).sum(1)
+            is_wrong = bool((lengths < 0).any() | (sums != per_unit).any())
+        if len(indices) and not is_wrong:
+            low, high = indices.aminmax()
+            is_wrong = int(low) < 0
+            # Seldom is an index large enough for the smallest table to matter.
+            if not is_wrong and int(high) >= self.layout.least_rows:
+                sizes = torch.repeat_interleave(at.sizes, per_unit)
+                is_wrong = bool((indices >= sizes).any())
+        if not is_wrong:
             return
         for table, own in zip(self.layout.tables, bags, strict=True):
             what = f"ShardedEmbeddingBags: table {table.name!r}"
-            if bool((own.lengths < 0).any()) or int(own.lengths.sum()) != len(
-                own.indices
-            ):
+            each = own.each_length()
+            if bool((each < 0).any()) or int(each.sum()) != len(own.indices):
                 raise UsageError(
                     f"{what}: offsets must begin with 0, not fall, and not exceed the "
                     f"{len(own.indices)} indices"
@@ -113,19 +118,30 @@ class Route:
     # -- lookups in the order of messages ----------------------------------------------
 
     def _in_order(
-        self, indices: Tensor, lengths: Tensor, units: Tensor, at: Addresses
+        self,
+        indices: Tensor,
+        lengths: Tensor,
+        parts: Sequence[FlatBags],
+        per_unit: Tensor,
+        at: Addresses,
     ) -> _Lookups:
         """Return the lookups where units lie in the order of messages."""
-        rows = indices + (at.first + at.shifts)[units]
-        if bool((lengths > 0).all()):
+        bases, number = at.first + at.shifts, len(parts[0].indices)
+        if all(len(part.indices) == number for part in parts):
+            shape = len(parts), number
+            rows = (indices.view(shape) + bases[:, None]).view(-1)
+        else:
+            rows = indices + torch.repeat_interleave(bases, per_unit)
+        if all(part.length for part in parts) or bool((lengths > 0).all()):
             return _Lookups(rows, lengths, None, None, None)
         ids = lengths.nonzero().view(-1)
         return _Lookups(rows, lengths[ids], ids, None, None)
 
     def _sorted(
-        self, indices: Tensor, lengths: Tensor, units: Tensor, at: Addresses
+        self, indices: Tensor, lengths: Tensor, per_unit: Tensor, at: Addresses
     ) -> _Lookups:
         """Return the lookups of tables that are cut by rows, or have padding."""
+        units = torch.repeat_interleave(per_unit, output_size=len(indices))
         bag = torch.repeat_interleave(lengths, output_size=len(indices))
         virtual = indices + at.first[units]
         order = kept = None
@@ -137,7 +153,7 @@ class Route:
         rows, place = virtual + at.shifts[shard], at.positions[shard]
         key = place * self.num_bags + bag % max(self.num_bags, 1)
         if not self.layout.is_static:
-            by_place = torch.argsort(place, stable=True)
+            _, by_place = stable_sort(place)
             rows, key = rows[by_place], key[by_place]
             order = by_place if order is None else order[by_place]
         ids, pieces = torch.unique_consecutive(key, return_counts=True)
@@ -157,14 +173,14 @@ class Route:
             ones = torch.ones_like(found.lengths)
             both.index_add_(0, place, torch.stack([ones, found.lengths], 1))
             pieces, rows = both.T.tolist()
-        total = np.zeros((layout.num_ranks, len(layout.classes), 2), np.int64)
+        total = [[[0, 0] for _ in layout.classes] for _ in range(layout.num_ranks)]
         for shard, row_class, *two in zip(
             layout.shards, layout.class_of, pieces, rows, strict=True
         ):
-            total[shard.rank, row_class] += two
-        return tuple(
-            tuple((int(p), int(r)) for p, r in classes) for classes in total.tolist()
-        )
+            both_of = total[shard.rank][row_class]
+            both_of[0] += two[0]
+            both_of[1] += two[1]
+        return tuple(tuple((p, r) for p, r in classes) for classes in total)
 
     def _message(self, found: _Lookups) -> Tensor:
         kind = self.layout.index_type
@@ -195,32 +211,28 @@ class Route:
         classes = at.row_classes[place]
         return tuple(targets[classes == each] for each in range(number))
 
-    def _weights(
-        self,
-        found: _Lookups,
-        parts: Sequence[FlatBags],
-        units: Tensor,
-    ) -> Tensor | None:
+    def _weights(self, found: _Lookups, parts: Sequence[FlatBags]) -> Tensor | None:
         given = [part.weights for part in parts if part.weights is not None]
         if not given:
             return None
-        layout, first = self.layout, given[0]
-        weights = torch.cat(
-            [
-                first.new_zeros(len(part.indices))
-                if part.weights is None
-                else part.weights
-                for part in parts
-            ]
-        )
-        weighted = torch.tensor(
-            [layout.classes[unit.row_class].is_weighted for unit in layout.units],
-            device=units.device,
-        )
-        order = found.order
-        if order is None:
-            order = torch.arange(len(units), device=units.device)
-        return weights[order[weighted[units[order]]]]
+        every, weighted = [], []
+        for part in parts:
+            number = len(part.indices)
+            has = part.weights is not None
+            every.append(part.weights if has else given[0].new_zeros(number))
+            weighted.append(part.indices.new_full((number,), has, dtype=torch.bool))
+        whole, is_weighted = torch.cat(every), torch.cat(weighted)
+        if found.order is not None:
+            whole, is_weighted = whole[found.order], is_weighted[found.order]
+        return whole[is_weighted]
+
+
+def _lengths(parts: Sequence[FlatBags], num_bags: int) -> Tensor:
+    """Return the lengths of the bags of all units, (units * samples,)."""
+    first = parts[0].length
+    if first is not None and all(part.length == first for part in parts):
+        return parts[0].indices.new_full((len(parts) * num_bags,), first)
+    return torch.cat([part.each_length() for part in parts])
 
 
 def message_sizes(counts: Counts) -> tuple[int, ...]:

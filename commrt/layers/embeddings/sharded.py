@@ -151,6 +151,11 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
             shape = rows, row_class.width
             held = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             self.register_parameter(row_class.name, held)
+        # A note for sync_gradients: gradients are sums over all ranks.
+        self.grid_cuts = {
+            name: ParameterCut(*(grid, tuple(held.shape), (), None, (), grid.axes))
+            for name, held in self._parameters.items()
+        }
         self._mark()
         with torch.no_grad():
             for shard, part in self._shards().values():
@@ -170,16 +175,6 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
     def grid(self) -> ProcessGrid:
         """The ranks."""
         return self._grid
-
-    @property
-    def grid_cuts(self) -> dict[str, ParameterCut]:
-        """The note for ``sync_gradients`` that gradients are sums over all ranks."""
-        return {
-            name: ParameterCut(
-                *(self._grid, tuple(held.shape), (), None, (), self._grid.axes)
-            )
-            for name, held in self._parameters.items()
-        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
         """Return a copy that works on the same ranks."""

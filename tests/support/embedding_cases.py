@@ -149,6 +149,14 @@ def layer_of(
     return made
 
 
+def loss_of(rows: Any) -> Any:
+    """Return a loss whose gradient differs by column."""
+    return sum(
+        (each.square() * torch.arange(1, each.shape[1] + 1)).sum() + each.sum()
+        for each in rows
+    )
+
+
 def whole_gradients(layer: ShardedEmbeddingBags) -> dict[str, Any]:
     """Return the gradients of whole tables; collective."""
     held = []

@@ -123,7 +123,7 @@ class _Planner:
             if other.misfit is None and max(other.loads) <= WORTH * max(found.loads):
                 found = other
                 for number in heavy:
-                    self.reasons[number] = "cut: too heavy for one rank"
+                    self.reasons[number] = "cut: whole it would load one rank too much"
                 heavy = []
         reasons = tuple(
             self.reasons.get(number, "whole: fits on one rank")

@@ -175,8 +175,12 @@ class RowwiseAdagrad(torch.optim.Optimizer):  # type: ignore[misc]
 def _touched(parameter: Tensor, group: dict[str, Any]) -> _Touched:
     gradient = parameter.grad
     if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        return _Touched(parameter, group, gradient.indices()[0], gradient.values())
+        # torch forgets that the layer's gradients are in order, and would sort again.
+        rows, values = gradient._indices()[0], gradient._values()
+        if not bool((rows[1:] > rows[:-1]).all()):
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+        return _Touched(parameter, group, rows, values)
     rows = torch.arange(len(parameter), device=parameter.device)
     return _Touched(parameter, group, rows, gradient)
 

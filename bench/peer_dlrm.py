@@ -61,7 +61,9 @@ class PackedTables(nn.Module):  # type: ignore[misc]
             firsts = self.first_rows[at : at + number]
             at += number
             parts += [each.new_full((samples,), each.shape[1]) for each in own]
-            rows = [each.view(-1) + first for each, first in zip(own, firsts, strict=True)]
+            rows = [
+                each.view(-1) + first for each, first in zip(own, firsts, strict=True)
+            ]
             parts += rows
             counts[rank] = sum(map(len, rows))
         message = torch.cat(parts).to(torch.int32)

@@ -12,6 +12,7 @@ step is that of one process, whose network is written in torch alone.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -90,7 +91,7 @@ class Network(nn.Module):  # type: ignore[misc]  # torch is not looked into
 def perceptron(features: Sequence[int], dtype: Any) -> nn.Module:
     """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(features, features[1:], strict=False):
+    for fan_in, fan_out in itertools.pairwise(features):
         layers += [nn.Linear(fan_in, fan_out, dtype=dtype), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -4,8 +4,8 @@
 They are "Breast Cancer Wisconsin (Diagnostic)" by W. Wolberg, O. Mangasarian, N. Street
 and W. Street (1993), UCI Machine Learning Repository, doi 10.24432/C5DW2B, licensed
 under CC BY 4.0, in the order in which scikit-learn has them (``load_breast_cancer``).
-Each of ten features of the cells has a mean, a standard error, and the mean of its three
-worst values. The numbers are stored as float32; nothing else was changed.
+Each of ten features of the cells has a mean, a standard error, and the mean of its
+three worst values. The numbers are stored as float32; nothing else was changed.
 """
 
 from __future__ import annotations

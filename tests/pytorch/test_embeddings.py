@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from embedding_cases import FORMS, compare, counts_of
 from tensor3d_cases import NEAR
 

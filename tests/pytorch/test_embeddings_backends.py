@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A selection table sends the rows by one backend, and the sums of gradients by another."""
+"""A selection table sends rows by one backend, and sums of gradients by another."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def trained() -> list[Any]:
             losses = dlrm.trained(network, rows, grid, 5)
         log = recording.log()
     found = {
-        name: sorted({f"{c.backend}/{c.algorithm}" for c in log.operations if c.op == name})
+        name: sorted(
+            {f"{c.backend}/{c.algorithm}" for c in log.operations if c.op == name}
+        )
         for name in ("alltoall", "alltoallv", "allreduce")
     }
     return [losses, found]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def asked(tables: Tables, bags: Sequence[Bags], placement: Placement) -> Asked:
         table, own = tables[shard.table], bags[shard.table]
         key = shard.rank, shard.width, table.is_weighted
         ends = [*own.offsets.tolist(), len(own.indices)]
-        for low, high in zip(ends, ends[1:], strict=False):
+        for low, high in itertools.pairwise(ends):
             here = [
                 index
                 for index in own.indices[low:high].tolist()

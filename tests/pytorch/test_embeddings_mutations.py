@@ -55,7 +55,9 @@ def means_divide_by_one_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of_a_row_replace_each_other(patch: pytest.MonkeyPatch) -> None:
-    def last(num_rows: int, rows: Any, lengths: Any, factors: Any, grads: Any, **_: Any):
+    def last(
+        num_rows: int, rows: Any, lengths: Any, factors: Any, grads: Any, **_: Any
+    ):
         if lengths is not None:
             grads = grads.repeat_interleave(lengths, 0)
         if factors is not None:
@@ -70,7 +72,9 @@ def gradients_of_a_row_replace_each_other(patch: pytest.MonkeyPatch) -> None:
 def gradients_forget_weights(patch: pytest.MonkeyPatch) -> None:
     right = exchange.gradient_of_rows
 
-    def unweighted(num_rows: int, rows: Any, lengths: Any, _: Any, *args: Any, **more: Any):
+    def unweighted(
+        num_rows: int, rows: Any, lengths: Any, _: Any, *args: Any, **more: Any
+    ):
         return right(num_rows, rows, lengths, None, *args, **more)
 
     patch.setattr(exchange, "gradient_of_rows", unweighted)
@@ -152,4 +156,3 @@ def test_means_over_a_ranks_own_columns_are_seen(
 
     one, other = run(2, main)
     assert torch.equal(one, other) != is_wrong
-

@@ -55,12 +55,12 @@ def test_whole_tables_come_near_to_the_best_placement() -> None:
     for seed in range(20):
         draws = random.Random(seed)
         tables = tuple(
-            EmbeddingTable(f"t{n}", 10, 4, sharding="table", lookups=draws.randint(1, 9))
+            EmbeddingTable(
+                f"t{n}", 10, 4, sharding="table", lookups=draws.randint(1, 9)
+            )
             for n in range(7)
         )
-        loads = [
-            load_of(table, Shard(0, 0, (0, 10), (0, 4)), 4) for table in tables
-        ]
+        loads = [load_of(table, Shard(0, 0, (0, 10), (0, 4)), 4) for table in tables]
         best = min(
             max(
                 sum(x for x, r in zip(loads, ranks, strict=True) if r == rank)
@@ -107,7 +107,9 @@ def test_a_table_that_is_too_large_is_cut_by_rows() -> None:
     found = place(tables, 3, limit_nbytes=5000)
     assert found.sharding_of(0) == "row"
     assert max(found.nbytes) <= 5000
-    assert ["large", "14400"] in [line.split()[:2] for line in found.explain().split("\n")]
+    assert ["large", "14400"] in [
+        line.split()[:2] for line in found.explain().split("\n")
+    ]
     assert "cut: no rank has room for it" in found.explain()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of sharded embedding bags are those of the serial tables, and misuse is told."""
+"""States of sharded embedding bags are those of serial tables; misuse is told."""
 
 from __future__ import annotations
 
@@ -327,7 +327,10 @@ def layer(grid: ProcessGrid, *tables: EmbeddingTable) -> ShardedEmbeddingBags:
         (lambda grid: layer(grid, W)([TWO]), "weights are missing"),
         (lambda grid: layer(grid)([Bags(TWO, None, TWO.float())]), "weights are given"),
         (lambda grid: layer(grid, W)([Bags(TWO, None, TWO)]), "type torch.int64"),
-        (lambda grid: layer(grid, W)([Bags(TWO, None, TWO[0])]), "shape of the indices"),
+        (
+            lambda grid: layer(grid, W)([Bags(TWO, None, TWO[0])]),
+            "shape of the indices",
+        ),
         (lambda grid: RowwiseAdagrad(layer(grid).parameters(), lr=-1), "lr=-1 must be"),
         (lambda grid: RowwiseAdagrad([nn.Parameter(torch.ones(3))]), "two dimensions"),
         (
@@ -432,9 +435,13 @@ def test_gradients_on_some_ranks_only_are_told_on_all() -> None:
     def main(comm: Any) -> str:
         with ProcessGrid(comm, {"data": 0}) as grid:
             layer = layer_of(PLAIN, grid)
-            with torch.set_grad_enabled(comm.rank == 0), pytest.raises(
-                UsageError, match="rank 0 calls the layer with gradients, and rank 1"
-            ) as caught:
+            with (
+                torch.set_grad_enabled(comm.rank == 0),
+                pytest.raises(
+                    UsageError,
+                    match="rank 0 calls the layer with gradients, and rank 1",
+                ) as caught,
+            ):
                 layer(batches_of(PLAIN, [2, 2])[comm.rank])
             return str(caught.value)
 

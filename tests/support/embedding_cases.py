@@ -135,7 +135,9 @@ def together(batches: Sequence[Sequence[Bags]]) -> list[Bags]:
         if bags[0].weights is not None:
             weights = torch.cat([each.weights for each in bags])
         found.append(
-            Bags(torch.cat([each.indices for each in bags]), torch.cat(offsets), weights)
+            Bags(
+                torch.cat([each.indices for each in bags]), torch.cat(offsets), weights
+            )
         )
     return found
 

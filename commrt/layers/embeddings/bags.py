@@ -120,19 +120,19 @@ def _flat(table: EmbeddingTable, given: Any, like: Tensor) -> FlatBags:
         )
     if (weights is not None) != table.is_weighted:
         raise UsageError(
-            f"{_of(table)}: weights are {'given' if weights is not None else 'missing'}; the "
-            f"table has is_weighted={table.is_weighted}"
+            f"{_of(table)}: weights are "
+            f"{'given' if weights is not None else 'missing'}; the table has is_weighted={table.is_weighted}"
         )
     if weights is not None:
         if not isinstance(weights, torch.Tensor) or weights.shape != indices.shape:
             raise UsageError(
-                f"{_of(table)}: weights={shown(weights)} must be a tensor of the shape of "
-                f"the indices, {tuple(indices.shape)}"
+                f"{_of(table)}: weights={shown(weights)} must be a tensor of the shape "
+                f"of the indices, {tuple(indices.shape)}"
             )
         if weights.dtype != like.dtype or weights.device != like.device:
             raise UsageError(
-                f"{_of(table)}: weights of type {weights.dtype} on {weights.device} meet "
-                f"rows of type {like.dtype} on {like.device}; they must be equal"
+                f"{_of(table)}: weights of type {weights.dtype} on {weights.device} "
+                f"meet rows of type {like.dtype} on {like.device}; they must be equal"
             )
         weights = weights.reshape(-1)
     flat = indices.reshape(-1).long()
@@ -143,9 +143,7 @@ def _of(table: EmbeddingTable) -> str:
     return f"ShardedEmbeddingBags: table {table.name!r}"
 
 
-def _check_integers(
-    table: EmbeddingTable, name: str, found: Any, like: Tensor
-) -> None:
+def _check_integers(table: EmbeddingTable, name: str, found: Any, like: Tensor) -> None:
     if not isinstance(found, torch.Tensor) or found.dtype not in _INTEGERS:
         raise UsageError(
             f"{_of(table)}: {name}={shown(found)} must be a tensor of int64 or int32"

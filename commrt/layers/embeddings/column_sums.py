@@ -68,9 +68,7 @@ class ColumnSums:
         """Return the note of a class's parameter."""
         return ClassColumns(self, number)
 
-    def means(
-        self, touched: Mapping[int, tuple[Tensor, Tensor]]
-    ) -> dict[int, Tensor]:
+    def means(self, touched: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
         """Return the mean over each whole row, by class; collective.
 
         Args:

@@ -84,9 +84,7 @@ def meet(
             f"gradients, and rank {modes.index(False)} without; use torch.no_grad() "
             f"on all ranks or on none"
         )
-    pairs = tuple(
-        tuple(zip(row[1::2], row[2::2], strict=True)) for row in numbers
-    )
+    pairs = tuple(tuple(zip(row[1::2], row[2::2], strict=True)) for row in numbers)
     return pairs, any(each.trains_weights for each in every)
 
 
@@ -101,9 +99,7 @@ class Arrivals:
     Bytes: an ``alltoallv`` of the message of integers.
     """
 
-    def __init__(
-        self, comm: Communicator | None, route: Route, coming: Counts
-    ) -> None:
+    def __init__(self, comm: Communicator | None, route: Route, coming: Counts) -> None:
         self.layout, self.coming = route.layout, coming
         message = route.message
         sizes = message_sizes(coming)

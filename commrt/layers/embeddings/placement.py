@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -156,7 +157,7 @@ def _check_tiles(table: EmbeddingTable, shards: Sequence[Shard]) -> None:
     extent = whole_rows[1] if by_rows else whole_columns[1]
     is_tiled = bool(shards) and ends[0][0] == 0 and ends[-1][1] == extent
     is_tiled = is_tiled and all(low <= high for low, high in ends)
-    for (_, high), (low, _) in zip(ends, ends[1:], strict=False):
+    for (_, high), (low, _) in itertools.pairwise(ends):
         is_tiled = is_tiled and low == high
     if not by_rows:
         is_tiled = is_tiled and all(

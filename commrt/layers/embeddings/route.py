@@ -238,9 +238,7 @@ def _lengths(parts: Sequence[FlatBags], num_bags: int) -> Tensor:
 def message_sizes(counts: Counts) -> tuple[int, ...]:
     """Return the integers of the message of each rank."""
     return tuple(
-        sum(
-            number + (pieces if pieces != number else 0) for pieces, number in classes
-        )
+        sum(number + (pieces if pieces != number else 0) for pieces, number in classes)
         for classes in counts
     )
 

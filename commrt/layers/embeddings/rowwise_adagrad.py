@@ -143,7 +143,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):  # type: ignore[misc]
     def load_table_state(
         self, bags: ShardedEmbeddingBags, state: Mapping[str, Any]
     ) -> None:
-        """Take the accumulators of whole tables, as ``table_state`` returns them; local.
+        """Take the accumulators of whole tables from ``table_state``; local.
 
         Raises UsageError where tables are missing, or have other numbers of rows.
         """
@@ -198,9 +198,7 @@ def _means(touched: list[_Touched]) -> list[Tensor]:
         if note is not None:
             layers.setdefault(note.sums, {})[note.number] = at
     for layer, places in layers.items():
-        given = {
-            number: (touched[at].rows, sums[at]) for number, at in places.items()
-        }
+        given = {number: (touched[at].rows, sums[at]) for number, at in places.items()}
         for number, mean in layer.means(given).items():
             means[places[number]] = mean
     return means

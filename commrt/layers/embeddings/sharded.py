@@ -67,10 +67,10 @@ class PendingRows:
 class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
     """torch's EmbeddingBags of several tables, which lie on different ranks.
 
-        tables = [EmbeddingTable("user", 1_000_000, 64), EmbeddingTable("item", 500, 64)]
+        user, item = EmbeddingTable("user", 10**6, 64), EmbeddingTable("item", 500, 64)
         grid = ProcessGrid(comm, {"data": 0})
-        bags = ShardedEmbeddingBags(tables, grid=grid)
-        user, item = bags([torch.tensor([[3, 14]]), torch.tensor([[159]])])
+        bags = ShardedEmbeddingBags([user, item], grid=grid)
+        users, items = bags([torch.tensor([[3, 14]]), torch.tensor([[159]])])
 
     Each rank has samples of its own, any number, also none. All ranks call the layer,
     and its backward pass, in the same order, and with gradients on all or on none.

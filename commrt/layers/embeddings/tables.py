@@ -97,8 +97,8 @@ def checked_tables(
     found = tuple(tables) if isinstance(tables, list | tuple) else ()
     if not found or not all(isinstance(each, EmbeddingTable) for each in found):
         raise UsageError(
-            f"{what}: tables={shown(tables)} must be a list of EmbeddingTable, with one "
-            f"at least"
+            f"{what}: tables={shown(tables)} must be a list of EmbeddingTable, with "
+            f"one at least"
         )
     names = [each.name for each in found]
     for name in names:

@@ -6,14 +6,14 @@
 
 A step is the forward and the backward pass of ``commrt.examples.dlrm``'s network, with
 sparse gradients of the tables, the sum of the perceptrons' gradients, and a step of
-torch's SGD. Tables lie whole on ranks. The other way is written on ``all_to_all_single``
-and ``all_reduce`` of torch.distributed alone, with groups of gloo: it has the same
+torch's SGD. Tables lie whole on ranks. The other way is written on torch.distributed's
+``all_to_all_single`` and ``all_reduce`` alone, with groups of gloo: it has the same
 network and placement, keeps a rank's tables in one parameter, packs lengths and indices
 into one message and rows into another, and lets rows travel beside the bottom
-perceptron. A third way runs the same code on groups of commrt. All ways take turns, block by block, so that they meet
-the same machine. Losses and parameters are compared before anything is timed. Times are
-medians over blocks, in microseconds, of rank 0. ``ratio`` is that of commrt's time to
-each other one's, the median over blocks.
+perceptron. A third way runs the same code on groups of commrt. All ways take turns,
+block by block, so that they meet the same machine. Losses and parameters are compared
+before anything is timed. Times are medians over blocks, in microseconds, of rank 0.
+``ratio`` is that of commrt's time to each other one's, the median over blocks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_cases import FORMS, MIXED, PLAIN, batches_of, layer_of, serial_of
+from embedding_cases import (
+    FORMS,
+    MIXED,
+    PLAIN,
+    batches_of,
+    cut_as,
+    layer_of,
+    serial_of,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +36,7 @@ from commrt.layers.embeddings import (
     sync_gradients,
 )
 from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.tensor3d import TrainingState
 from commrt.local import run
 
 
@@ -127,6 +136,37 @@ def test_tables_that_do_not_fit_a_state_are_told() -> None:
                     layer.load_state_dict(wrong)
             with pytest.raises(UsageError, match=r"the model has no z\.weight"):
                 load_state_dict(layer, {**right, "z.weight": torch.ones(1)})
+
+    run(2, main)
+
+
+def test_checkpoints_of_parts_of_tables_are_refused() -> None:
+    """A rank without a table has no part of it, and refuses as the others do."""
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"data": 0}) as grid:
+            model = Model(layer_of(cut_as(PLAIN, "row"), grid))
+            with pytest.raises(UsageError, match="bags has parts of tables"):
+                TrainingState(model)
+
+    run(2, main)
+
+
+def test_rows_may_be_changed_in_place() -> None:
+    """Or torch refuses it, but no row is wrong."""
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"data": 0}) as grid:
+            layer = layer_of(PLAIN, grid)
+            bags = batches_of(PLAIN, [3, 2])[comm.rank]
+            right = [rows.relu() for rows in layer(bags)]
+            for rows, plain in zip(layer(bags), right, strict=True):
+                try:
+                    rows.relu_()
+                except RuntimeError as error:
+                    assert "inplace" in str(error)
+                    return
+                assert torch.equal(rows, plain)
 
     run(2, main)
 

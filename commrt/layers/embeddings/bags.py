@@ -121,7 +121,8 @@ def _flat(table: EmbeddingTable, given: Any, like: Tensor) -> FlatBags:
     if (weights is not None) != table.is_weighted:
         raise UsageError(
             f"{_of(table)}: weights are "
-            f"{'given' if weights is not None else 'missing'}; the table has is_weighted={table.is_weighted}"
+            f"{'given' if weights is not None else 'missing'}; the table has "
+            f"is_weighted={table.is_weighted}"
         )
     if weights is not None:
         if not isinstance(weights, torch.Tensor) or weights.shape != indices.shape:

@@ -107,7 +107,7 @@ class Arrivals:
             leaving = message_sizes(route.counts)
             message = message.new_empty(sum(sizes))
             comm.alltoallv(
-                *(route.message,),
+                route.message,
                 send_counts=leaving,
                 recv_counts=sizes,
                 out=message,

@@ -121,7 +121,9 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
         super().__init__()
         check_axes("ShardedEmbeddingBags", grid, SAMPLE_AXES)
         tables = checked_tables("ShardedEmbeddingBags", tables)
-        self._grid, self.along = grid, Along(grid, *grid.axes)
+        self._grid = grid
+        self.along = Along(grid, *grid.axes)
+        """The ranks, in the order of places of the placement."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not getattr(dtype, "is_floating_point", False):
             raise UsageError(
@@ -221,8 +223,8 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
         has_gradients = torch.is_grad_enabled()
         try:
             route = Route(flat_bags(layout.tables, bags, held[0]), layout)
-        except UsageError:
-            if comm is not None:
+        except Exception:
+            if comm is not None:  # or the others would wait for this rank
                 self._refuse(comm, has_gradients)
             raise
         weights = route.weights

@@ -52,9 +52,7 @@ class TrainingState:
             cut = cut_of(parameter)
             named[name] = parameter if cut is None else (parameter, cut.pieces)
         for path, module in model.named_modules():
-            if isinstance(module, WholeState) and any(
-                module.whole_shape(name) is not None for name in module.state_dict()
-            ):
+            if isinstance(module, WholeState) and module.has_parts:
                 raise UsageError(
                     f"TrainingState: {path or type(model).__name__} has parts of "
                     f"tables under the names of whole ones: save the whole state that "

@@ -23,6 +23,9 @@ Tensor: TypeAlias = torch.Tensor
 class WholeState(ABC):
     """A base of modules of which ranks have different children."""
 
+    has_parts = False
+    """True if an entry of a rank's state may be a part of the whole one."""
+
     @property
     @abstractmethod
     def grid(self) -> ProcessGrid:

@@ -107,6 +107,8 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
     rank. Raises UsageError for tables that do not fit, before anything is made.
     """
 
+    has_parts = True
+
     def __init__(
         self,
         tables: Sequence[EmbeddingTable],

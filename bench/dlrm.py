@@ -10,10 +10,12 @@ torch's SGD. Tables lie whole on ranks. The other way is written on torch.distri
 ``all_to_all_single`` and ``all_reduce`` alone, with groups of gloo: it has the same
 network and placement, keeps a rank's tables in one parameter, packs lengths and indices
 into one message and rows into another, and lets rows travel beside the bottom
-perceptron. A third way runs the same code on groups of commrt. All ways take turns,
-block by block, so that they meet the same machine. Losses and parameters are compared
-before anything is timed. Times are medians over blocks, in microseconds, of rank 0.
-``ratio`` is that of commrt's time to each other one's, the median over blocks.
+perceptron. A third way runs the same code on groups of commrt. The fourth one sends
+nothing, since each rank has all tables for itself: no communication is quicker. All
+ways take turns, block by block, so that they meet the same machine. Losses and
+parameters are compared before anything is timed. Times are medians over blocks, in
+microseconds, of rank 0. ``ratio`` is that of commrt's time to each other one's, the
+median over blocks.
 """
 
 from __future__ import annotations
@@ -79,9 +81,11 @@ def measure(
             "gloo": _by_torch(workload, gloo),
             "torch on commrt": _by_torch(workload, everyone),
         }
-        right, *others = (step() for step in steps.values())
+        right, *others = [step() for step in steps.values()]
         for other in others:
             torch.testing.assert_close(right, other, rtol=1e-4, atol=1e-5)
+        comm = everyone.communicator
+        steps["alone"] = _by_layer(workload, comm.split(comm.rank))
         times = in_turns(steps, blocks=blocks, least_s=least_s)
         rows.append({"workload": name, "us": times})
     return rows

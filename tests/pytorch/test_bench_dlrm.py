@@ -33,8 +33,8 @@ def refused_alone() -> str:
     return str(caught.value)
 
 
-def test_a_recommendation_model_is_measured_in_three_ways(torchrun: Any) -> None:
-    expected = ["small", ["commrt", "gloo", "torch on commrt"], True]
+def test_a_recommendation_model_is_measured_in_four_ways(torchrun: Any) -> None:
+    expected = ["small", ["commrt", "gloo", "torch on commrt", "alone"], True]
     assert torchrun(3, measured, deadline_s=DEADLINE_S) == [expected] * 3
 
 

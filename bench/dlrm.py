@@ -22,11 +22,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commrt.bench.in_process_group import measure_models
 from commrt.bench.step_turns import Step, in_turns, table
 from commrt.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from commrt.comm import Communicator
 
 __all__ = ["WORKLOADS", "main", "measure"]
 
@@ -125,7 +130,7 @@ def _network(workload: Workload, bags: Any) -> Any:
     return Network(bags, _tables(workload), *sizes)
 
 
-def _by_layer(workload: Workload, comm: Any) -> Step:
+def _by_layer(workload: Workload, comm: Communicator) -> Step:
     import torch
 
     from commrt.layers.embeddings import ShardedEmbeddingBags
@@ -139,7 +144,7 @@ def _by_layer(workload: Workload, comm: Any) -> Step:
     return _step(workload, network, grid.comm.allreduce)
 
 
-def _by_torch(workload: Workload, group: Any) -> Step:
+def _by_torch(workload: Workload, group: dist.ProcessGroup) -> Step:
     import torch.distributed as dist
 
     from commrt.bench.peer_dlrm import PackedTables

@@ -176,11 +176,10 @@ def _touched(parameter: Tensor, group: dict[str, Any]) -> _Touched:
     gradient = parameter.grad
     if gradient.is_sparse:
         # torch forgets that the layer's gradients are in order, and would sort again.
-        rows, values = gradient._indices()[0], gradient._values()
-        if not bool((rows[1:] > rows[:-1]).all()):
-            gradient = gradient.coalesce()
-            rows, values = gradient.indices()[0], gradient.values()
-        return _Touched(parameter, group, rows, values)
+        rows = gradient._indices()[0]
+        gradient._coalesced_(bool((rows[1:] > rows[:-1]).all()))
+        gradient = gradient.coalesce()
+        return _Touched(parameter, group, gradient.indices()[0], gradient.values())
     rows = torch.arange(len(parameter), device=parameter.device)
     return _Touched(parameter, group, rows, gradient)
 

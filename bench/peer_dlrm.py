@@ -32,7 +32,11 @@ class PackedTables(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(
-        self, owners: Sequence[int], num_embeddings: int, embedding_dim: int, group: dist.ProcessGroup
+        self,
+        owners: Sequence[int],
+        num_embeddings: int,
+        embedding_dim: int,
+        group: dist.ProcessGroup,
     ) -> None:
         super().__init__()
         self.group = group
@@ -100,7 +104,9 @@ class PackedTables(nn.Module):  # type: ignore[misc]
 class _Trip:
     """One way for rows, and back for their gradients."""
 
-    def __init__(self, group: dist.ProcessGroup, sends: list[int], recvs: list[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, sends: list[int], recvs: list[int]
+    ) -> None:
         self.group, self.sends, self.recvs = group, sends, recvs
         self.work: Any = None
         self.landing: Any = None

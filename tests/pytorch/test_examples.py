@@ -12,13 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from commrt.examples import cnn, experts, gcn, gpt_fsdp, gpt_tensor_parallel, runs
+from commrt.examples import (
+    cnn,
+    dlrm,
+    experts,
+    gcn,
+    gpt_fsdp,
+    gpt_tensor_parallel,
+    runs,
+)
 from commrt.examples.digits import load_digits
 from commrt.examples.documents import load_documents, windows
+from commrt.examples.tumours import TABLES, load_measurements, load_samples
 
 DEADLINE_S = 300.0
 EXAMPLES = {
     "cnn": cnn.main,
+    "dlrm": dlrm.main,
     "experts": experts.main,
     "gcn": gcn.main,
     "gpt_fsdp": gpt_fsdp.main,
@@ -75,12 +85,12 @@ def test_the_examples_on_ranks_of_mpiexec(mpirun: Any) -> None:
 @pytest.mark.parametrize(
     ("nranks", "names", "backend"),
     [
-        (1, ["cnn", "experts", "gcn", "gpt_fsdp"], "commrt"),
+        (1, ["cnn", "dlrm", "experts", "gcn", "gpt_fsdp"], "commrt"),
         # One job only: a second one of gloo meets the first one's keys in the store.
         (2, ["cnn"], "gloo"),
         (2, ["gpt_tensor_parallel"], "gloo"),
-        (3, ["cnn", "experts", "gcn"], "commrt"),
-        (4, ["experts", "gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
+        (3, ["cnn", "dlrm", "experts", "gcn"], "commrt"),
+        (4, ["dlrm", "experts", "gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
     ],
 )
 def test_other_ranks_and_backends(
@@ -124,6 +134,23 @@ def test_the_digits_are_those_of_the_data_set() -> None:
     assert np.bincount(digits).tolist() == counts
     assert digits[:10].tolist() == list(range(10))
     assert int(images.astype(int).sum()) == 561718
+
+
+def test_the_tumours_are_those_of_the_data_set() -> None:
+    measured, is_benign = load_measurements()
+    assert measured.shape == (569, 30)
+    assert int(is_benign.sum()) == 357
+    assert float(measured[0, 0]) == pytest.approx(17.99)
+    assert float(measured.sum(dtype=np.float64)) == pytest.approx(1056474.46, abs=0.01)
+    samples = load_samples()
+    assert samples.dense.mean(0).abs().max() < 1e-12
+    for table, bags in zip(TABLES, samples.bags, strict=True):
+        assert len(bags) == 569
+        assert 0 <= int(bags.min()) <= int(bags.max()) < table.num_embeddings
+    # Eighths of the data, up to equal values.
+    assert torch.bincount(samples.bags[0].reshape(-1)).tolist() == pytest.approx(
+        [71] * 80, abs=8
+    )
 
 
 def test_the_text_is_the_documents() -> None:

@@ -171,7 +171,9 @@ def sync_gradients(
     trained = [each for each in cut_parameters(model) if each.parameter.requires_grad]
     for each in trained:
         parameter = each.parameter
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        gradient = parameter.grad
+        is_sparse = gradient is not None and gradient.layout != torch.strided
+        if is_sparse and _summed_along(each, grid)[0]:
             raise UsageError(
                 f"sync_gradients: the gradient of {each.name} is sparse; make its "
                 f"layer with dense gradients"
@@ -285,4 +287,7 @@ class _Bucket:
     def _scale(self) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None and self.scale != 1:
-                _local(parameter.grad).mul_(self.scale)
+                # A sparse gradient's multiple has new values: no alias sees them.
+                is_dense = parameter.grad.layout == torch.strided
+                own = _local(parameter.grad) if is_dense else parameter.grad
+                own.mul_(self.scale)

@@ -11,6 +11,7 @@ from torch import nn
 
 from commrt.errors import UsageError
 from commrt.layers.tensor3d.parameter_cut import cut_of
+from commrt.layers.tensor3d.whole_state import WholeState
 from commrt.layers.tensors.checkpoint import OptimizerShards
 
 __all__ = ["TrainingState"]
@@ -33,7 +34,8 @@ class TrainingState:
         model: with layers of a grid, or none.
         optimizer: over its parameters; None: the model alone.
 
-    Raises UsageError for a model whose parameters FSDP2 has cut, too.
+    Raises UsageError for a model whose parameters FSDP2 has cut, too, and for sharded
+    embedding bags.
     """
 
     def __init__(
@@ -49,6 +51,13 @@ class TrainingState:
                 )
             cut = cut_of(parameter)
             named[name] = parameter if cut is None else (parameter, cut.pieces)
+        for path, module in model.named_modules():
+            if isinstance(module, WholeState) and module.has_parts:
+                raise UsageError(
+                    f"TrainingState: {path or type(model).__name__} has parts of "
+                    f"tables under the names of whole ones: save the whole state that "
+                    f"state_dict(model) returns"
+                )
         self._optimizer = None
         if optimizer is not None:
             self._optimizer = OptimizerShards(optimizer, named)

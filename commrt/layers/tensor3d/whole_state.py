@@ -23,6 +23,9 @@ Tensor: TypeAlias = torch.Tensor
 class WholeState(ABC):
     """A base of modules of which ranks have different children."""
 
+    has_parts = False
+    """True if an entry of a rank's state may be a part of the whole one."""
+
     @property
     @abstractmethod
     def grid(self) -> ProcessGrid:
@@ -31,6 +34,13 @@ class WholeState(ABC):
     @abstractmethod
     def has_elsewhere(self, name: str) -> bool:
         """Return whether an entry of the state is another rank's; local."""
+
+    def whole_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the whole shape of an entry that this rank has a part of; local.
+
+        None: this rank has all of it, or none.
+        """
+        return None
 
     @abstractmethod
     def gathered(self) -> dict[str, Any]:
@@ -93,12 +103,18 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         for name in state
         if name not in expected and name not in elsewhere
     ]
+    wholes = {
+        name: module.whole_shape(name.removeprefix(_joined(path, "")))
+        for path, module in _spread_modules(model)
+        for name in expected
+        if name.startswith(_joined(path, ""))
+    }
     for name, value in expected.items():
         given = state.get(name)
         if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
             continue
         shape, cut = tuple(given.shape), cuts.get(name)
-        if cut is None and shape != tuple(value.shape):
+        if cut is None and shape not in (tuple(value.shape), wholes.get(name)):
             wrong.append(f"{name} has the shape {shape}; expected {tuple(value.shape)}")
         elif cut is not None and shape not in (cut.shape, cut.shard_shape):
             wrong.append(wrong_shape(name, shape, cut))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means of squares over whole rows, of which ranks have pieces of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from commrt.layers.embeddings.layout import Layout
+from commrt.layers.embeddings.placement import Shard
+from commrt.layers.tensor3d.roles import Along
+
+__all__ = ["ClassColumns", "ColumnSums"]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+class ClassColumns(NamedTuple):
+    """A parameter's note: which class of a layer it has the rows of."""
+
+    sums: ColumnSums
+    number: int
+
+
+class _Piece(NamedTuple):
+    """A piece of columns on this rank."""
+
+    shard: Shard
+    row_class: int
+    base: int
+    owners: tuple[Shard, ...]
+    """All pieces of the table, by columns."""
+
+
+class ColumnSums:
+    """Sums over the pieces of rows that lie on different ranks.
+
+    All pieces of a row are looked up together, so their ranks touch the same rows.
+
+    Args:
+        layout: where each shard lies.
+        along: the ranks.
+    """
+
+    def __init__(self, layout: Layout, along: Along) -> None:
+        self._layout, self._along = layout, along
+        placement = layout.placement
+        cut = [
+            number
+            for number in range(len(layout.tables))
+            if placement.sharding_of(number) == "column"
+        ]
+        self._is_needed = bool(cut) and along.comm is not None
+        numbers = {each: number for number, each in enumerate(layout.classes)}
+        self._pieces = tuple(
+            _Piece(shard, numbers[each], base, placement.of_table(shard.table))
+            for shard, each, base in sorted(layout.own(along.place))
+            if shard.table in cut
+        )
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> ColumnSums:
+        """Return itself: it never changes."""
+        return self
+
+    def of_class(self, number: int) -> ClassColumns:
+        """Return the note of a class's parameter."""
+        return ClassColumns(self, number)
+
+    def means(self, touched: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+        """Return the mean over each whole row, by class; collective.
+
+        Args:
+            touched: by class, the touched rows of its parameter, in order, and the sum
+                over this rank's columns of each.
+
+        Pattern: where tables are cut by columns, one ``alltoallv``. A rank sends to
+        each other owner of pieces one element for each touched row. All owners add in
+        the order of columns, and get the same bits.
+        """
+        means = {
+            number: sums / self._layout.classes[number].width
+            for number, (_, sums) in touched.items()
+        }
+        if not self._is_needed:
+            return means
+        comm, place = self._along.comm, self._along.place
+        assert comm is not None
+        like = next(iter(touched.values()))[1] if touched else torch.empty(0)
+        spans = [self._span(piece, touched) for piece in self._pieces]
+        counts = [0] * comm.size
+        leaving: list[list[Tensor]] = [[] for _ in counts]
+        for piece, (low, high) in zip(self._pieces, spans, strict=True):
+            for owner in piece.owners:
+                if owner.rank != place and high > low:
+                    counts[owner.rank] += high - low
+                    leaving[owner.rank].append(touched[piece.row_class][1][low:high])
+        flat = [part for parts in leaving for part in parts]
+        sent = torch.cat(flat) if flat else like.new_empty(0)
+        coming = torch.empty_like(sent)
+        comm.alltoallv(sent, send_counts=counts, recv_counts=counts, out=coming)
+        from_rank = [*coming.split(counts)]
+        for piece, (low, high) in zip(self._pieces, spans, strict=True):
+            if high == low:
+                continue
+            total = torch.zeros_like(touched[piece.row_class][1][low:high])
+            for owner in piece.owners:
+                if owner.rank == place:
+                    total += touched[piece.row_class][1][low:high]
+                else:
+                    part, rest = from_rank[owner.rank].tensor_split([high - low])
+                    from_rank[owner.rank] = rest
+                    total += part
+            columns = self._layout.tables[piece.shard.table].embedding_dim
+            means[piece.row_class][low:high] = total / columns
+        return means
+
+    def _span(
+        self, piece: _Piece, touched: Mapping[int, tuple[Tensor, Tensor]]
+    ) -> tuple[int, int]:
+        """Return where the piece's rows lie among the touched ones of its class."""
+        if piece.row_class not in touched:
+            return 0, 0
+        rows = touched[piece.row_class][0]
+        ends = rows.new_tensor([piece.base, piece.base + piece.shard.num_rows])
+        low, high = torch.searchsorted(rows, ends).tolist()
+        return low, high

@@ -69,6 +69,8 @@ class Entry:
         self.error: BaseException | None = None
         self.key = name if number is None else f"{signature.kind}#{number % _NUM_KEYS}"
         """Name among the ranks."""
+        self.is_named = number is None
+        """True if the program has given it a name."""
 
     @property
     def kind(self) -> Kind:

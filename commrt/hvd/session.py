@@ -233,7 +233,7 @@ class Session:
         ranks = self.set_of(number)
         with self._naming:
             before = self._names.get((number, entry.name))
-            if before is not None:
+            if before is not None and entry.is_named:
                 raise UsageError(
                     f"{entry.name}: an operation of this name is not over "
                     f"({before!r}): wait for it by hvd.synchronize(handle), or give "
@@ -296,6 +296,10 @@ class Session:
         )
         with self._driving:
             ranks.finish_all()
+        with self._naming:
+            # Ranks that joined early have made fewer unnamed calls than the others.
+            for key in [key for key in self._numbers if key[0] == 0]:
+                del self._numbers[key]
         last = ranks.last_joined
         assert last is not None
         return last

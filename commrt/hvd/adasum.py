@@ -7,8 +7,8 @@ section 3. For two gradients a and b the sum is
     (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
 
 and more ranks are added in pairs, pairs of pairs and so on. Each tensor has scalar
-products of its own. Each rank adds a piece of all vectors, as in a recursive halving: one
-``alltoallv`` brings it the piece of every rank, and one ``allgatherv`` sends the sums.
+products of its own. Each rank adds a piece of all vectors, as in a recursive halving:
+one ``alltoallv`` brings it the piece of every rank, and one ``allgatherv`` sends sums.
 Between them the scalar products are summed over the pieces, by one ``allreduce`` for
 each level of pairs. Bytes, for n elements of e bytes in t tensors on p ranks: n e each
 way, and ``24 t p / 2, 24 t p / 4, ..., 24 t``.

@@ -51,7 +51,7 @@ class Part:
         count = 1
         for extent in self.shape_on(first):
             count *= extent
-        return count * self.entry.inputs[self.number].element_size()
+        return count * int(self.entry.inputs[self.number].element_size())
 
     @property
     def nbytes(self) -> int:

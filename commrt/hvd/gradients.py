@@ -95,9 +95,7 @@ class GradientExchange:
         self.names = names
         self._compression = compression
         self._op = op
-        self._factors = (
-            (1.0 / predivide, predivide) if op is Average else (1.0, 1.0)
-        )
+        self._factors = (1.0 / predivide, predivide) if op is Average else (1.0, 1.0)
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._trained = [each for each in names if each.requires_grad]

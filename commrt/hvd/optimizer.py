@@ -116,7 +116,7 @@ def _made(optimizer: torch.optim.Optimizer, steps: type, **fields: Any) -> Any:
         for name, value in vars(steps).items()
         if name not in ("__dict__", "__weakref__")
     }
-    made_kind = type(kind.__name__, (kind,), {**members, "plain_kind": kind})
+    made_kind: Any = type(kind.__name__, (kind,), {**members, "plain_kind": kind})
     made = made_kind.__new__(made_kind)
     made.__dict__.update(optimizer.__dict__)
     for name, value in fields.items():
@@ -165,7 +165,7 @@ class _Steps:
         """
         if not self._synchronizes:
             self._is_synchronized = False
-            return self.plain_kind.step(self, closure)  # type: ignore[arg-type]
+            return self.plain_kind.step(self, closure)
         if self._is_synchronized:
             warnings.warn(
                 "optimizer.step() reduces gradients that optimizer.synchronize() has "
@@ -186,7 +186,7 @@ class _Steps:
                 return loss
 
         self._is_synchronized = False
-        return self.plain_kind.step(self, reduced)  # type: ignore[arg-type]
+        return self.plain_kind.step(self, reduced)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin with new gradients; UsageError while some are under way."""
@@ -195,13 +195,13 @@ class _Steps:
                 "optimizer.zero_grad() came after backward(), and before step() or "
                 "synchronize(): gradients are under way; call one of these first"
             )
-        self.plain_kind.zero_grad(self, set_to_none)  # type: ignore[arg-type]
+        self.plain_kind.zero_grad(self, set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take a state, and begin a step anew."""
         self._exchange.reset()
         self._is_synchronized = False
-        self.plain_kind.load_state_dict(self, state_dict)  # type: ignore[arg-type]
+        self.plain_kind.load_state_dict(self, state_dict)
 
 
 class _Deltas:
@@ -276,6 +276,6 @@ class _AdasumSteps:
     def step(self, closure: Closure = None) -> Any:
         """Take a step by this rank's gradients, and add the changes of all ranks."""
         starts = self._deltas.starts()
-        loss = self.plain_kind.step(self, closure)  # type: ignore[arg-type]
+        loss = self.plain_kind.step(self, closure)
         self._deltas.add(starts)
         return loss

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A session: Horovod's state on one rank, over a communicator.
 
-A rank that waits takes part in the rounds of all its process sets. So ranks may wait for
-operations of different sets in different orders. One thread of a rank drives at a time;
-the others submit meanwhile, and wait for it.
+A rank that waits takes part in the rounds of all its process sets. So ranks may wait
+for operations of different sets in different orders. One thread of a rank drives at a
+time; the others submit meanwhile, and wait for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ __all__ = ["Session"]
 _LOG = logging.getLogger("commrt.hvd")
 _CACHE_CAPACITY = 1024
 """Names whose signatures are kept, as in Horovod."""
+_GRACE_S = 2.0
+"""Seconds that a rank which ends with operations waits for the other ranks."""
 _PAUSE_S = (0.0005, 0.02)
 """First and longest pause between rounds in which nobody had anything to say."""
 
@@ -166,9 +168,7 @@ class Session:
         """
         self.check_open()
         mine = self._sets.get(number)
-        busy = [
-            entry.name for (of, _), entry in self._names.items() if of == number
-        ]
+        busy = [entry.name for (of, _), entry in self._names.items() if of == number]
         told = self._meetings.allgather_object((number, busy))
         if any(each[0] != number for each in told):
             raise MismatchError(
@@ -291,9 +291,7 @@ class Session:
         """Take part in sums with zeros until all ranks have joined; return the last."""
         ranks = self.set_of(0)
         ranks.joins, ranks.last_joined = True, None
-        self._wait_until(
-            lambda: ranks.last_joined is not None, self.set_of, 0, "join"
-        )
+        self._wait_until(lambda: ranks.last_joined is not None, self.set_of, 0, "join")
         with self._driving:
             ranks.finish_all()
         with self._naming:
@@ -326,7 +324,9 @@ class Session:
         if is_over():
             return
         patience = Patience(self.comm.timeout_s, self._stall_warning_s)
-        if not self._driving.acquire(timeout=min(patience.limit_s, threading.TIMEOUT_MAX)):
+        if not self._driving.acquire(
+            timeout=min(patience.limit_s, threading.TIMEOUT_MAX)
+        ):
             raise TimeoutError_(
                 f"{name}: another thread of this rank has waited in commrt.hvd for "
                 f"{patience.limit_s:g} s"
@@ -354,7 +354,9 @@ class Session:
         limit_s = patience.next_s()
         between = [each for each in busy if each.round_request is None]
         if between or not waiting:
-            idle = min((each.num_idle for each in between if not each.has_news), default=0)
+            idle = min(
+                (each.num_idle for each in between if not each.has_news), default=0
+            )
             first, longest = _PAUSE_S
             limit_s = min(limit_s, longest, first * 2 ** min(idle, 8) * bool(idle))
         if limit_s <= 0:
@@ -423,14 +425,15 @@ class Session:
     def close(self) -> None:
         """End the session; idempotent.
 
-        Operations that other ranks have not submitted fail, here and there.
+        Operations that other ranks have not submitted fail, here and there. A rank that
+        has some waits a moment for the others, who may have ended.
         """
         if not self._is_open:
             return
         with self._driving:
             self._is_open = False
             why = f"rank {self.comm.rank} has called hvd.shutdown()"
-            patience = Patience(self.comm.timeout_s, self._stall_warning_s)
+            patience = Patience(min(self.comm.timeout_s, _GRACE_S), _GRACE_S)
             for ranks in self._sets.values():
                 while ranks.error is None and not ranks.is_settled:
                     ranks.give_up(why)

@@ -31,7 +31,9 @@ def _packed(what: str, value: Any) -> Tensor:
     try:
         data = pickle.dumps(value)
     except Exception as error:
-        raise UsageError(f"{what}: {shown(value)} cannot be pickled: {error}") from error
+        raise UsageError(
+            f"{what}: {shown(value)} cannot be pickled: {error}"
+        ) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -97,7 +99,9 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
             f"parameters"
         )
     handles = [
-        broadcast_async_(value, root_rank, None if name is None else f"broadcast.{name}")
+        broadcast_async_(
+            value, root_rank, None if name is None else f"broadcast.{name}"
+        )
         for name, value in named
         if isinstance(value, torch.Tensor)
     ]

@@ -8,7 +8,7 @@ once, and the others are told why when they wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -154,15 +154,19 @@ def _factor(what: str, name: str, factor: float) -> float:
         raise UsageError(f"{what}: {name}={shown(factor)} must be a number") from None
 
 
-def _reduced(
-    call: _Call,
-    tensors: Sequence[Tensor],
-    op: ReduceOp | None,
-    average: bool | None,
-    factors: tuple[float, float],
-) -> dict[str, Any]:
+class _Wanted(NamedTuple):
+    """The arguments that all reductions have."""
+
+    average: bool | None
+    name: str | None
+    op: ReduceOp | None
+    factors: tuple[float, float]
+    process_set: ProcessSet
+
+
+def _reduced(call: _Call, tensors: Sequence[Tensor], wanted: _Wanted) -> dict[str, Any]:
     """Return the fields of the signature of a reduction."""
-    reduction = reduction_of(call.what, op, average)
+    reduction = reduction_of(call.what, wanted.op, wanted.average)
     if reduction is Adasum:
         check_ranks(len(call.ranks))
         if call.number != 0:
@@ -174,7 +178,7 @@ def _reduced(
             raise UsageError(
                 f"{call.what}: op=hvd.Adasum is for floating-point tensors"
             )
-    before, after = factors
+    before, after = wanted.factors
     return {
         "op": reduction.value,
         "prescale": _factor(call.what, "prescale_factor", before),
@@ -198,18 +202,11 @@ def _allreduce(
     tensors: Sequence[Tensor],
     in_place: bool,
     result: Callable[[Entry], Any],
-    average: bool | None,
-    name: str | None,
-    op: ReduceOp | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
+    wanted: _Wanted,
 ) -> Handle:
-    call = _Call(what, "allreduce", name, process_set)
+    call = _Call(what, "allreduce", wanted.name, wanted.process_set)
     entry = call.entry(
-        tensors,
-        lambda: _reduced(call, tensors, op, average, factors),
-        REDUCED,
-        in_place=in_place,
+        tensors, lambda: _reduced(call, tensors, wanted), REDUCED, in_place=in_place
     )
     return call.handle(entry, lambda: result(entry))
 
@@ -233,9 +230,10 @@ def allreduce_async(
         prescale_factor, postscale_factor: multiply before and after the reduction.
         process_set: the ranks.
     """
+    factors = prescale_factor, postscale_factor
+    wanted = _Wanted(average, name, op, factors, process_set)
     return _allreduce(
-        *("allreduce_async", [tensor], False, lambda entry: entry.outputs[0]),
-        *(average, name, op, (prescale_factor, postscale_factor), process_set),
+        "allreduce_async", [tensor], False, lambda entry: entry.outputs[0], wanted
     )
 
 
@@ -249,10 +247,9 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an ``allreduce`` in place. Arguments as of ``allreduce_async``."""
-    return _allreduce(
-        *("allreduce_async_", [tensor], True, lambda _: tensor),
-        *(average, name, op, (prescale_factor, postscale_factor), process_set),
-    )
+    factors = prescale_factor, postscale_factor
+    wanted = _Wanted(average, name, op, factors, process_set)
+    return _allreduce("allreduce_async_", [tensor], True, lambda _: tensor, wanted)
 
 
 def grouped_allreduce_async(
@@ -268,11 +265,11 @@ def grouped_allreduce_async(
 
     Arguments as of ``allreduce_async``. The result is a list.
     """
-    return _allreduce(
-        *("grouped_allreduce_async", _listed("grouped_allreduce_async", tensors)),
-        *(False, lambda entry: list(entry.outputs)),
-        *(average, name, op, (prescale_factor, postscale_factor), process_set),
-    )
+    factors = prescale_factor, postscale_factor
+    wanted = _Wanted(average, name, op, factors, process_set)
+    what = "grouped_allreduce_async"
+    listed = _listed(what, tensors)
+    return _allreduce(what, listed, False, lambda entry: list(entry.outputs), wanted)
 
 
 def grouped_allreduce_async_(
@@ -286,9 +283,10 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start an ``allreduce`` of several tensors in place; the result is their list."""
     listed = _listed("grouped_allreduce_async_", tensors)
+    factors = prescale_factor, postscale_factor
+    wanted = _Wanted(average, name, op, factors, process_set)
     return _allreduce(
-        *("grouped_allreduce_async_", listed, True, lambda _: listed),
-        *(average, name, op, (prescale_factor, postscale_factor), process_set),
+        "grouped_allreduce_async_", listed, True, lambda _: listed, wanted
     )
 
 
@@ -368,16 +366,17 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an ``allgather`` of several tensors, none before all are there."""
+    what = "grouped_allgather_async"
+    listed = _listed(what, tensors)
     return _allgather(
-        *("grouped_allgather_async", _listed("grouped_allgather_async", tensors)),
-        *(lambda entry: list(entry.outputs), name, process_set),
+        what, listed, lambda entry: list(entry.outputs), name, process_set
     )
 
 
 def rows_allgather_async(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
 ) -> Handle:
-    """Start an ``allgather``; the result is the tensors, and each one's rows by rank."""
+    """Start an ``allgather``; the result is tensors, and each one's rows by rank."""
 
     def result(entry: Entry) -> tuple[list[Any], list[tuple[int, ...]]]:
         numbers = range(len(tensors))
@@ -502,18 +501,15 @@ def _reducescatter(
     what: str,
     tensors: Sequence[Tensor],
     result: Callable[[Entry], Any],
-    name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
+    wanted: _Wanted,
 ) -> Handle:
-    call = _Call(what, "reducescatter", name, process_set)
+    call = _Call(what, "reducescatter", wanted.name, wanted.process_set)
 
     def signature() -> dict[str, Any]:
         call.check_rows(tensors)
-        if op is Adasum:
+        if wanted.op is Adasum:
             raise UsageError(f"{call.what}: op=hvd.Adasum is for hvd.allreduce alone")
-        return _reduced(call, tensors, op, None, factors)
+        return _reduced(call, tensors, wanted)
 
     entry = call.entry(tensors, signature, REDUCED)
     return call.handle(entry, lambda: result(entry))
@@ -532,9 +528,10 @@ def reducescatter_async(
     Rows are cut evenly; the first ranks get one more where they do not divide.
     Arguments as of ``allreduce_async``.
     """
+    factors = prescale_factor, postscale_factor
+    wanted = _Wanted(None, name, op, factors, process_set)
     return _reducescatter(
-        *("reducescatter_async", [tensor], lambda entry: entry.outputs[0]),
-        *(name, op, (prescale_factor, postscale_factor), process_set),
+        "reducescatter_async", [tensor], lambda entry: entry.outputs[0], wanted
     )
 
 
@@ -547,11 +544,11 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a ``reducescatter`` of several tensors, none before all are there."""
-    return _reducescatter(
-        *("grouped_reducescatter_async", _listed("grouped_reducescatter", tensors)),
-        *(lambda entry: list(entry.outputs), name, op),
-        *((prescale_factor, postscale_factor), process_set),
-    )
+    factors = prescale_factor, postscale_factor
+    wanted = _Wanted(None, name, op, factors, process_set)
+    what = "grouped_reducescatter_async"
+    listed = _listed(what, tensors)
+    return _reducescatter(what, listed, lambda entry: list(entry.outputs), wanted)
 
 
 def barrier_async(process_set: ProcessSet = global_process_set) -> Handle:

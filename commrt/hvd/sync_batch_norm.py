@@ -25,14 +25,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     ranks run the same layers in the same order, so none may be in ``join()``.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+    def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise UsageError(
                 f"hvd.SyncBatchNorm: the input of shape {tuple(input.shape)} must have "
                 f"a batch and channels"
             )
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         """Return the normalized batch of this rank."""
         self._check_input_dim(input)
         uses_batch = self.training or not self.track_running_stats

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -32,17 +33,19 @@ class Handle:
     ) -> None:
         self._session = session
         self._number = number
-        self._entries = list(entries)
+        self._entries: Sequence[Entry] = tuple(entries)
+        self._making = threading.Lock()
         self._make: Callable[[], Any] | None = result
         self._result: Any = None
 
     def wait(self) -> Any:
         """Return the result once the operations are over; idempotent."""
-        if self._make is not None:
-            for entry in self._entries:
-                self._session.wait(self._number, entry)
-            self._result, self._make = self._make(), None
-            self._entries.clear()
+        for entry in self._entries:
+            self._session.wait(self._number, entry)
+        with self._making:
+            if self._make is not None:
+                self._result, self._make = self._make(), None
+                self._entries = ()
         return self._result
 
     def test(self) -> bool:

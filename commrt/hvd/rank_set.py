@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ class RankSet:
     Args:
         comm: over the ranks; it stays the caller's.
         ranks: the ranks' numbers in the communicator of all ranks.
+        name: of its communicators, as logs show it.
         fusion_nbytes: bytes at which a bucket is closed.
         cache_capacity: names whose signatures are kept.
     """
@@ -41,13 +43,14 @@ class RankSet:
         comm: Communicator,
         ranks: Sequence[int],
         *,
+        name: str,
         fusion_nbytes: int,
         cache_capacity: int,
     ) -> None:
         self.ranks = list(ranks)
         self.rank, self.size = comm.rank, comm.size
-        self.comm = comm.dup(name=f"{comm.name}.hvd")
-        self._control = comm.dup(name=f"{comm.name}.hvd.negotiation")
+        self.comm = comm.dup(name=name)
+        self._control = comm.dup(name=f"{name}.negotiation")
         self._buckets = Buckets(fusion_nbytes)
         self._negotiation = Negotiation(
             self._control, Agreement(comm.size, cache_capacity)
@@ -135,7 +138,7 @@ class RankSet:
 
     def _wants_round(self, waits: bool) -> bool:
         if waits:
-            return self.joins or bool(self._gives_up) or not self.is_settled
+            return self.joins or not self.is_settled
         # Shorter news would fill no bucket: they can go with a later round.
         nbytes = self._negotiation.news_nbytes
         return nbytes > 0 and nbytes >= self._buckets.fusion_nbytes
@@ -154,6 +157,8 @@ class RankSet:
                 self._start(bucket)
         if outcome.had_news:
             self.missing = outcome.missing
+        if outcome.why_given_up:
+            self._gives_up = ""  # there is nothing left that this rank could mean
         if outcome.given_up:
             error = TimeoutError_(self.told_missing(outcome.why_given_up))
             for entry in outcome.given_up:
@@ -196,9 +201,15 @@ class RankSet:
     # -- what goes wrong ---------------------------------------------------------
 
     def end(self, error: CommError) -> None:
-        """End the set: everything that is not over fails with this error."""
+        """End the set: everything that is not over fails with this error.
+
+        Ranks that come later are told: its communicators are revoked.
+        """
         if self.error is None:
             self.error = error
+            for comm in (self.comm, self._control):
+                with contextlib.suppress(CommError):
+                    comm.revoke()
             for entry in self._negotiation.entries():
                 entry.fail(error)
             for bucket in self._buckets.close():

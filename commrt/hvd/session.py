@@ -147,13 +147,15 @@ class Session:
         self._num_sets += 1
         self._ranks_of[number] = ranks
         if self.comm.rank in ranks:
-            comm = self._meetings
+            comm, name = self._meetings, f"{self.comm.name}.hvd"
             is_part = len(ranks) < comm.size
             if is_part:
-                comm = comm.create_group(ranks, name=f"{self.comm.name}.set{number}")
+                name = f"{name}.set{number}"
+                comm = comm.create_group(ranks, name=f"{name}.ranks")
             self._sets[number] = RankSet(
                 comm,
                 ranks,
+                name=name,
                 fusion_nbytes=self.fusion_nbytes,
                 cache_capacity=self._cache_capacity,
             )
@@ -345,6 +347,8 @@ class Session:
                 self._look_at_clock(patience, ranks, name)
                 self._pause(busy, patience)
         finally:
+            if number in self._sets:
+                self._sets[number].give_up("")  # another wait has its own reasons
             self._driving.release()
 
     def _pause(self, busy: Sequence[RankSet], patience: Patience) -> None:
@@ -435,8 +439,9 @@ class Session:
             why = f"rank {self.comm.rank} has called hvd.shutdown()"
             patience = Patience(min(self.comm.timeout_s, _GRACE_S), _GRACE_S)
             for ranks in self._sets.values():
-                while ranks.error is None and not ranks.is_settled:
+                if not ranks.is_settled:
                     ranks.give_up(why)
+                while ranks.error is None and not ranks.is_settled:
                     ranks.advance(waits=True)
                     self._pause([ranks], patience)
                     if patience.is_over():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commrt.comm import Communicator
-from commrt.errors import UsageError, shown
+from commrt.errors import CommError, UsageError, shown
 from commrt.hvd.current import begin, current, end, session_or_none
 from commrt.hvd.process_sets import ProcessSet, add_process_set
 from commrt.runtime import init as init_commrt
@@ -68,8 +68,12 @@ def init(
         stall_warning_s=stall_warning_s,
         cache_capacity=cache_capacity,
     )
-    for each in process_sets or ():
-        add_process_set(each)
+    try:
+        for each in process_sets or ():
+            add_process_set(each)
+    except CommError:
+        end()
+        raise
 
 
 def shutdown() -> None:

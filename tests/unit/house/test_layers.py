@@ -38,6 +38,7 @@ LAYERS = (
         "commrt",
     ),
     ("torch",),
+    ("hvd",),
     ("layers", "elastic"),
     (
         *("tuning", "bench", "commands", "examples", "tables"),

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from commrt.hvd.signatures import KINDS, Kind, Signature
+from commrt.request import Request
 
-__all__ = ["Entry", "nbytes_of", "zeros_for"]
+__all__ = ["Entry", "UnderWay", "nbytes_of", "zeros_for"]
 
 Tensor: TypeAlias = torch.Tensor
 _NUM_KEYS = 64
@@ -20,6 +21,11 @@ each, no signature would ever be known from an earlier step."""
 
 class UnderWay(Protocol):
     """A collective that brings results."""
+
+    @property
+    def request(self) -> Request | None:
+        """What a rank may wait for; None: nothing."""
+        ...
 
     def test(self) -> bool:
         """Return whether ``finish`` would not wait."""

@@ -193,6 +193,11 @@ class RankSet:
         transfer.start()
         self._under_way.append(transfer)
 
+    @property
+    def under_way(self) -> list[Transfer]:
+        """Transfers that have been started, and not been finished here."""
+        return list(self._under_way)
+
     def finish_all(self, timeout_s: float | None = None) -> None:
         """Wait for everything that is under way."""
         while self._under_way:

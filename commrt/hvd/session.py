@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -26,7 +26,7 @@ from commrt.errors import (
     UsageError,
     shown,
 )
-from commrt.hvd.entries import Entry
+from commrt.hvd.entries import Entry, UnderWay
 from commrt.hvd.patience import Patience
 from commrt.hvd.rank_set import RankSet
 from commrt.hvd.signatures import ranks_text
@@ -278,11 +278,26 @@ class Session:
         """Wait until an operation is over; raises its error."""
         self._wait_until(lambda: entry.is_started, self.set_of, number, entry.name)
         with self._driving:
-            for transfer in entry.transfers:
-                transfer.finish()
+            self._finish(entry.transfers)
         self._let_go(number, entry)
         if entry.error is not None:
             raise entry.error
+
+    def _finish(self, transfers: Iterable[UnderWay]) -> None:
+        """Wait for transfers, and take part in rounds meanwhile.
+
+        Another rank may wait for a transfer of another set, whose round has ended, and
+        which this rank has yet to start.
+        """
+        left = list(transfers)
+        patience = Patience(self.comm.timeout_s, self._stall_warning_s)
+        while not all([each.test() for each in left]) and not patience.is_over():
+            busy = self._advance_all()
+            if not busy:
+                break
+            self._pause(busy, patience, left)
+        for each in left:
+            each.finish()
 
     def _let_go(self, number: int, entry: Entry) -> None:
         with self._naming:
@@ -295,7 +310,7 @@ class Session:
         ranks.joins, ranks.last_joined = True, None
         self._wait_until(lambda: ranks.last_joined is not None, self.set_of, 0, "join")
         with self._driving:
-            ranks.finish_all()
+            self._finish(ranks.under_way)
         with self._naming:
             # Ranks that joined early have made fewer unnamed calls than the others.
             for key in [key for key in self._numbers if key[0] == 0]:
@@ -351,9 +366,21 @@ class Session:
                 self._sets[number].give_up("")  # another wait has its own reasons
             self._driving.release()
 
-    def _pause(self, busy: Sequence[RankSet], patience: Patience) -> None:
-        """Wait for the rounds that are under way, or a moment where there are none."""
+    def _pause(
+        self,
+        busy: Sequence[RankSet],
+        patience: Patience,
+        transfers: Sequence[UnderWay] = (),
+    ) -> None:
+        """Wait for the rounds that are under way, or a moment where there are none.
+
+        Args:
+            busy: sets with something to agree on.
+            patience: of this wait.
+            transfers: whose ends end the pause as well.
+        """
         requests = [each.round_request for each in busy]
+        requests += [each.request for each in transfers]
         waiting: list[Request] = [each for each in requests if each is not None]
         limit_s = patience.next_s()
         between = [each for each in busy if each.round_request is None]

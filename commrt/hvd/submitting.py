@@ -306,8 +306,8 @@ def sparse_allreduce_async(
         raise UsageError(f"{what}: {shown(tensor)} is no sparse COO tensor")
     if op not in (Average, Sum):
         raise UsageError(f"{what}: op={shown(op)} must be hvd.Average or hvd.Sum")
-    given = tensor.detach()
-    both = [given._indices().T.contiguous(), given._values().contiguous()]
+    given = tensor.detach().coalesce()
+    both = [given.indices().T.contiguous(), given.values().contiguous()]
     base = None if name is None else f"{name}.sparse"
     call = _Call("sparse_allreduce_async", "allgather", base, process_set)
     entry = call.entry(both, dict, MOVED)

@@ -51,6 +51,11 @@ class Transfer(ABC):
         except CommError as error:
             self._end(error)
 
+    @property
+    def request(self) -> Request | None:
+        """The collective, while the host may have to wait for it."""
+        return None if self._is_over else self._request
+
     def test(self) -> bool:
         """Return whether ``finish`` would not wait, after a little progress."""
         try:

@@ -68,7 +68,7 @@ def test_equal_vectors_are_averaged_and_others_added() -> None:
 
 def test_it_needs_a_power_of_two_and_floating_point() -> None:
     def main() -> None:
-        with pytest.raises(ValueError, match="it needs 2, 4, 8, .* and there are 3"):
+        with pytest.raises(ValueError, match=r"it needs 2, 4, 8, .* and there are 3"):
             hvd.allreduce(torch.ones(2), op=hvd.Adasum)
         pair = hvd.add_process_set([0, 1])
         if pair.included():

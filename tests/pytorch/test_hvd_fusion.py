@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -156,13 +157,13 @@ def test_adasum_sends_each_element_twice() -> None:
 def test_an_optimizer_sends_its_gradients(fusion_nbytes: int, size: int) -> None:
     """In at most ceil(bytes / fusion_nbytes) allreduces, and one round at least."""
     widths = [5, 20, 11, 3]
-    nbytes = sum(4 * (a + 1) * b for a, b in zip(widths, widths[1:], strict=False))
+    nbytes = sum(4 * (a + 1) * b for a, b in itertools.pairwise(widths))
     models: dict[int, Any] = {}
 
     def step() -> None:
         rank = hvd.rank()
         if rank not in models:
-            layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+            layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
             model = nn.Sequential(*layers)
             hvd.broadcast_parameters(model.state_dict())
             optimizer = hvd.DistributedOptimizer(

@@ -42,10 +42,10 @@ def test_the_digits_on_ranks_of_mpiexec(mpirun: Any) -> None:
 
 
 def test_the_digits_on_ranks_of_commrt_run() -> None:
+    arguments = ["--steps", "5", "--check"]
     module = "commrt.examples.horovod_digits"
     done = subprocess.run(
-        [sys.executable, "-m", "commrt.run", "-n", "3", "-m", module]
-        + ["--steps", "5", "--check"],
+        [sys.executable, "-m", "commrt.run", "-n", "3", "-m", module, *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -38,8 +38,8 @@ LAYERS = (
         "commrt",
     ),
     ("torch",),
-    ("hvd",),
     ("layers", "elastic"),
+    ("hvd",),
     (
         *("tuning", "bench", "commands", "examples", "tables"),
         *("run", "__main__", "running", "sim", "oracle"),

@@ -78,6 +78,8 @@ def test_small_tensors_share_at_most_so_many_collectives(
             of_type = [call.nbytes for call in calls if call.dtype == dtype]
             assert sum(of_type) == total
             if fusion_nbytes:
+                longest = max(lengths) * (4 if dtype == "float32" else 8)
+                assert max(of_type) < fusion_nbytes + longest
                 assert len(of_type) <= -(-total // fusion_nbytes)
             else:
                 first = list(nbytes).index(dtype)

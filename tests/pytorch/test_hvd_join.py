@@ -50,7 +50,7 @@ def test_join_returns_the_rank_that_came_last(last: int) -> None:
         for _ in range(3):
             if hvd.rank() == last:
                 for _ in range(4):
-                    hvd.allreduce(torch.ones(2))
+                    hvd.allreduce(torch.ones(2), name="x")
             assert hvd.join() == last
 
     on_ranks(3, main)

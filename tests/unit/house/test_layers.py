@@ -39,6 +39,7 @@ LAYERS = (
     ),
     ("torch",),
     ("layers", "elastic"),
+    ("hvd",),
     (
         *("tuning", "bench", "commands", "examples", "tables"),
         *("run", "__main__", "running", "sim", "oracle"),

@@ -38,7 +38,7 @@ LAYERS = (
         "commrt",
     ),
     ("torch",),
-    ("layers", "elastic"),
+    ("layers", "elastic", "science"),
     (
         *("tuning", "bench", "commands", "examples", "tables"),
         *("run", "__main__", "running", "sim", "oracle"),

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data for the methods of science, cut over ranks, and dense references of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from commrt.science.vecchia import Hyperparameters
+
+Array = np.ndarray[Any, Any]
+
+RANKS = (1, 2, 3, 4, 8)
+
+
+def cut_of(total: int, size: int, seed: int = 0) -> list[slice]:
+    """Return uneven pieces of rows; on three ranks and more one has none."""
+    rng = np.random.default_rng([seed, size])
+    ends = np.sort(rng.integers(0, total + 1, size - 1))
+    if size > 2:
+        ends[1] = ends[0]
+    bounds = [0, *ends.tolist(), total]
+    return [slice(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def points_of(
+    num: int, dimensions: int, seed: int = 0, noise: float = 0.1
+) -> tuple[Array, Array]:
+    """Return points and values of a smooth function of the first two dimensions."""
+    rng = np.random.default_rng([seed, num, dimensions])
+    x = rng.uniform(size=(num, dimensions))
+    y = np.sin(5.0 * x[:, 0]) + (x[:, 1 % dimensions] - 0.5) ** 2
+    return x, y + noise * rng.standard_normal(num)
+
+
+def correlation(kernel: str, s: Array) -> Array:
+    """Return f(s) as in the books, by the distance r."""
+    r = np.sqrt(s)
+    if kernel == "matern12":
+        return np.exp(-r)
+    if kernel == "matern32":
+        return (1 + math.sqrt(3) * r) * np.exp(-math.sqrt(3) * r)
+    if kernel == "matern52":
+        return (1 + math.sqrt(5) * r + 5 * s / 3) * np.exp(-math.sqrt(5) * r)
+    return np.exp(-s / 2)
+
+
+def dense_covariance(kernel: str, a: Array, b: Array, values: Hyperparameters) -> Array:
+    """Return the covariances of points, without the nugget."""
+    difference = (a[:, None] - b[None]) / values.length_scales
+    return values.variance * correlation(kernel, (difference**2).sum(-1))
+
+
+def dense_log_likelihood(
+    kernel: str, x: Array, y: Array, values: Hyperparameters, mean: float
+) -> float:
+    """Return the exact log-likelihood, by one matrix of all points."""
+    matrix = dense_covariance(kernel, x, x, values) + values.nugget * np.eye(len(x))
+    sign, log_determinant = np.linalg.slogdet(matrix)
+    assert sign == 1
+    rest = y - mean
+    square = rest @ np.linalg.solve(matrix, rest)
+    return float(-0.5 * (square + log_determinant + len(x) * math.log(2 * math.pi)))
+
+
+def dense_prediction(
+    kernel: str, x: Array, y: Array, new: Array, values: Hyperparameters, mean: float
+) -> tuple[Array, Array]:
+    """Return the exact means and variances, by one matrix of all points."""
+    matrix = dense_covariance(kernel, x, x, values) + values.nugget * np.eye(len(x))
+    crossed = dense_covariance(kernel, new, x, values)
+    means = mean + crossed @ np.linalg.solve(matrix, y - mean)
+    taken = (crossed * np.linalg.solve(matrix, crossed.T).T).sum(1)
+    return means, values.variance - taken

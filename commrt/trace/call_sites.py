@@ -18,7 +18,7 @@ from commrt.group.call_site import OWN, PROGRAMS, is_library
 
 __all__ = ["CORE", "NOWHERE", "Site", "call_sites"]
 
-_PASSED = frozenset(("layers",))
+_PASSED = frozenset(("layers", "science"))
 """Parts of commrt that call it as a program does, on behalf of one."""
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,19 @@ def dense_prediction(
     means = mean + crossed @ np.linalg.solve(matrix, y - mean)
     taken = (crossed * np.linalg.solve(matrix, crossed.T).T).sum(1)
     return means, values.variance - taken
+
+
+def sent_between_barriers(log: Any) -> Counter[str]:
+    """Return the bytes of each operation between a rank's first two barriers.
+
+    Sends of messages count, and their receives do not.
+    """
+    found: Counter[str] = Counter()
+    marks = 0
+    for call in log.operations:
+        if call.op == "barrier":
+            marks += 1
+        elif marks == 1 and call.nbytes and call.op != "recv":
+            found[call.op] += call.nbytes
+    assert marks == 2
+    return found

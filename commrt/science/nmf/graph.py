@@ -101,10 +101,10 @@ def join_nearest(
     A graph does not depend on the number of ranks: of equally near rows the one with
     the lower number is the nearer.
 
-    Bytes, for P ranks, n rows of f features, k neighbours of the widest kernel, h rows
-    of the halo and s served: P - 1 messages of 8 (f + 1) for each row that a rank hands
-    on; two alltoalls of 8 P; alltoallvs of 32 for each of n k neighbours, 8 h, and 8 s
-    for numbers; allreduces of 32 for lengths and of 32 for each kernel.
+    Bytes, for P ranks, n rows of f features, k neighbours of the widest kernel, p
+    kernels and h rows of the halo: P - 1 messages, of 8 (f + 1) for each row that the
+    rank hands on; two alltoalls of 8 P; alltoallvs of 32 n k and 8 h; allreduces of 16,
+    48, 8 p and 24 p.
     """
     most = max(kernel.num_neighbors for kernel in kernels)
     ids, squares = _nearest_of_all(x, cut, most, comm)

@@ -34,6 +34,8 @@ class Prediction(NamedTuple):
     """(rows,)."""
     variance: Floats
     """(rows,): of the function; add the nugget for that of an observation."""
+    traffic: NeighborTraffic
+    """Counts of the search of neighbours, of this rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +78,12 @@ class VecchiaModel:
         and a group has the data points that are nearest to its centre. All data points
         give the exact prediction.
 
-        Raises UsageError on all ranks where x is wrong on any. Bytes, for n own points
-        and g groups of this rank: an alltoall of 8 for each rank, alltoallvs of
-        8 n (d + 2) and 16 for each point that has come, and those of the neighbours.
+        Where the covariance of a group's neighbours is not positive definite, its means
+        and variances are NaN.
+
+        Raises UsageError on all ranks where x is wrong on any. Bytes, for n own points:
+        an allgather of 32 and an alltoall of 8 for each rank, alltoallvs of 8 n (d + 2)
+        and of 16 for each point that has come, and those of ``find_neighbors``.
         """
         what = "VecchiaModel.predict"
         comm, blocks = self.comm, self.blocks
@@ -122,7 +127,9 @@ class VecchiaModel:
             for place, answer in zip(batch.places, self._predicted(batch), strict=True):
                 answers[order[groups[place]]] = answer
         found = route.back(answers)
-        return Prediction(found[:, 0] + self.mean, found[:, 1].copy())
+        return Prediction(
+            found[:, 0] + self.mean, found[:, 1].copy(), neighbors.traffic
+        )
 
     def _predicted(self, batch: Batch) -> list[Floats]:
         """Return means and variances (points, 2) of the blocks of a stack."""

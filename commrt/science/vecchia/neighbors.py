@@ -36,6 +36,8 @@ class NeighborTraffic:
 
     num_queries: int
     """Questions to other ranks: a block and a rank each."""
+    num_answered: int
+    """Questions of other ranks."""
     num_candidates: int
     """Points that this rank named in its answers."""
     num_requested: int
@@ -71,8 +73,8 @@ def find_neighbors(
 
     Of equally near points the one with the lower number comes first.
 
-    Bytes, for q questions, c candidates that this rank names, r requested and s served
-    points: alltoallvs of 8 q (d + 2), 8 for each question that has come, 16 c, 8 r and
+    Bytes, for q questions, a answered ones, c candidates, r requested and s served
+    points, as the traffic counts them: alltoallvs of 8 q (d + 2), 8 a, 16 c, 8 r and
     8 s (d + 1), and two alltoalls of 8 for each rank.
     """
     search = _Search(blocks, number)
@@ -101,7 +103,7 @@ def find_neighbors(
     recvs = np.bincount(ranks, answered, comm.size).astype(np.int64)
     came = exchanged(comm, named, sends, recvs)
     merged = _merged(blocks, found, came, queries, ranks, answered, number, comm.rank)
-    return _fetched(blocks, merged, len(queries), len(named), comm)
+    return _fetched(blocks, merged, (len(queries), len(answers), len(named)), comm)
 
 
 def blocks_within(blocks: Blocks, distances: Floats, limits: Floats) -> Bools:
@@ -208,8 +210,7 @@ def _merged(
 def _fetched(
     blocks: Blocks,
     merged: list[tuple[Ints, Ints]],
-    num_queries: int,
-    num_candidates: int,
+    counted: tuple[int, int, int],
     comm: Communicator,
 ) -> Neighbors:
     """Return the neighbours with a table that has all their points; collective."""
@@ -231,7 +232,5 @@ def _fetched(
         x=np.concatenate([blocks.x, came[:, 1:]]),
         y=np.concatenate([blocks.y, came[:, 0]]),
         rows=np.split(places, ends[:-1]) if merged else [],
-        traffic=NeighborTraffic(
-            num_queries, num_candidates, len(missing), len(wanted)
-        ),
+        traffic=NeighborTraffic(*counted, len(missing), len(wanted)),
     )

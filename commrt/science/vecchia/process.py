@@ -45,7 +45,7 @@ class ScaledBlockVecchia:
 
         process = ScaledBlockVecchia(comm, kernel="matern52", num_neighbors=64)
         model = process.fit(x, y)           # each rank has rows of its own
-        mean, variance = model.predict(new)
+        found = model.predict(new)           # found.mean, found.variance
 
     The joint density is a product over blocks of points: each block given the points
     of earlier blocks that are nearest to it. Distances are over the length scales, so

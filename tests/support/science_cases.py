@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from commrt.science.nmf import Factorization, GraphKernel
 from commrt.science.vecchia import Hyperparameters
 
 Array = np.ndarray[Any, Any]
@@ -91,3 +93,75 @@ def sent_between_barriers(log: Any) -> Counter[str]:
             found[call.op] += call.nbytes
     assert marks == 2
     return found
+
+
+def dense_kernels(x: Array, kernels: Sequence[GraphKernel]) -> Array:
+    """Return the kernels (kernels, n, n) on the graph of nearest rows."""
+    num = len(x)
+    squares = ((x[:, None] - x[None]) ** 2).sum(-1)
+    most = min(max(kernel.num_neighbors for kernel in kernels), num - 1)
+    place = np.full((num, num), num)
+    for row in range(num):
+        others = [other for other in range(num) if other != row]
+        others.sort(key=lambda other: (squares[row, other], other))
+        for nth, other in enumerate(others[:most]):
+            place[row, other] = nth
+    place = np.minimum(place, place.T)
+    edges = place < num
+    mean_square = squares[edges].mean() if edges.any() else 0.0
+    found = np.zeros((len(kernels), num, num))
+    for kernel, out in zip(kernels, found, strict=True):
+        joined = edges & (place < kernel.num_neighbors)
+        out[joined] = 1.0
+        if kernel.width is not None and mean_square > 0:
+            scale = 2 * kernel.width**2 * mean_square
+            out[joined] = np.exp(-squares[joined] / scale)
+        if out.any():
+            out *= num / out.sum()
+    return found
+
+
+def dense_objective(
+    x: Array,
+    found: Factorization,
+    kernels: Sequence[GraphKernel],
+    graph_weight: float,
+    power: float,
+) -> float:
+    """Return the objective of factors with all rows, as its formula is written."""
+    w, h = found.coefficients, found.components
+    total = float(((x - w @ h) ** 2).sum())
+    for kernel, t in zip(
+        dense_kernels(x, kernels) if kernels else (), found.kernel_weights, strict=True
+    ):
+        laplacian = np.diag(kernel.sum(1)) - kernel
+        factor = len(kernels) ** (power - 1) * t**power
+        total += graph_weight * factor * float(np.trace(w.T @ laplacian @ w))
+    return total
+
+
+def dense_factors(
+    x: Array,
+    start: Factorization,
+    kernels: Sequence[GraphKernel],
+    graph_weight: float,
+    power: float,
+    num_steps: int,
+) -> Factorization:
+    """Return factors by plain matrices, from a start with all rows."""
+    w, h, t = start.coefficients, start.components, start.kernel_weights
+    dense = dense_kernels(x, kernels) if kernels else np.zeros((0, len(x), len(x)))
+    laplacians = [np.diag(kernel.sum(1)) - kernel for kernel in dense]
+    objectives = [dense_objective(x, start, kernels, graph_weight, power)]
+    for _ in range(num_steps):
+        h = h * (w.T @ x) / (w.T @ w @ h)
+        if kernels:
+            c = np.array([np.trace(w.T @ each @ w) for each in laplacians])
+            t = c ** (-1 / (power - 1)) / (c ** (-1 / (power - 1))).sum()
+        factors = len(kernels) ** (power - 1) * t**power if kernels else t
+        mixed = np.tensordot(factors, dense, 1) * graph_weight
+        down = w @ h @ h.T + mixed.sum(1)[:, None] * w
+        w = w * (x @ h.T + mixed @ w) / down
+        now = Factorization(w, h, t)
+        objectives.append(dense_objective(x, now, kernels, graph_weight, power))
+    return Factorization(w, h, t, tuple(objectives))

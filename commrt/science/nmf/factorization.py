@@ -16,7 +16,12 @@ from commrt.science.exact_sums import exact_sum
 from commrt.science.nmf.graph import Graph, join_nearest
 from commrt.science.nmf.kernels import GraphKernel
 from commrt.science.nmf.start import random_components, random_rows
-from commrt.science.nmf.updates import effective_weights, multiplied, simplex_step
+from commrt.science.nmf.updates import (
+    effective_weights,
+    inner_products,
+    multiplied,
+    simplex_step,
+)
 from commrt.science.rows import Floats, RowCut, agreed_rows, as_rows
 from commrt.vocabulary.checks import as_integer
 
@@ -266,16 +271,15 @@ class _State:
         """Take another W; collective. Products are computed while the halo travels."""
         self.w = self.table = w
         num_components, num_features = w.shape[1], self.x.shape[1]
-        num_kernels = 0 if self.graph is None else len(self.graph.weights)
         first = num_components * num_features
         last = first + num_components**2
-        sums = np.empty(last + num_kernels)
-        coming = None if self.graph is None else self.graph.start_halo(w)
-        sums[:first] = (w.T @ self.x).reshape(-1)
-        sums[first:last] = (w.T @ w).reshape(-1)
-        if self.graph is not None and coming is not None:
+        if self.graph is None:
+            sums = inner_products(w, self.x)
+        else:
+            coming = self.graph.start_halo(w)
+            products = inner_products(w, self.x)
             self.table = np.concatenate([w, coming.wait()])
-            sums[last:] = self.graph.differences(self.table)
+            sums = np.concatenate([products, self.graph.differences(self.table)])
         if self._comm.size > 1:
             self._comm.allreduce(sums)
         self.crossed = sums[:first].reshape(num_components, num_features)

@@ -33,7 +33,7 @@ import numpy as np
 
 from commrt.science.rows import Floats
 
-__all__ = ["effective_weights", "multiplied", "simplex_step"]
+__all__ = ["effective_weights", "inner_products", "multiplied", "simplex_step"]
 
 _TINY = 1e-100
 """Keeps quotients finite; no sum of products of usual size is changed by it."""
@@ -47,6 +47,11 @@ def multiplied(factor: Floats, up: Floats, down: Floats) -> Floats:
         up, down: the negative and the positive part of half the gradient.
     """
     return factor * ((up + _TINY) / (down + _TINY))
+
+
+def inner_products(w: Floats, x: Floats) -> Floats:
+    """Return W^T X, then W^T W, one after the other in a flat array; local."""
+    return np.concatenate([(w.T @ x).reshape(-1), (w.T @ w).reshape(-1)])
 
 
 def simplex_step(roughness: Floats, power: float) -> Floats:

@@ -21,7 +21,7 @@ from commrt.science.vecchia.partition import Blocks, nearest_block
 from commrt.science.vecchia.triangular import inverse_of_lower
 from commrt.vocabulary.checks import as_integer
 
-__all__ = ["Prediction", "VecchiaModel"]
+__all__ = ["Prediction", "VecchiaModel", "not_definite"]
 
 _MOST_POINTS = 64
 """New points that are computed together; more near one block are several groups."""
@@ -78,12 +78,11 @@ class VecchiaModel:
         and a group has the data points that are nearest to its centre. All data points
         give the exact prediction.
 
-        Where the covariance of a group's neighbours is not positive definite, its means
-        and variances are NaN.
-
-        Raises UsageError on all ranks where x is wrong on any. Bytes, for n own points:
-        an allgather of 32 and an alltoall of 8 for each rank, alltoallvs of 8 n (d + 2)
-        and of 16 for each point that has come, and those of ``find_neighbors``.
+        Raises UsageError on all ranks where x is wrong on any, and where the covariance
+        of any group's neighbours is not positive definite. Bytes, for n own points: an
+        allgather of 32 and an alltoall of 8 for each rank, alltoallvs of 8 n (d + 2)
+        and of 16 for each point that has come, an allreduce of 8, and those of
+        ``find_neighbors``.
         """
         what = "VecchiaModel.predict"
         comm, blocks = self.comm, self.blocks
@@ -127,6 +126,11 @@ class VecchiaModel:
             for place, answer in zip(batch.places, self._predicted(batch), strict=True):
                 answers[order[groups[place]]] = answer
         found = route.back(answers)
+        num_failed = np.array([np.isnan(answers).any()], np.int64)
+        if comm.size > 1:
+            comm.allreduce(num_failed)
+        if num_failed[0]:
+            raise not_definite(what, self.hyperparameters)
         return Prediction(
             found[:, 0] + self.mean, found[:, 1].copy(), neighbors.traffic
         )
@@ -139,7 +143,7 @@ class VecchiaModel:
         try:
             lower = np.linalg.cholesky(matrix[:, :m, :m])
         except np.linalg.LinAlgError:
-            # Ranks go on together: the caller sees which points have no prediction.
+            # All ranks raise together, when each has computed its groups.
             lower = np.full((len(matrix), m, m), np.nan)
         inverse = inverse_of_lower(lower)
         crossed = inverse @ matrix[:, :m, m:]
@@ -161,3 +165,12 @@ def _groups(block: Ints) -> list[Ints]:
         for low in range(start, start + count, _MOST_POINTS):
             groups.append(np.arange(low, min(low + _MOST_POINTS, start + count)))
     return groups
+
+
+def not_definite(what: str, values: Hyperparameters) -> UsageError:
+    """Return the error of points that are too near each other for the nugget."""
+    return UsageError(
+        f"{what}: the covariance of a block is not positive definite with nugget="
+        f"{values.nugget!r}: points lie too near each other, or twice at one place; "
+        f"pass a larger nugget"
+    )

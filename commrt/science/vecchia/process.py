@@ -24,7 +24,7 @@ from commrt.science.vecchia.hyperparameters import (
     is_learned,
 )
 from commrt.science.vecchia.likelihood import log_likelihood
-from commrt.science.vecchia.model import VecchiaModel
+from commrt.science.vecchia.model import VecchiaModel, not_definite
 from commrt.science.vecchia.neighbors import NeighborTraffic, find_neighbors
 from commrt.science.vecchia.partition import Blocks, cut_into_blocks
 from commrt.science.vecchia.quasi_newton import minimize
@@ -188,7 +188,7 @@ class ScaledBlockVecchia:
                 nonlocal evaluations
                 evaluations += 1
                 if evaluations == 1 and not math.isfinite(value):
-                    raise _not_definite(what, trial)
+                    raise not_definite(what, trial)
                 return -value, -gradient
 
             search = minimize(
@@ -309,7 +309,7 @@ class ScaledBlockVecchia:
         blocks, batches, traffic = self._arranged(data, values)
         value, _ = log_likelihood(batches, COVARIANCES[self.kernel], values, self.comm)
         if not math.isfinite(value):
-            raise _not_definite(what, values)
+            raise not_definite(what, values)
         return VecchiaModel(
             hyperparameters=values,
             mean=data.mean,
@@ -378,10 +378,3 @@ def _check_search(
     if not (_is_finite(tolerance) and tolerance >= 0):
         raise UsageError(f"{what}: tolerance={shown(tolerance)} must be a number >= 0")
 
-
-def _not_definite(what: str, values: Hyperparameters) -> UsageError:
-    return UsageError(
-        f"{what}: the covariance of a block is not positive definite with nugget="
-        f"{values.nugget!r}: points lie too near each other, or twice at one place; "
-        f"pass a larger nugget"
-    )

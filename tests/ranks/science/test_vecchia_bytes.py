@@ -143,6 +143,7 @@ def test_a_prediction_sends_the_bytes_of_its_formula(size: int) -> None:
     # Points of groups lie on ranks that no argument tells: their answers are summed.
     total: Counter[str] = Counter(allgather=32 * size * size, alltoall=8 * size * size)
     total["alltoallv"] = 40 * 8 * (D + 2) + 40 * 16
+    total["allreduce"] = 8 * size
     for each in traffic:
         total += neighbor_bytes(each, size)
     found: Counter[str] = Counter()

@@ -128,17 +128,24 @@ def test_wrong_new_points_on_one_rank_are_refused_by_all(
     assert "rank 1 refused" in first
 
 
-def test_neighbours_at_one_place_without_a_nugget_give_no_number() -> None:
-    """Data of different blocks are at one place: only a prediction needs both."""
-    x = np.array([[0.0], [0.0], [5.0]])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_neighbours_that_are_too_near_are_told_by_all_ranks(size: int) -> None:
+    """Each block alone is fine, and only a prediction needs two of them at once."""
+    x = np.array([[0.0], [1e-9], [5.0]])
+    y = np.array([1.0, 1.0, 0.0])
     values = Hyperparameters([1.0], 1.0, 0.0)
+    pieces = cut_of(len(x), size)
 
-    def main(comm: Any) -> tuple[Array, Array]:
+    def main(comm: Any) -> str:
+        own = pieces[comm.rank]
         process = ScaledBlockVecchia(comm, block_size=1, num_neighbors=0)
-        own = [slice(0, 1), slice(1, 3)][comm.rank]
-        model = process.condition(x[own] + [[1e-17]], [1.0, 1.0, 0.0][own], values)
-        return model.predict(np.zeros((1, 1)), num_neighbors=3)[:2]
+        model = process.condition(x[own], y[own], values)
+        rows = 1 if comm.rank == 0 else 0
+        new = np.zeros((rows, 1))
+        assert model.predict(new, num_neighbors=1).mean.shape == (rows,)
+        with pytest.raises(UsageError, match="larger nugget") as raised:
+            model.predict(new, num_neighbors=2)
+        comm.barrier()
+        return str(raised.value)
 
-    # Both points joined one anchor, so condition itself refuses them.
-    with pytest.raises(UsageError, match="larger nugget"):
-        run(2, main)
+    assert len({*run(size, main)}) == 1

@@ -136,7 +136,7 @@ def _compared(
     arguments: argparse.Namespace,
 ) -> int:
     """Compare with one process, and with the exact process; return the status."""
-    with comm.split(color=comm.rank) as alone:
+    with comm.create_group([comm.rank]) as alone:
         other, _ = _learned(alone, known, arguments)
     ours, theirs = model.hyperparameters.exact, other.hyperparameters.exact
     pairs = zip(

@@ -136,7 +136,7 @@ def _compared(
     arguments: argparse.Namespace,
 ) -> int:
     """Compare with one process; return 1 beyond the tolerance."""
-    with comm.split(color=comm.rank) as alone:
+    with comm.create_group([comm.rank]) as alone:
         other = _factors(alone, x, kernels, 0, arguments).coefficients
     worst = float(np.abs(whole - other).max() / other.max())
     is_good = worst <= TOLERANCE

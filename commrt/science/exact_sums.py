@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from commrt.comm import Communicator
 from commrt.science.rows import Floats, Ints
@@ -54,7 +55,7 @@ def exact_sum(terms: Floats, comm: Communicator) -> Floats:
     )
 
 
-def _cut(terms: Floats, exponents: np.ndarray) -> Ints:  # type: ignore[type-arg]
+def _cut(terms: Floats, exponents: npt.NDArray[np.int32]) -> Ints:
     """Return the sums (limbs, columns) of the integers that terms are cut into."""
     rest = np.ldexp(terms, -exponents)  # within -1 and 1
     limbs = np.zeros((_LIMBS, terms.shape[1]), np.int64)

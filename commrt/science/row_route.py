@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import math
+from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from commrt.comm import Communicator
 from commrt.request import Request
-from commrt.science.rows import Ints
+from commrt.science.rows import Floats, Ints
 
 __all__ = ["Coming", "RowRoute", "exchanged"]
 
-Rows = npt.NDArray[np.generic]
+Rows = TypeVar("Rows", Floats, Ints)
 
 
 class RowRoute:
@@ -55,9 +55,9 @@ class RowRoute:
         """
         return self.start_back(answers).wait()
 
-    def start_back(self, answers: Rows) -> Coming:
+    def start_back(self, answers: Rows) -> Coming[Rows]:
         """Start ``back``, and return what waits for it."""
-        came = np.empty((len(self._order), *answers.shape[1:]), answers.dtype)
+        came: Rows = np.empty((len(self._order), *answers.shape[1:]), answers.dtype)
         request = None
         if self._comm.size > 1:
             request = _started(self._comm, answers, self._recvs, self._sends, came)
@@ -66,17 +66,18 @@ class RowRoute:
         return Coming(came, self._order, request)
 
 
-class Coming:
+class Coming(Generic[Rows]):
     """Answers that are on their way."""
 
     def __init__(self, came: Rows, order: Ints, request: Request | None) -> None:
-        self._came, self._order, self._request = came, order, request
+        self._came: Rows = came
+        self._order, self._request = order, request
 
     def wait(self) -> Rows:
         """Return the answers, in the order of the rows that they are for."""
         if self._request is not None:
             self._request.wait()
-        found = np.empty_like(self._came)
+        found: Rows = np.empty_like(self._came)
         found[self._order] = self._came
         return found
 
@@ -90,7 +91,7 @@ def exchanged(comm: Communicator, rows: Rows, sends: Ints, recvs: Ints) -> Rows:
     """
     if comm.size == 1:
         return rows
-    out = np.empty((int(recvs.sum()), *rows.shape[1:]), rows.dtype)
+    out: Rows = np.empty((int(recvs.sum()), *rows.shape[1:]), rows.dtype)
     _started(comm, rows, sends, recvs, out).wait()
     return out
 

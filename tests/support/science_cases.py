@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def cut_of(total: int, size: int, seed: int = 0) -> list[slice]:
     if size > 2:
         ends[1] = ends[0]
     bounds = [0, *ends.tolist(), total]
-    return [slice(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def points_of(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Non-negative matrix factorisation with graphs, of rows that lie on different ranks."""
+"""Non-negative matrix factorisation with graphs, of rows on different ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Factorization:
 class GraphNMF:
     """Factors of a non-negative matrix, alike for rows that are near each other.
 
-        factors = GraphNMF(comm, 10, kernels=[GraphKernel(5)], graph_weight=100.0).fit(x)
+        model = GraphNMF(comm, 10, kernels=[GraphKernel(5)], graph_weight=100.0)
+        factors = model.fit(x)
         clusters = factors.coefficients.argmax(axis=1)
 
     It minimises |X - W H|^2 + graph_weight * sum_k a_k tr(W^T L_k W) over W, H >= 0 and

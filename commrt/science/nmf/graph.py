@@ -46,7 +46,7 @@ class Graph:
     _route: RowRoute
     _wanted: Ints
 
-    def start_halo(self, own: Floats) -> Coming:
+    def start_halo(self, own: Floats) -> Coming[Floats]:
         """Start to bring the halo of some rows; collective, an ``alltoallv``.
 
         Args:
@@ -79,7 +79,7 @@ class Graph:
         """
         weights = kernel_weights @ self.weights
         sums = np.zeros((self.num_rows, table.shape[1]))
-        degrees = np.bincount(self.rows, weights, self.num_rows)
+        degrees = np.bincount(self.rows, weights, self.num_rows).astype(np.float64)
         if len(self.rows):
             starts = np.flatnonzero(np.diff(self.rows, prepend=-1))
             products = table[self.columns] * weights[:, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random factors that depend on rows' numbers alone, not on the ranks that have them."""
+"""Random factors that depend on rows' numbers alone, not on ranks."""
 
 from __future__ import annotations
 

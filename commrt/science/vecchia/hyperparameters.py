@@ -80,7 +80,8 @@ class Hyperparameters:
 def encoded(values: Hyperparameters) -> Floats:
     """Return the logarithms of length scales, variance and nugget."""
     raw = np.array([*values.length_scales, values.variance, values.nugget])
-    return np.log(np.maximum(raw, _SMALLEST))
+    logarithms: Floats = np.log(np.maximum(raw, _SMALLEST))
+    return logarithms
 
 
 def is_learned(dimensions: int, fixed: Collection[str]) -> Bools:
@@ -93,7 +94,7 @@ def is_learned(dimensions: int, fixed: Collection[str]) -> Bools:
 def decoded(
     logarithms: Floats, start: Hyperparameters, fixed: Collection[str]
 ) -> Hyperparameters:
-    """Return the numbers of logarithms; fixed ones are those of ``start``, to the bit."""
+    """Return the numbers of logarithms; fixed ones have the bits of ``start``."""
     values = np.exp(logarithms)
     return Hyperparameters(
         start.length_scales if "length_scales" in fixed else values[:-2],

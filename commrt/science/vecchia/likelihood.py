@@ -23,7 +23,7 @@ from commrt.science.rows import Floats
 from commrt.science.vecchia.batches import Batch, covariances_of
 from commrt.science.vecchia.covariances import Covariance
 from commrt.science.vecchia.hyperparameters import Hyperparameters
-from commrt.science.vecchia.triangular import inverse_of_lower
+from commrt.science.vecchia.triangular import cholesky, inverse_of_lower
 
 __all__ = ["block_terms", "log_likelihood"]
 
@@ -46,14 +46,15 @@ def log_likelihood(
     return float(sums[0]), sums[1:]
 
 
-def block_terms(batch: Batch, covariance: Covariance, values: Hyperparameters) -> Floats:
+def block_terms(
+    batch: Batch, covariance: Covariance, values: Hyperparameters
+) -> Floats:
     """Return each block's term and its gradient, (blocks, 1 + d + 2); local."""
     found = np.full((len(batch.y), len(values.length_scales) + 3), math.nan)
     m = batch.num_neighbors
     parts = covariances_of(batch, covariance, values)
-    try:
-        lower = np.linalg.cholesky(parts.matrix)
-    except np.linalg.LinAlgError:
+    lower = cholesky(parts.matrix)
+    if lower is None:
         return found
     inverse = inverse_of_lower(lower)
     head, tail = inverse[:, :m, :m], inverse[:, m:]

@@ -18,7 +18,7 @@ from commrt.science.vecchia.covariances import COVARIANCES
 from commrt.science.vecchia.hyperparameters import Hyperparameters
 from commrt.science.vecchia.neighbors import NeighborTraffic, find_neighbors
 from commrt.science.vecchia.partition import Blocks, nearest_block
-from commrt.science.vecchia.triangular import inverse_of_lower
+from commrt.science.vecchia.triangular import cholesky, inverse_of_lower
 from commrt.vocabulary.checks import as_integer
 
 __all__ = ["Prediction", "VecchiaModel", "not_definite"]
@@ -140,9 +140,8 @@ class VecchiaModel:
         m = batch.num_neighbors
         values = self.hyperparameters
         matrix = covariances_of(batch, COVARIANCES[self.kernel], values).matrix
-        try:
-            lower = np.linalg.cholesky(matrix[:, :m, :m])
-        except np.linalg.LinAlgError:
+        lower = cholesky(matrix[:, :m, :m])
+        if lower is None:
             # All ranks raise together, when each has computed its groups.
             lower = np.full((len(matrix), m, m), np.nan)
         inverse = inverse_of_lower(lower)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from commrt.comm import Communicator
-from commrt.science.distances import first_of_each, nearest, squared_distances
+from commrt.science.distances import nearest, squared_distances
 from commrt.science.row_route import RowRoute, exchanged
 from commrt.science.rows import Bools, Floats, Ints
 from commrt.science.vecchia.partition import Blocks

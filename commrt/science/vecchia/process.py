@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class ScaledBlockVecchia:
         evaluations = 0
         has_converged = False
         for _ in range(rounds):
-            blocks, batches, _ = self._arranged(data, values)
+            _blocks, batches, _ = self._arranged(data, values)
             first = values
 
             def evaluate(
@@ -253,8 +254,8 @@ class ScaledBlockVecchia:
         (rows, found), cut = agreed_rows(what, self.comm, check, facts)
         if cut.total == 0 or cut.num_features == 0:
             raise UsageError(
-                f"{what}: {cut.total} points of {cut.num_features} dimensions; expected "
-                f"at least one of each"
+                f"{what}: {cut.total} points of {cut.num_features} dimensions; "
+                f"expected at least one of each"
             )
         if mean is None:
             mean = float(exact_sum(found[:, None], self.comm)[0]) / cut.total
@@ -290,9 +291,7 @@ class ScaledBlockVecchia:
             self.comm,
         )
         starts = blocks.starts
-        points = [
-            np.arange(low, high) for low, high in zip(starts, starts[1:], strict=False)
-        ]
+        points = [np.arange(low, high) for low, high in itertools.pairwise(starts)]
         centered = neighbors.y - data.mean
         batches = [*batches_of(neighbors.rows, points, neighbors.x, centered)]
         return blocks, batches, neighbors.traffic
@@ -377,4 +376,3 @@ def _check_search(
             )
     if not (_is_finite(tolerance) and tolerance >= 0):
         raise UsageError(f"{what}: tolerance={shown(tolerance)} must be a number >= 0")
-

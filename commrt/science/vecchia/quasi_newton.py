@@ -79,7 +79,9 @@ def minimize(
         if not is_scaled:
             length = min(length, 1.0 / float(np.max(np.abs(direction))))
         for _ in range(_MOST_HALVINGS):
-            trial = np.where(is_free, np.clip(point + length * direction, low, high), point)
+            trial = np.where(
+                is_free, np.clip(point + length * direction, low, high), point
+            )
             trial_value, trial_gradient = yield trial
             promised = float(gradient @ (trial - point))
             is_good = math.isfinite(trial_value) and bool(

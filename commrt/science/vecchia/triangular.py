@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inverses of stacks of lower triangular matrices.
+"""Cholesky factors of stacks of matrices, and their inverses.
 
 numpy solves no triangular systems. The inverse of ((A, 0), (C, D)) is
 ((A^-1, 0), (-D^-1 C A^-1, D^-1)), so nearly all work is products of stacks. Source:
@@ -12,10 +12,22 @@ import numpy as np
 
 from commrt.science.rows import Floats
 
-__all__ = ["inverse_of_lower"]
+__all__ = ["cholesky", "inverse_of_lower"]
 
 _SMALL = 8
 """Rows from which on halves pay."""
+
+
+def cholesky(matrices: Floats) -> Floats | None:
+    """Return the lower Cholesky factors of symmetric matrices, (..., n, n).
+
+    None where one of them is not positive definite, or has NaN.
+    """
+    try:
+        lower: Floats = np.asarray(np.linalg.cholesky(matrices), np.float64)
+    except np.linalg.LinAlgError:
+        return None
+    return lower
 
 
 def inverse_of_lower(lower: Floats) -> Floats:

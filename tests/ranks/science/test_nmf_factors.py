@@ -54,9 +54,7 @@ def factored(
         if start is not None:
             rows = start.coefficients[own]
             begin = Factorization(rows, start.components, start.kernel_weights)
-        return model.fit(
-            x[own], num_steps=num_steps, start=begin, tolerance=tolerance
-        )
+        return model.fit(x[own], num_steps=num_steps, start=begin, tolerance=tolerance)
 
     ranks = run(size, main)
     whole = np.concatenate([each.coefficients for each in ranks])
@@ -252,7 +250,9 @@ def test_factors_need_a_communicator() -> None:
         (np.array([[1.0, np.nan]]), "NaN"),
     ],
 )
-def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(wrong: Array, says: str) -> None:
+def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(
+    wrong: Array, says: str
+) -> None:
     def main(comm: Any) -> str:
         x = wrong if comm.rank == 1 else np.ones((2, 2))
         with pytest.raises(UsageError) as raised:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph of nearest rows is that of one process, and its halo brings what it says."""
+"""The graph of nearest rows is that of one process, and halos bring its rows."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def conditioned(
 @pytest.mark.parametrize("kernel", COVARIANCES)
 def test_all_earlier_points_give_the_exact_likelihood(kernel: str, size: int) -> None:
     x, y = points_of(90, 3)
-    models = conditioned(
-        size, x, y, kernel=kernel, block_size=11, num_neighbors=len(x)
-    )
+    models = conditioned(size, x, y, kernel=kernel, block_size=11, num_neighbors=len(x))
     exact = dense_log_likelihood(kernel, x, y, VALUES, y.mean())
     for model in models:
         assert model.mean == pytest.approx(y.mean(), rel=1e-14)

@@ -64,7 +64,9 @@ def test_rosenbrocks_valley_is_followed_to_its_end() -> None:
 
 
 def test_bounds_hold_at_every_point() -> None:
-    found, points = searched(bowl, [5.0, 5.0, 5.0], low=[1.5, -9, -9], high=[9, 9, 1.25])
+    found, points = searched(
+        bowl, [5.0, 5.0, 5.0], low=[1.5, -9, -9], high=[9, 9, 1.25]
+    )
     np.testing.assert_allclose(found.point, [1.5, 1, 1.25], rtol=1e-6)
     every = np.array(points)
     assert (every >= [1.5, -9, -9]).all()

@@ -200,7 +200,8 @@ def _squares(rows: Floats, centers: Floats) -> Floats:
 def mutual_information(one: Ints, other: Ints) -> float:
     """Return the mutual information of two labels over the mean of their entropies."""
     table = np.zeros((one.max() + 1, other.max() + 1))
-    np.add.at(table, (one, other), 1.0 / len(one))
+    np.add.at(table, (one, other), 1.0)
+    table /= len(one)
     first, last = table.sum(axis=1), table.sum(axis=0)
     both = table[table > 0]
     shared = (both * np.log(both / np.outer(first, last)[table > 0])).sum()

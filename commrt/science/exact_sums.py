@@ -23,6 +23,8 @@ __all__ = ["exact_sum"]
 
 _BITS, _LIMBS = 30, 3
 """Sums of 2^33 terms fit into 63 bits."""
+_NOT_FINITE = float(np.finfo(np.float64).max)
+"""Stands for NaN and infinity."""
 
 
 def exact_sum(terms: Floats, comm: Communicator) -> Floats:
@@ -37,10 +39,11 @@ def exact_sum(terms: Floats, comm: Communicator) -> Floats:
     ``allreduce`` of 8 q and one of 24 q.
     """
     largest = np.max(np.abs(terms), axis=0, initial=0.0)
-    largest[~np.isfinite(largest)] = math.inf
+    # No infinity is sent: communicators may check for it.
+    largest[~np.isfinite(largest)] = _NOT_FINITE
     if comm.size > 1:
         comm.allreduce(largest, "max")
-    is_finite = np.isfinite(largest)
+    is_finite = largest < _NOT_FINITE
     _, exponents = np.frexp(np.where(is_finite, largest, 0.0))
     limbs = _cut(np.where(is_finite, terms, 0.0), exponents)
     if comm.size > 1:

@@ -26,6 +26,8 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 _POSITIVE = (1 << 63) - 1
 """Keeps a number of 64 bits within int64."""
+_LARGEST = 1e100
+"""Of data: sums of squares are finite."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class RowCut:
 def as_rows(what: str, x: Any) -> Floats:
     """Return rows as a contiguous array (rows, features) of float64.
 
-    Raises UsageError for other shapes, for types that are no real numbers, and for NaN
-    and infinity.
+    Raises UsageError for other shapes, for types that are no real numbers, for NaN and
+    infinity, and for numbers beyond 1e100.
     """
     return _as_finite(what, "x", x, 2, "(rows, features)")
 
@@ -88,6 +90,11 @@ def _as_finite(what: str, name: str, value: Any, ndim: int, shape: str) -> Float
         raise UsageError(
             f"{what}: {name} has NaN or infinity; expected finite numbers: leave such "
             f"rows out"
+        )
+    if np.max(np.abs(found), initial=0.0) > _LARGEST:
+        raise UsageError(
+            f"{what}: {name} has numbers beyond {_LARGEST:g}, whose squares overflow; "
+            f"divide by a unit of their size"
         )
     return found
 

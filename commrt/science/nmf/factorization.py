@@ -122,13 +122,14 @@ class GraphNMF:
             num_steps: steps at most; each changes H, then the kernels' weights, then W.
             tolerance: the fit ends where a step lowers the objective by less than this
                 part of it; 0: after all steps.
-            start: factors to go on from, with this rank's rows of W; None: random ones.
+            start: factors to go on from, with this rank's rows of W, and with H and the
+                kernels' weights of rank 0; None: random ones.
 
         Raises UsageError on all ranks where an argument is wrong on any.
 
         Bytes of a step, for f features, k components, p kernels and s rows of W that
         others need: an alltoallv of 8 s k, and an allreduce of 8 (k f + k^2 + p). With
-        a tolerance, a bcast of 8.
+        a tolerance, a bcast of 8. With a start, bcasts of 8 k f and 8 p, once.
         """
         what = "GraphNMF.fit"
 
@@ -197,6 +198,9 @@ class GraphNMF:
             graph = join_nearest(x, cut, self.kernels, self.comm)
         if len(arrays) > 1:
             w, h, weights = arrays[1].copy(), arrays[2].copy(), arrays[3].copy()
+            if self.comm.size > 1:  # what all ranks have is rank 0's
+                self.comm.bcast(h, 0)
+                self.comm.bcast(weights, 0)
         else:
             k = self.num_components
             # The product of the factors has the mean of X.

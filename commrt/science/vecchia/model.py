@@ -125,12 +125,12 @@ class VecchiaModel:
         for batch in batches_of(neighbors.rows, shifted, table, values):
             for place, answer in zip(batch.places, self._predicted(batch), strict=True):
                 answers[order[groups[place]]] = answer
-        found = route.back(answers)
         num_failed = np.array([np.isnan(answers).any()], np.int64)
         if comm.size > 1:
             comm.allreduce(num_failed)
         if num_failed[0]:
             raise not_definite(what, self.hyperparameters)
+        found = route.back(answers)
         return Prediction(
             found[:, 0] + self.mean, found[:, 1].copy(), neighbors.traffic
         )

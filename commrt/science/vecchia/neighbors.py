@@ -28,6 +28,8 @@ __all__ = ["NeighborTraffic", "Neighbors", "find_neighbors"]
 
 _SLACK = 1e-9
 """Part of a distance by which bounds are widened, beyond any rounding."""
+_FAR = 1e150
+"""Stands for no limit: its square is finite, as communicators may check."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _sure_limits(
     first = enough.argmax(axis=1)
     rows = np.arange(len(distances))
     limits = np.take_along_axis(farthest, order, 1)[rows, first]
-    return np.where(enough.any(axis=1), limits, np.inf)
+    return np.where(enough.any(axis=1), limits, _FAR)
 
 
 class _Search:

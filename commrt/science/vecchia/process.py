@@ -160,8 +160,9 @@ class ScaledBlockVecchia:
         variances within 10000. Raises UsageError as ``condition`` does.
         """
         what = "ScaledBlockVecchia.fit"
+        is_list = isinstance(fixed, Collection) and not isinstance(fixed, str)
         settings = (
-            sorted(str(name) for name in fixed),
+            sorted(map(str, fixed)) if is_list else [shown(fixed)],
             *(rounds, max_steps, tolerance),
         )
         data = self._data(what, x, y, start, mean, settings)
@@ -175,12 +176,13 @@ class ScaledBlockVecchia:
         has_converged = False
         for _ in range(rounds):
             _blocks, batches, _ = self._arranged(data, values)
-            first = values
+            first, begun = values, evaluations
 
             def evaluate(
                 point: Floats,
                 batches: list[Batch] = batches,
                 first: Hyperparameters = first,
+                begun: int = begun,
             ) -> tuple[float, Floats]:
                 trial = decoded(point, first, fixed)
                 value, gradient = log_likelihood(
@@ -188,7 +190,7 @@ class ScaledBlockVecchia:
                 )
                 nonlocal evaluations
                 evaluations += 1
-                if evaluations == 1 and not math.isfinite(value):
+                if evaluations == begun + 1 and not math.isfinite(value):
                     raise not_definite(what, trial)
                 return -value, -gradient
 

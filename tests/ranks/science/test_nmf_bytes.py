@@ -66,6 +66,33 @@ def test_a_factorisation_sends_the_bytes_of_its_formula(
         assert sent_between_barriers(log) == +right
 
 
+def test_going_on_brings_rank_0s_factors_to_all() -> None:
+    """Ranks whose processors round differently may have others."""
+    x = np.random.default_rng(1).uniform(size=(N, F))
+    pieces = cut_of(N, 3)
+
+    def main(comm: Any) -> Any:
+        own, p = x[pieces[comm.rank]], len(KERNELS)
+        model = GraphNMF(comm, K, kernels=KERNELS)
+        first = model.fit(own, num_steps=2)
+        off = 1.0 + comm.rank
+        start = Factorization(
+            first.coefficients, first.components * off, np.ones(p) / p / off
+        )
+        comm.barrier()
+        found = model.fit(own, num_steps=0, start=start)
+        comm.barrier()
+        np.testing.assert_array_equal(found.kernel_weights, np.ones(p) / p)
+        return first.components, found.components
+
+    with commrt.trace.record() as recording:
+        ranks = run(3, main)
+    for (_, found), log in zip(ranks, recording.logs(), strict=True):
+        np.testing.assert_array_equal(found, ranks[0][0])
+        sent = sent_between_barriers(log)
+        assert sent["bcast"] == 8 * K * F + 8 * len(KERNELS)
+
+
 def test_one_rank_of_factors_sends_nothing() -> None:
     def main(comm: Any) -> None:
         comm.barrier()

@@ -80,6 +80,7 @@ def refused_by_all(
         (np.zeros(3), "shape"),
         (np.zeros((3, 2), complex), "complex"),
         (np.full((1, 2), np.nan), "NaN"),
+        (np.full((1, 2), -1e101), "overflow"),
         ([[1.0], [2.0, 3.0]], "no array"),
         ("rows", "shape"),
         (None, "shape"),

@@ -142,6 +142,8 @@ def test_data_without_spread_have_a_fit(x: Array, y: Array, size: int) -> None:
         ({"tolerance": float("nan")}, "tolerance"),
         ({"fixed": ("width",)}, "must be among length_scales, variance, nugget"),
         ({"fixed": ("nugget",)}, "needs start"),
+        ({"fixed": "nugget"}, "must be among"),
+        ({"fixed": None}, "must be among"),
         ({"start": Hyperparameters([1.0], 1.0, 0.1)}, "1 length scales, and x has 2"),
         ({"start": Hyperparameters([1.0, 1.0], 1.0, 0.0)}, "nugget=0"),
         ({"start": (1.0, 1.0)}, "must be Hyperparameters"),
@@ -223,3 +225,24 @@ def test_no_points_and_no_dimensions_are_refused(shape: tuple[int, int]) -> None
 
     with pytest.raises(UsageError, match="at least one of each"):
         run(2, main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_process_sends_no_nan_and_no_infinity(size: int) -> None:
+    """So it works where communicators check for them, also where it must refuse."""
+    x, y = points_of(40, 2)
+    twice = np.repeat(x[:10], 4, axis=0)
+    pieces = cut_of(40, size)
+
+    def main(comm: Any) -> int:
+        comm.nan_check = True
+        own = pieces[comm.rank]
+        process = ScaledBlockVecchia(comm, block_size=3, num_neighbors=100)
+        model = process.fit(x[own], y[own], rounds=2, max_steps=3)
+        model.predict(x[own], num_neighbors=100)
+        start = Hyperparameters([1.0, 1.0], 1.0, 0.0)
+        with pytest.raises(UsageError, match="larger nugget"):
+            process.fit(twice[own], y[own], start=start, fixed=("nugget",))
+        return model.num_evaluations
+
+    assert len({*run(size, main)}) == 1

@@ -10,10 +10,12 @@ are stored as bytes; nothing else was changed.
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["load_digits", "load_tensors"]
 
@@ -27,6 +29,8 @@ def load_digits() -> tuple[Any, Any]:
 
 def load_tensors() -> tuple[torch.Tensor, torch.Tensor]:
     """Return images (1797, 1, 8, 8) of floats in [0, 1], and the digits."""
+    import torch  # programs without torch load the arrays
+
     images, digits = load_digits()
     pixels = torch.from_numpy(images.astype(np.float32) / 16.0)
     return pixels[:, None], torch.from_numpy(digits.astype(np.int64))

@@ -2,9 +2,9 @@
 """The place of a call in the user's program: file, line and function.
 
 Between the program and commrt lie frames of torch, of Python's own library and of
-commrt's layers, which are passed over. A place is a code object and an instruction in
-it, so it is found again by two numbers (``recording/call_sites.cpp``); which line that
-is, is read when it is shown.
+commrt's layers and methods of science, which are passed over. A place is a code object
+and an instruction in it, so it is found again by two numbers
+(``recording/call_sites.cpp``); which line that is, is read when it is shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commrt.group.call_site import OWN, PROGRAMS, is_library
 
 __all__ = ["CORE", "NOWHERE", "Site", "call_sites"]
 
-_PASSED = frozenset(("hvd", "layers"))
+_PASSED = frozenset(("hvd", "layers", "science"))
 """Parts of commrt that call it as a program does, on behalf of one."""
 
 

@@ -480,7 +480,8 @@ def test_calls_from_many_places_are_told_apart() -> None:
     frame = sys._getframe()
     assert sites.of_caller(frame) is not sites.of_caller(frame)  # two instructions
     assert sites.of_caller(frame).line == frame.f_lineno
-    for module in ("commrt.layers.data", "deepspeed.comm.torch", "torch.nn"):
+    ours = "commrt.layers.data", "commrt.science.row_route"
+    for module in (*ours, "deepspeed.comm.torch", "torch.nn"):
         made = {"f": sys._getframe, "__name__": module}
         exec("def call(take): return take(f(0))", made)
         site = made["call"](sites.of_caller)

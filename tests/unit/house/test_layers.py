@@ -38,7 +38,7 @@ LAYERS = (
         "commrt",
     ),
     ("torch",),
-    ("layers", "elastic"),
+    ("layers", "elastic", "science"),
     ("hvd",),
     (
         *("tuning", "bench", "commands", "examples", "tables"),

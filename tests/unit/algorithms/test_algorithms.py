@@ -15,6 +15,7 @@ from commrt.schedule.builder import Builder
 from commrt.schedule.core_cost import core_counts
 from commrt.schedule.cost import (
     CHUNK_NBYTES,
+    JAM,
     MESSAGE_SHARE,
     TAPER,
     cost,
@@ -179,6 +180,25 @@ def test_cost_of_a_tree_counts_the_way_down_once_per_fragment() -> None:
     assert cost(chain, long, 0, 1, 0) == pytest.approx(
         long * (1 + far) + 3 * CHUNK_NBYTES
     )
+
+
+def test_streams_that_a_rank_waits_for_before_it_sends_on_cost_more() -> None:
+    def found(coll: str, name: str, **params: int) -> int:
+        return counts(algorithms.schedule(coll, name, 4, params=params)).gathered
+
+    assert found("allreduce", "direct", shots=2) == 3
+    assert found("allreduce", "direct", shots=1) == 1  # nobody sends on
+    assert found("allreduce", "ring") == found("allreduce", "halving_doubling") == 1
+    for coll in ("alltoall", "allgather", "reduce_scatter"):
+        assert found(coll, "direct") == 1
+
+    direct = algorithms.schedule("allreduce", "direct", 4, params={"shots": 2})
+    ring = algorithms.schedule("allreduce", "ring", 4)
+    # One fragment: streams end together. Many: each waits for the slowest stream.
+    assert cost(direct, CHUNK_NBYTES, 0, 1, 0) == cost(ring, CHUNK_NBYTES, 0, 1, 0)
+    long = 64 * CHUNK_NBYTES
+    jam = JAM * 2 * 1.5 * (long - 4 * CHUNK_NBYTES)
+    assert cost(direct, long, 0, 1, 0) == pytest.approx(cost(ring, long, 0, 1, 0) + jam)
 
 
 def test_cost_takes_the_usual_fragments() -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from commrt.errors import UsageError
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.dropout import dropout
+from commrt.layers.agreed_seed import agreed_seed
 from commrt.layers.tensors import DistTensor, Placement, Sharded, masks
 from commrt.local import run
 
@@ -43,7 +44,7 @@ def test_a_mask_is_the_same_for_any_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = drawn(random.Random(seed), (3, 7, 5, 6))
-    monkeypatch.setattr(masks, "agreed_seed", lambda grid: seed)
+    monkeypatch.setattr(masks, "agreed_seed", lambda comm, **_: seed)
     one = whole.clone().requires_grad_()
     expected = dropout(
         *(one, module.p), seed=seed, cuts={}, whole_channels=whole_channels
@@ -65,7 +66,9 @@ def test_a_mask_is_the_same_for_any_cut(
 def test_all_ranks_get_the_number_that_the_first_one_draws(seed: int) -> None:
     def main(comm: Any) -> list[int]:
         with ProcessGrid(comm, {"a": 3}) as grid:
-            return [masks.agreed_seed(grid) for _ in range(4)]
+            return [
+                agreed_seed(grid.comm, only_first_draws=True) for _ in range(4)
+            ]
 
     torch.manual_seed(seed)
     first, *others = run(3, main)

@@ -74,7 +74,7 @@ def test_columns_frozen_on_one_rank_are_told_on_all() -> None:
     first, second = run(2, main, timeout_s=SHORT_S)
     assert first == second
     assert "table 't' is cut by columns" in first
-    assert "rank 1 none" in first
+    assert "rank 1: no gradient" in first
 
 
 def test_an_optimizer_of_one_piece_of_columns_is_told_on_all() -> None:
@@ -85,7 +85,7 @@ def test_an_optimizer_of_one_piece_of_columns_is_told_on_all() -> None:
         loss_of(layer(batches_of(SEVEN, [3, 2])[grid.rank])).backward()
         optimizer.step()
 
-    assert "rank 1 none" in told_on_all(2, main)
+    assert "rank 1: no gradient" in told_on_all(2, main)
 
 
 def test_gradients_of_other_rows_on_one_rank_are_told_on_all() -> None:
@@ -97,7 +97,7 @@ def test_gradients_of_other_rows_on_one_rank_are_told_on_all() -> None:
                 parameter.grad = parameter.grad.to_dense()
         RowwiseAdagrad(layer.parameters()).step()
 
-    assert "rank 0 one of 2 rows, rank 1 one of 9 rows" in told_on_all(2, main)
+    assert "(rank 0: 2 rows, rank 1: 9 rows)" in told_on_all(2, main)
 
 
 def test_a_frozen_rank_without_columns_keeps_none_waiting() -> None:

@@ -24,6 +24,7 @@ from embedding_cases import (
 )
 from tensor3d_cases import NEAR, drawn_in
 
+from commrt.errors import UsageError
 from commrt.layers.embeddings import RowwiseAdagrad, state_dict
 from commrt.layers.process_grid import ProcessGrid
 from commrt.local import run
@@ -264,7 +265,10 @@ def test_narrow_rows_have_accumulators_of_float32(
             other = RowwiseAdagrad(layer.parameters(), lr=0.1)
             other.load_state_dict(optimizer.state_dict())
             assert torch.equal(other.table_state(layer)["sum"]["a"], sums)
-            own = [each.accumulator(next(layer.parameters())) for each in (other, optimizer)]
+            own = [
+                each.accumulator(next(layer.parameters()))
+                for each in (other, optimizer)
+            ]
             assert own[0].data_ptr() != own[1].data_ptr()
 
     run(2, main)
@@ -277,7 +281,10 @@ def test_narrow_rows_have_accumulators_of_float32(
         ({"eps": True}, "eps=True must be a number"),
         ({"lr_decay": float("nan")}, "lr_decay=nan must be a number"),
         ({"initial_accumulator_value": "1"}, "initial_accumulator_value='1' must be"),
-        ({"params": [torch.nn.Parameter(torch.ones(3))]}, r"shape \(3,\); expected two"),
+        (
+            {"params": [torch.nn.Parameter(torch.ones(3))]},
+            r"shape \(3,\); expected two",
+        ),
         (
             {"params": [torch.nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))]},
             "type torch.complex64; expected a type for floating-point",

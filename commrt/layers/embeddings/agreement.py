@@ -48,8 +48,8 @@ def check_alike(comm: Communicator | None, own: Arguments | None) -> None:
     refused = every[:, 0].nonzero()[0].tolist()
     if refused:
         raise UsageError(
-            f"ShardedEmbeddingBags: rank {refused[0]} refuses its arguments, so no rank "
-            f"makes the layer; that rank's own error says why"
+            f"ShardedEmbeddingBags: rank {refused[0]} refuses its arguments, so no "
+            f"rank makes the layer; that rank's own error says why"
         )
     for number, name in enumerate(names, 1):
         others = (every[:, number] != every[0, number]).nonzero()[0].tolist()

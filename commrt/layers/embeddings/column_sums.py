@@ -160,14 +160,14 @@ class ColumnSums:
         for table, by_rank in found.items():
             if len({*by_rank.values()}) > 1:
                 told = ", ".join(
-                    f"rank {rank} " + ("none" if n < 0 else f"one of {n} rows")
-                    for rank, n in sorted(by_rank.items())
+                    f"rank {rank}: {'no gradient' if number < 0 else f'{number} rows'}"
+                    for rank, number in sorted(by_rank.items())
                 )
+                name = self._layout.tables[table].name
                 raise UsageError(
-                    f"RowwiseAdagrad.step: table {self._layout.tables[table].name!r} is "
-                    f"cut by columns, and its pieces need gradients of the same rows; "
-                    f"gradients that the optimizers have: {told}. Freeze the table on "
-                    f"all ranks or on none, and give all parameters of the layer to one "
-                    f"optimizer. No rank has changed a row"
+                    f"RowwiseAdagrad.step: table {name!r} is cut by columns, and its "
+                    f"pieces have gradients of different rows ({told}), so no rank "
+                    f"changes a row. Freeze the table on all ranks or on none, and "
+                    f"give all parameters of the layer to one optimizer"
                 )
         return bool((numbers > 0).any())

@@ -205,9 +205,8 @@ class _Start(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         ctx.arrivals, ctx.is_sparse = arrivals, is_sparse
         ctx.num_rows = [len(each) for each in parameters]
-        # Gradients of weights need rows. Other rows may change before the backward pass.
-        *_, needs_weights = ctx.needs_input_grad[:4]
-        classes = arrivals.layout.classes
+        # Gradients of weights need rows. Others may change before the backward pass.
+        needs_weights, classes = ctx.needs_input_grad[3], arrivals.layout.classes
         needed = [
             parameter
             for parameter, each in zip(parameters, classes, strict=True)

@@ -118,7 +118,7 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
     torch's EmbeddingBag for ``"sum"``.
 
     Collective when it is made: ranks compare their arguments by an ``allgather`` of 40
-    bytes each, and draw the same values, from a seed of the first rank. Raises
+    bytes for each rank, and draw the same values, from a seed of the first rank. Raises
     UsageError on all ranks, before anything is made, where the tables of one do not
     fit, or where ranks have other tables, shards, types or axes.
     """

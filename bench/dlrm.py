@@ -45,7 +45,7 @@ class Workload(NamedTuple):
     length: int
     """Indices of a bag."""
     samples: int
-    """Of each rank."""
+    """Samples of each rank."""
     bottom: tuple[int, ...]
     top: tuple[int, ...]
 

@@ -48,9 +48,11 @@ class Network(nn.Module):  # type: ignore[misc]  # torch is not looked into
     """A model with a bottom perceptron, tables, products of pairs and a top perceptron.
 
     Args:
-        bags: the tables, which all have one dimension.
+        bags: the layer that looks rows up.
+        tables: its tables, which all have the same ``embedding_dim``.
         num_dense: numbers of a sample.
         bottom, top: hidden features of the perceptrons.
+        dtype: of the perceptrons' parameters.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ def perceptron(features: Sequence[int], dtype: Any) -> nn.Module:
 
 
 class PlainNetwork(Network):
-    """The same in torch alone, which the ranks' must equal."""
+    """A network in torch alone, whose losses those on ranks must equal."""
 
     def forward(self, dense: torch.Tensor, bags: Any) -> torch.Tensor:
         """Return a number for each sample."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from commrt.errors import UsageError
+from commrt.layers.agreed_seed import agreed_seed
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.spatial.dropout import dropout
 from commrt.layers.tensors import DistTensor, Placement, Sharded, masks
@@ -43,7 +44,7 @@ def test_a_mask_is_the_same_for_any_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = drawn(random.Random(seed), (3, 7, 5, 6))
-    monkeypatch.setattr(masks, "agreed_seed", lambda grid: seed)
+    monkeypatch.setattr(masks, "agreed_seed", lambda comm, **_: seed)
     one = whole.clone().requires_grad_()
     expected = dropout(
         *(one, module.p), seed=seed, cuts={}, whole_channels=whole_channels
@@ -62,17 +63,26 @@ def test_a_mask_is_the_same_for_any_cut(
     run(6, main)
 
 
-def test_all_ranks_get_the_number_that_the_first_one_draws(seed: int) -> None:
+@pytest.mark.parametrize("only_first_draws", [True, False])
+def test_all_ranks_get_the_number_that_the_first_one_draws(
+    seed: int, only_first_draws: bool
+) -> None:
     def main(comm: Any) -> list[int]:
-        with ProcessGrid(comm, {"a": 3}) as grid:
-            return [masks.agreed_seed(grid) for _ in range(4)]
+        return [agreed_seed(comm, only_first_draws=only_first_draws) for _ in range(4)]
 
     torch.manual_seed(seed)
     first, *others = run(3, main)
     assert [first, first] == others
     assert len({*first}) == 4
     torch.manual_seed(seed)
-    assert run(3, main)[2] == first
+    # Ranks that are threads share torch's generator.
+    if only_first_draws:
+        assert run(3, main)[2] == first
+    else:
+        alone = run(1, main)[0]
+        torch.manual_seed(seed)
+        with torch.device("meta"):  # which the host's generator does not heed
+            assert alone == [agreed_seed(None) for _ in range(4)]
 
 
 def test_a_checkpointed_dropout_drops_the_same_again(seed: int) -> None:

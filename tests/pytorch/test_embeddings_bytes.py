@@ -183,9 +183,26 @@ def test_rowwise_adagrad_sends_one_element_for_each_touched_row(ranks: int) -> N
 
     with commrt.trace.record() as recording:
         run(ranks, step)
-    sent = [between_barriers(log)["alltoallv"] for log in recording.logs()]
+    found = [between_barriers(log) for log in recording.logs()]
+    sent = [each["alltoallv"] for each in found]
     right = [touched * (owners - 1) * E] * owners + [0] * (ranks - owners)
     assert sorted(sent) == sorted(right)
+    assert [each["allreduce"] for each in found] == [8 * owners] * ranks
+
+
+def test_a_new_layer_compares_its_arguments_and_draws_a_seed() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"data": 0}) as grid:
+            comm.barrier()
+            ShardedEmbeddingBags(FORMS["mixed"], grid=grid)
+            comm.barrier()
+
+    with commrt.trace.record() as recording:
+        run(3, main)
+    for log in recording.logs():
+        found = between_barriers(log)
+        assert found["allgather"] == 40 * 3
+        assert found["bcast"] == 8
 
 
 def test_rows_travel_while_a_program_computes(monkeypatch: pytest.MonkeyPatch) -> None:

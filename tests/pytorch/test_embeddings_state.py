@@ -32,6 +32,7 @@ from commrt.layers.embeddings import (
     ShardedEmbeddingBags,
     load_state_dict,
     place,
+    sharded,
     state_dict,
     sync_gradients,
 )
@@ -81,7 +82,9 @@ def test_states_of_tables_are_serial(kind: str, ranks: int) -> None:
     run(ranks, main)
 
 
-def test_new_tables_are_the_same_on_every_number_of_ranks() -> None:
+def test_new_tables_are_the_same_on_every_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tables = (
         EmbeddingTable("long", 2500, 3, padding_idx=7, init_std=0.5, sharding="row"),
         *MIXED,
@@ -89,9 +92,10 @@ def test_new_tables_are_the_same_on_every_number_of_ranks() -> None:
 
     def main(comm: Any) -> Any:
         with ProcessGrid(comm, {"data": 0}) as grid:
-            torch.manual_seed(5 if comm.rank == 0 else 99)
             return ShardedEmbeddingBags(tables, grid=grid).gathered()
 
+    # Ranks that are threads share torch's generator, so each draws another seed.
+    monkeypatch.setattr(sharded, "agreed_seed", lambda comm: 5)
     alone, *others = (run(ranks, main)[-1] for ranks in (1, 2, 3))
     for other in others:
         assert all(torch.equal(other[name], alone[name]) for name in alone)
@@ -290,6 +294,7 @@ def test_without_gradients_rows_need_none() -> None:
 
 T = EmbeddingTable("t", 4, 3)
 W = EmbeddingTable("w", 4, 3, is_weighted=True)
+OTHER = place([T, EmbeddingTable("v", 4, 3, is_weighted=True)], 1)
 TWO = torch.tensor([[0], [1]])
 Call = Callable[[ProcessGrid], Any]
 
@@ -326,6 +331,11 @@ def layer(grid: ProcessGrid, *tables: EmbeddingTable) -> ShardedEmbeddingBags:
         (
             lambda grid: ShardedEmbeddingBags([T], grid=grid, placement=place([T], 2)),
             "on 2 ranks; expected the same 1 tables as given, on 1 ranks",
+        ),
+        (
+            lambda grid: ShardedEmbeddingBags([T, W], grid=grid, placement=OTHER),
+            "table 1 of the placement is EmbeddingTable.*name='v'.*expected the given "
+            "one, EmbeddingTable.*name='w'",
         ),
         (lambda grid: layer(grid)(TWO), "must be a list with one entry"),
         (lambda grid: layer(grid)([TWO, TWO]), "one entry for each of 1 tables"),
@@ -426,6 +436,9 @@ def test_tables_that_cannot_be_are_refused(more: Any, message: str) -> None:
         ((Shard(0, 0, (0, 2), (0, 3)), Shard(0, 0, (2, 4), (0, 3))), "two shards"),
         ((Shard(0, 2, (0, 4), (0, 3)),), "lies on rank 2; expected 0 to 1"),
         ((Shard(1, 0, (0, 4), (0, 3)),), "is of no table"),
+        (((0, 0, (0, 4), (0, 3)),), "must be a Shard"),
+        (Shard(0, 0, (0, 4), (0, 3)), "must be a Shard"),
+        (None, "shards=None must be a list"),
     ],
 )
 def test_placements_that_do_not_tile_are_refused(shards: Any, message: str) -> None:

@@ -103,7 +103,7 @@ def test_new_layers_are_the_same_on_every_grid(
     for found in others:
         assert all(torch.equal(found[name], one[name]) for name in one)
     # Ranks that are threads share torch's generator, so each draws another seed.
-    monkeypatch.setattr(moe, "_seed_of_first", lambda comm: 5)
+    monkeypatch.setattr(moe, "agreed_seed", lambda comm: 5)
     (right,) = run(1, lambda comm: main(comm, {"expert": 1}))
     assert len({float(value.std()) for value in right.values()}) == len(right)
     for found in run(4, lambda comm: main(comm, {"expert": 2, "tensor": 2})):

@@ -24,6 +24,7 @@ from embedding_cases import (
 )
 from tensor3d_cases import NEAR, drawn_in
 
+from commrt.errors import UsageError
 from commrt.layers.embeddings import RowwiseAdagrad, state_dict
 from commrt.layers.process_grid import ProcessGrid
 from commrt.local import run
@@ -222,5 +223,84 @@ def test_closures_are_called_with_gradients() -> None:
         return loss
 
     assert torch.equal(optimizer.step(closure), before[1].sum())
-    # The mean square is 1; rows without a gradient are divided by 0.
-    assert torch.equal(table[1], before[1] - 0.5)
+    # The mean square is 1. Other rows have a root of 0, and do not change.
+    before[1] -= 0.5
+    assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_rows_have_accumulators_of_float32(
+    dtype: torch.dtype, is_sparse: bool
+) -> None:
+    """Also where squares, and eps, are too small for float16."""
+    tables = cut_as(PLAIN[:1], "column")
+    rows = torch.tensor([[1], [7]])
+
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"data": 0}) as grid:
+            layer = layer_of(tables, grid, is_sparse=is_sparse).to(dtype)
+            before = layer.gathered()["a.weight"].double()
+            optimizer = RowwiseAdagrad(layer.parameters(), lr=0.5)
+            for factor in (1e-4, 3e-4):
+                layer.zero_grad()
+                (found,) = layer([rows])
+                (found * found.new_tensor(factor)).sum().backward()
+                optimizer.step()
+            after = layer.gathered()["a.weight"].double()
+            right, near = before.clone(), torch.finfo(dtype).eps
+            # Both ranks name the rows.
+            steps = (2e-4, 6e-4)
+            for number, gradient in enumerate(steps):
+                root = sum(each**2 for each in steps[: number + 1]) ** 0.5
+                right[rows[:, 0]] -= 0.5 * gradient / root
+            assert torch.allclose(after, right, rtol=2 * near, atol=2 * near)
+            others = [row for row in range(11) if row not in (1, 7)]
+            assert torch.equal(after[others], before[others])
+            sums = optimizer.table_state(layer)["sum"]["a"]
+            assert sums.dtype == torch.float32
+            total = torch.tensor([4e-8 + 36e-8] * 2)
+            assert torch.allclose(sums[[1, 7]], total, rtol=2 * near)
+            # A state that was saved and loaded has the same accumulators.
+            other = RowwiseAdagrad(layer.parameters(), lr=0.1)
+            other.load_state_dict(optimizer.state_dict())
+            assert torch.equal(other.table_state(layer)["sum"]["a"], sums)
+            own = [
+                each.accumulator(next(layer.parameters()))
+                for each in (other, optimizer)
+            ]
+            assert own[0].data_ptr() != own[1].data_ptr()
+
+    run(2, main)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": -1.0}, r"lr=-1\.0 must be a number"),
+        ({"eps": True}, "eps=True must be a number"),
+        ({"lr_decay": float("nan")}, "lr_decay=nan must be a number"),
+        ({"initial_accumulator_value": "1"}, "initial_accumulator_value='1' must be"),
+        (
+            {"params": [torch.nn.Parameter(torch.ones(3))]},
+            r"shape \(3,\); expected two",
+        ),
+        (
+            {"params": [torch.nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))]},
+            "type torch.complex64; expected a type for floating-point",
+        ),
+    ],
+)
+def test_bad_groups_of_parameters_are_refused(
+    group: dict[str, Any], message: str
+) -> None:
+    """The optimizer stays as it was."""
+    first, second = (torch.nn.Parameter(drawn_in(n, 3, 2)) for n in (1, 2))
+    optimizer = RowwiseAdagrad([first])
+    with pytest.raises(UsageError, match=message):
+        optimizer.add_param_group({"params": [second], **group})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(UsageError, match=message):
+        RowwiseAdagrad([{"params": [second], **group}])
+    optimizer.add_param_group({"params": [second], "lr": 0.2})
+    assert [each["lr"] for each in optimizer.param_groups] == [1e-2, 0.2]

@@ -89,7 +89,7 @@ def meet(
 
 
 class Arrivals:
-    """What has come to a rank: pieces of bags, whose rows it has; collective.
+    """Pieces of bags that have come to the rank that has their rows; collective.
 
     Args:
         comm: the ranks; None: one rank.
@@ -205,8 +205,14 @@ class _Start(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         ctx.arrivals, ctx.is_sparse = arrivals, is_sparse
         ctx.num_rows = [len(each) for each in parameters]
-        # Gradients of rows need no rows, so these may change before.
-        ctx.save_for_backward(weights, *(() if weights is None else parameters))
+        # Gradients of weights need rows. Others may change before the backward pass.
+        needs_weights, classes = ctx.needs_input_grad[3], arrivals.layout.classes
+        needed = [
+            parameter
+            for parameter, each in zip(parameters, classes, strict=True)
+            if needs_weights and each.is_weighted
+        ]
+        ctx.save_for_backward(weights, *needed)
         factors = arrivals.factors(weights)
         sums = [
             sums_of_rows(*each)
@@ -225,7 +231,8 @@ class _Start(torch.autograd.Function):  # type: ignore[misc]
         trip = arrivals.trip
         # On several ranks the buffer's own gradient is no message.
         flat = gradient if trip.comm is None else trip.wait()
-        weights, *parameters = ctx.saved_tensors
+        weights, *needed = ctx.saved_tensors
+        tables = iter(needed)
         needs_weights, *needs = ctx.needs_input_grad[3:]
         factors = arrivals.factors(weights)
         found: list[Tensor | None] = []
@@ -244,8 +251,8 @@ class _Start(torch.autograd.Function):  # type: ignore[misc]
             if factor is not None and needs_weights:
                 if lengths is not None:
                     grads = grads.repeat_interleave(lengths, 0)
-                table = parameters[number].index_select(0, rows)
-                for_factors.append((table * grads).sum(1))
+                found_rows = next(tables).index_select(0, rows)
+                for_factors.append((found_rows * grads).sum(1))
         to_weights = None
         if for_factors:
             to_weights = _packed(for_factors, arrivals.weights_of(arrivals.coming))

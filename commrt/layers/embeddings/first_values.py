@@ -23,7 +23,7 @@ _MOST_BLOCKS = 2**20
 def first_values(
     tables: Sequence[EmbeddingTable], shard: Shard, seed: int, dtype: Any
 ) -> Tensor:
-    """Return (rows, width) of a normal distribution; a padding row is 0.
+    """Return (rows, width) of a normal distribution, on the host; a padding row is 0.
 
     Args:
         tables: all tables.
@@ -33,14 +33,15 @@ def first_values(
     """
     table = tables[shard.table]
     low, high = shard.rows
-    found = torch.empty((high - low, shard.width), dtype=dtype)
+    found = torch.empty((high - low, shard.width), dtype=dtype, device="cpu")
     for block in range(low // BLOCK_ROWS, -(-high // BLOCK_ROWS)):
         first = block * BLOCK_ROWS
         last = min(first + BLOCK_ROWS, table.num_embeddings)
         number = shard.table * _MOST_BLOCKS + block
-        draws = torch.Generator().manual_seed((seed + number) % 2**63)
+        draws = torch.Generator("cpu").manual_seed((seed + number) % 2**63)
         shape = last - first, table.embedding_dim
-        values = torch.randn(shape, generator=draws, dtype=dtype) * table.init_std
+        values = torch.randn(shape, generator=draws, dtype=dtype, device="cpu")
+        values *= table.init_std
         here = slice(max(first, low), min(last, high))
         found[here.start - low : here.stop - low] = values[
             here.start - first : here.stop - first, slice(*shard.columns)

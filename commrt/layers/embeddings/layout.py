@@ -60,7 +60,7 @@ class Layout:
         self.num_ranks = placement.num_ranks
         keys = {self._key(shard) for shard in placement.shards}
         self.classes = tuple(sorted(keys))
-        """The same ones on all ranks; a rank may have no rows of one."""
+        """Classes, alike on all ranks; a rank may have no rows of one."""
         numbers = {key: number for number, key in enumerate(self.classes)}
         self.shards = tuple(
             sorted(
@@ -136,7 +136,7 @@ class Layout:
         ]
 
     def on(self, device: torch.device) -> Addresses:
-        """Return what turns indices into addresses, in memory of a device."""
+        """Return the numbers that turn indices into addresses, on a device."""
         found = self._addresses.get(device)
         if found is None:
             found = self._addresses[device] = Addresses.of(self, device)
@@ -163,7 +163,7 @@ class Addresses(NamedTuple):
     starts: Tensor
     """(shards,): the first virtual row of each shard, in the order of units."""
     shifts: Tensor
-    """(shards,): what turns a virtual row into one of the parameter."""
+    """(shards,): add it to a virtual row, and get the row of the parameter."""
     positions: Tensor
     """(shards,): the place of each shard in the order of messages."""
     slots: Tensor

@@ -74,8 +74,16 @@ class Placement:
     reasons: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        checked_tables("Placement", self.tables)
+        # Programs may give lists, which are equal to no tuple.
+        object.__setattr__(self, "tables", checked_tables("Placement", self.tables))
+        for name in ("shards", "reasons"):
+            given = getattr(self, name)
+            if not isinstance(given, list | tuple):
+                raise UsageError(f"Placement: {name}={shown(given)} must be a list")
+            object.__setattr__(self, name, tuple(given))
         for shard in self.shards:
+            if not isinstance(shard, Shard):
+                raise UsageError(f"Placement: {shown(shard)} must be a Shard")
             if not 0 <= shard.table < len(self.tables):
                 raise UsageError(
                     f"Placement: {shard} is of no table; there are {len(self.tables)}"

@@ -62,15 +62,15 @@ class Route:
         else:
             found = self._sorted(indices, lengths, per_unit, at)
         self.counts = self._counts(found, numbers)
-        """Of what leaves."""
+        """Pieces and rows that leave."""
         self.message = self._message(found)
-        """What each rank gets: for each class lengths of pieces, then rows. Lengths
+        """Integers for each rank: for each class lengths of pieces, then rows. Lengths
         are left out where all are 1."""
         self.targets = self._targets(found, at)
         """For each class the place of each row that comes back, in the order of slots,
         then of samples; None: rows come in this order."""
         self.weights = self._weights(found, parts)
-        """Of each lookup whose class has weights; None: no table has."""
+        """The weight of each lookup whose class has some; None: no table has."""
         self._kept = lengths if found.kept is None else found.kept
 
     def divisor(self, unit: int) -> Tensor:

@@ -7,12 +7,13 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.agreed_seed import agreed_seed
+from commrt.layers.embeddings.agreement import Arguments, check_alike
 from commrt.layers.embeddings.bags import Bags, flat_bags
 from commrt.layers.embeddings.column_sums import ColumnSums
 from commrt.layers.embeddings.exchange import Arrivals, Flags, meet, start, wait
@@ -41,15 +42,28 @@ class PendingRows:
         self._route = route
         self._trip = arrivals.trip
         self._landing: Tensor | None = landing
+        # All ranks agreed on these when they started, so a backward pass needs them.
+        self._has_gradients = torch.is_grad_enabled()
+        self._is_inference = torch.is_inference_mode_enabled()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return (samples, embedding_dim) of each table, in their order."""
+        """Return (samples, embedding_dim) of each table, in their order.
+
+        They have a gradient if ``start`` was called with gradients.
+        """
         if self._landing is None:
             raise UsageError(
                 "PendingRows.wait: its rows were returned before; keep them, or start "
                 "again"
             )
         landing, self._landing = self._landing, None
+        with (
+            torch.inference_mode(self._is_inference),
+            torch.set_grad_enabled(self._has_gradients),
+        ):
+            return self._rows(landing)
+
+    def _rows(self, landing: Tensor) -> tuple[Tensor, ...]:
         route, layout = self._route, self._route.layout
         rows = wait(route, self._trip, landing)
         first = [sum(layout.slots[:number]) for number in range(len(layout.slots))]
@@ -103,8 +117,10 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
     One rank sends nothing. A table that is whole, or cut by columns, has the bits of
     torch's EmbeddingBag for ``"sum"``.
 
-    Collective when it is made: ranks draw the same values, from a seed of the first
-    rank. Raises UsageError for tables that do not fit, before anything is made.
+    Collective when it is made: ranks compare their arguments by an ``allgather`` of 40
+    bytes for each rank, and draw the same values, from a seed of the first rank. Raises
+    UsageError on all ranks, before anything is made, where the tables of one do not
+    fit, or where ranks have other tables, shards, types or axes.
     """
 
     has_parts = True
@@ -122,34 +138,30 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         check_axes("ShardedEmbeddingBags", grid, SAMPLE_AXES)
-        tables = checked_tables("ShardedEmbeddingBags", tables)
         self._grid = grid
         self.along = Along(grid, *grid.axes)
         """The ranks, in the order of places of the placement."""
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not getattr(dtype, "is_floating_point", False):
-            raise UsageError(
-                f"ShardedEmbeddingBags: dtype={shown(dtype)} must be a type of torch "
-                f"for floating-point numbers"
-            )
-        if placement is None:
-            itemsize = torch.empty((), dtype=dtype).element_size()
-            placement = place(
-                *(tables, grid.num_ranks), limit_nbytes=limit_nbytes, itemsize=itemsize
-            )
-        elif limit_nbytes is not None:
-            raise UsageError(
-                "ShardedEmbeddingBags: give placement, or limit_nbytes for place; one "
-                "of the two"
-            )
-        _check_placement(placement, tables, grid)
         self.is_sparse = bool(is_sparse)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        try:
+            placement = _checked_placement(placement, tables, grid, limit_nbytes, dtype)
+        except Exception:
+            self._refuse_arguments()
+            raise
+        tables = placement.tables
+        own = Arguments(
+            tuple(table.facts() for table in tables),
+            sorted(placement.shards),
+            (dtype, self.is_sparse),
+            [*grid.shape.items()],
+        )
+        check_alike(self.along.comm, own)
         self.layout = Layout(placement)
         """The order of messages, and where each shard lies."""
         self._column_sums = ColumnSums(self.layout, self.along)
         # Its gradient asks all ranks for a backward pass, also those without rows.
-        self._anchor = torch.empty(0, requires_grad=True)
-        seed = _seed_of_first(self.along.comm)
+        self._anchor = torch.empty(0, requires_grad=True, device="cpu")
+        seed = agreed_seed(self.along.comm)
         sizes = self.layout.rows_of[self.along.place]
         for row_class, rows in zip(self.layout.classes, sizes, strict=True):
             shape = rows, row_class.width
@@ -164,6 +176,13 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
         with torch.no_grad():
             for shard, part in self._shards().values():
                 part.copy_(first_values(tables, shard, seed, dtype))
+
+    def _refuse_arguments(self) -> None:
+        """Tell the others, or they would wait for this rank."""
+        try:
+            check_alike(self.along.comm, None)
+        except UsageError:
+            return  # this rank's own error says more
 
     @property
     def tables(self) -> tuple[EmbeddingTable, ...]:
@@ -326,25 +345,49 @@ class ShardedEmbeddingBags(nn.Module, WholeState):  # type: ignore[misc]
         return f"{len(self.tables)} tables, grid={self._grid.shape}"
 
 
-def _check_placement(
-    placement: Any, tables: tuple[EmbeddingTable, ...], grid: ProcessGrid
-) -> None:
+def _checked_placement(
+    placement: Any,
+    tables: Sequence[EmbeddingTable],
+    grid: ProcessGrid,
+    limit_nbytes: int | None,
+    dtype: Any,
+) -> Placement:
+    """Return the given placement, or a new one; UsageError where it does not fit."""
+    tables = checked_tables("ShardedEmbeddingBags", tables)
+    if not getattr(dtype, "is_floating_point", False):
+        raise UsageError(
+            f"ShardedEmbeddingBags: dtype={shown(dtype)} must be a type of torch for "
+            f"floating-point numbers"
+        )
+    if placement is None:
+        return place(
+            *(tables, grid.num_ranks),
+            limit_nbytes=limit_nbytes,
+            itemsize=dtype.itemsize,
+        )
+    if limit_nbytes is not None:
+        raise UsageError(
+            "ShardedEmbeddingBags: give placement, or limit_nbytes for place; one of "
+            "the two"
+        )
     if not isinstance(placement, Placement):
         raise UsageError(
             f"ShardedEmbeddingBags: placement={shown(placement)} must be a Placement, "
             f"as place() returns it"
         )
+    if len(placement.tables) == len(tables):
+        for number, (placed, given) in enumerate(
+            zip(placement.tables, tables, strict=True)
+        ):
+            if placed != given:
+                raise UsageError(
+                    f"ShardedEmbeddingBags: table {number} of the placement is "
+                    f"{placed}; expected the given one, {given}"
+                )
     if placement.tables != tables or placement.num_ranks != grid.num_ranks:
         raise UsageError(
             f"ShardedEmbeddingBags: the placement is of "
             f"{len(placement.tables)} tables on {placement.num_ranks} ranks; expected "
             f"the same {len(tables)} tables as given, on {grid.num_ranks} ranks"
         )
-
-
-def _seed_of_first(comm: Communicator | None) -> int:
-    """Return a number that the first rank has drawn from torch's generator."""
-    seed = np.array([int(torch.randint(2**48, ()))], np.int64)
-    if comm is not None:
-        comm.bcast(seed, root=0)
-    return int(seed[0])
+    return placement

@@ -31,6 +31,7 @@ def stable_sort(numbers: Tensor) -> tuple[Tensor, Tensor]:
     if numbers.device.type != "cpu" or not is_small:
         ordered, places = torch.sort(numbers, stable=True)
         return ordered.long(), places
-    packed = (numbers.long() << _BITS) | torch.arange(len(numbers))
+    places = torch.arange(len(numbers), device=numbers.device)
+    packed = (numbers.long() << _BITS) | places
     packed.numpy().sort()
     return packed >> _BITS, packed & (2**_BITS - 1)

@@ -12,10 +12,10 @@ from commrt.errors import UsageError, shown
 __all__ = ["MODES", "SHARDINGS", "EmbeddingTable", "checked_tables"]
 
 MODES = ("sum", "mean")
-"""How the rows of a bag become one."""
+"""Ways in which the rows of a bag become one."""
 
 SHARDINGS = ("table", "row", "column")
-"""How a table may lie on ranks: whole on one, or cut by its rows or columns."""
+"""Ways in which a table may lie on ranks: whole on one, or cut by rows or columns."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,14 @@ class EmbeddingTable:
                 raise UsageError(
                     f"{what}: {field}={shown(number)} must be a number of at least 0"
                 )
+
+    def facts(self) -> tuple[object, ...]:
+        """Return its fields, those of equal tables with one ``repr``."""
+        return (
+            *(str(self.name), self.num_embeddings, self.embedding_dim, str(self.mode)),
+            *(self.padding_idx, bool(self.is_weighted), self.sharding),
+            *(float(self.lookups), float(self.init_std)),
+        )
 
     def nbytes(self, itemsize: int) -> int:
         """Return the bytes of the whole table, for elements of ``itemsize`` bytes."""

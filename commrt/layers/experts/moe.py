@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.agreed_seed import agreed_seed
 from commrt.layers.experts.balance import (
     Load,
     capacity_of,
@@ -145,7 +145,7 @@ class MoE(GridModule):
             raise UsageError(f"MoE: expert={shown(expert)} must be a function")
         self.d_model, self.num_experts = d_model, num_experts
         self.capacity_factor, self.losses = capacity_factor, bool(losses)
-        seed = _seed_of_first(grid.comm)
+        seed = agreed_seed(grid.comm)
         self.router = Router(
             *(d_model, num_experts, top_k),
             normalize=bool(normalize_weights),
@@ -283,14 +283,6 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _seed_of_first(comm: Communicator) -> int:
-    """Return a number that the first rank has drawn from torch's generator."""
-    seed = np.array([int(torch.randint(2**48, ()))], np.int64)
-    if comm.size > 1:
-        comm.bcast(seed, root=0)
-    return int(seed[0])
 
 
 def _check_sizes(

@@ -160,9 +160,10 @@ def sync_gradients(
     none.
     Gradients that FSDP2 has averaged over ``data`` are only summed over what is left.
 
-    Raises UsageError for sparse gradients, before anything is sent. In a model with
-    experts it marks each gradient that it has summed, and raises UsageError where one
-    is there that has been summed before.
+    Raises UsageError for sparse gradients that it would have to sum, before anything is
+    sent. Those of sharded embeddings are sums already, and may be sparse. In a model
+    with experts it marks each gradient that it has summed, and raises UsageError where
+    one is there that has been summed before.
     """
     grid = grid_of("sync_gradients", model, grid)
     replicas = grid.size(_longer(grid, SAMPLE_AXES))

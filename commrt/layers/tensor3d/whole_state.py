@@ -114,8 +114,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
             continue
         shape, cut = tuple(given.shape), cuts.get(name)
-        if cut is None and shape not in (tuple(value.shape), wholes.get(name)):
-            wrong.append(f"{name} has the shape {shape}; expected {tuple(value.shape)}")
+        whole = wholes.get(name)
+        if cut is None and shape not in (tuple(value.shape), whole):
+            expect = f"{tuple(value.shape)}"
+            if whole is not None and whole != tuple(value.shape):
+                expect = f"{whole}, the whole tensor's, or {expect}, this rank's part's"
+            wrong.append(f"{name} has the shape {shape}; expected {expect}")
         elif cut is not None and shape not in (cut.shape, cut.shard_shape):
             wrong.append(wrong_shape(name, shape, cut))
     if wrong:

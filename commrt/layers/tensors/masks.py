@@ -18,27 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from torch.nn import functional
 
 from commrt.errors import UsageError
-from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.agreed_seed import agreed_seed
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.dropout import dropout as of_piece
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.rules import takes
 
-__all__ = ["agreed_seed"]
-
-
-def agreed_seed(grid: ProcessGrid) -> int:
-    """Return a number that the first rank of a grid draws by torch; collective."""
-    drawn = np.zeros(1, np.int64)
-    if grid.rank == 0:
-        drawn[0] = torch.randint(1 << 62, (), dtype=torch.int64).item()
-    grid.comm.bcast(drawn, root=0)
-    return int(drawn[0])
+__all__: list[str] = []
 
 
 def _dropped(
@@ -71,9 +61,8 @@ def _dropped(
             )
         comm = grid[cut.axes]
         cuts[number] = Cut(comm, cut.pieces(extent, comm.size))
-    local = of_piece(
-        x.local, p, seed=agreed_seed(grid), cuts=cuts, whole_channels=whole_channels
-    )
+    seed = agreed_seed(grid.comm, only_first_draws=True)
+    local = of_piece(x.local, p, seed=seed, cuts=cuts, whole_channels=whole_channels)
     return DistTensor(local, x.shape, grid, x.placement)
 
 

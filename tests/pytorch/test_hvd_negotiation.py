@@ -129,7 +129,7 @@ MISMATCHES: dict[str, tuple[Any, Any, str]] = {
     "factor": (
         lambda: hvd.allreduce_async(torch.ones(2), name="x"),
         lambda: hvd.allreduce_async(torch.ones(2), name="x", prescale_factor=0.5),
-        "factors: none on ranks 0, 2; 0.5 before, 1 after on rank 1",
+        "factors: none on ranks 0, 2; 0.5 before, 1.0 after on rank 1",
     ),
     "root": (
         lambda: hvd.broadcast_async(torch.ones(2), 0, "x"),

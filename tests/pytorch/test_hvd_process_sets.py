@@ -84,7 +84,6 @@ def test_sets_are_removed() -> None:
             handle = hvd.allreduce_async(torch.ones(1), name="x", process_set=first)
         with pytest.raises(UsageError, match=r"not over: \{1: \['x'\]\}"):
             hvd.remove_process_set(first)
-        first.process_set_id = number
         if hvd.rank() == 0:
             hvd.allreduce(torch.ones(1), name="x", process_set=first)
         if handle is not None:

@@ -106,6 +106,8 @@ class GradientExchange:
         self._group_of = self._grouped(groups)
         self.is_active = is_active
         self._handles: dict[tuple[Tensor, ...], tuple[Handle, list[Any]]] = {}
+        self._refused: dict[tuple[Tensor, ...], Exception] = {}
+        """Groups that could not be sent, which the other ranks have been told."""
         self.set_passes(passes)
         self._hooks: list[Any] = []
         if self.is_active:
@@ -125,12 +127,13 @@ class GradientExchange:
 
     def reset(self) -> None:
         """Begin a step anew: no gradient has come. None may be under way."""
+        self._refused.clear()
         self._left = dict.fromkeys(self._trained, self.passes)
 
     @property
     def has_sent(self) -> bool:
         """True if gradients of this rank are under way that nobody has waited for."""
-        return bool(self._handles)
+        return bool(self._handles or self._refused)
 
     def any_has_sent(self) -> bool:
         """Return whether gradients of some rank are under way; collective."""
@@ -166,10 +169,13 @@ class GradientExchange:
         if not self.is_active:
             return
         try:
-            for parameter in self._trained:
-                group = self._group_of[parameter]
-                if group not in self._handles:
-                    self._send(group)
+            # The others wait for each gradient: an error of one keeps none of the rest.
+            for group in dict.fromkeys(self._group_of.values()):
+                if group not in self._handles and group not in self._refused:
+                    with contextlib.suppress(Exception):  # raised below
+                        self._send(group)
+            for error in self._refused.values():
+                raise error
             self._take()
         except Exception:
             for handle, _ in self._handles.values():
@@ -242,6 +248,14 @@ class GradientExchange:
             self._send(group)
 
     def _send(self, group: tuple[Tensor, ...]) -> None:
+        """Submit the gradients of a group; an error is kept, too."""
+        try:
+            self._submit(group)
+        except Exception as error:
+            self._refused[group] = error
+            raise
+
+    def _submit(self, group: tuple[Tensor, ...]) -> None:
         for parameter in group:
             self._left[parameter] = 0
             if parameter.grad is None:

@@ -223,7 +223,7 @@ REFUSALS: dict[str, tuple[Any, Any, str]] = {
     ),
     "sparse": (
         lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), None),
-        lambda: hvd.sparse_allreduce_async(torch.eye(2), None),
+        lambda: hvd.sparse_allreduce_async(torch.ones(1), None),
         "is no sparse COO tensor",
     ),
 }

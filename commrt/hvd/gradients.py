@@ -195,8 +195,8 @@ class GradientExchange:
                 if "allgather" not in str(error):
                     raise
                 raise MismatchError(
-                    f"hvd.DistributedOptimizer: {error}\nA rank without a gradient sends "
-                    f"dense zeros. Where others have a sparse one, pass "
+                    f"hvd.DistributedOptimizer: {error}\n"
+                    f"A rank without a gradient sends dense zeros. Where others have a sparse one, pass "
                     f"sparse_as_dense=True on all ranks"
                 ) from error
             if not isinstance(results, list):

@@ -93,7 +93,7 @@ def test_sets_are_removed() -> None:
         assert (first.size(), first.rank()) == (None, None)
         assert not hvd.remove_process_set(first)
         assert not hvd.remove_process_set(hvd.global_process_set)
-        with pytest.raises(UsageError, match=r"was not added since hvd.init\(\), or is"):
+        with pytest.raises(UsageError, match=r"not added since hvd\.init\(\), or is"):
             hvd.allreduce(torch.ones(1), process_set=first)
         again = hvd.add_process_set([0, 1])
         assert again.process_set_id == 2

@@ -196,8 +196,8 @@ class GradientExchange:
                     raise
                 raise MismatchError(
                     f"hvd.DistributedOptimizer: {error}\n"
-                    f"A rank without a gradient sends dense zeros. Where others have a sparse one, pass "
-                    f"sparse_as_dense=True on all ranks"
+                    f"A rank without a gradient sends dense zeros. Where others have a "
+                    f"sparse one, pass sparse_as_dense=True on all ranks"
                 ) from error
             if not isinstance(results, list):
                 results = [results]

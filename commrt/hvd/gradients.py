@@ -192,7 +192,7 @@ class GradientExchange:
             try:
                 results = handle.wait()
             except MismatchError as error:
-                if "allgather" not in str(error):
+                if "operation: " not in str(error):
                     raise
                 raise MismatchError(
                     f"hvd.DistributedOptimizer: {error}\n"

@@ -140,7 +140,9 @@ def _step_seen_by(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(step)
     def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # torch warns of schedulers that come first
+        vars(optimizer)["_opt_called"] = (
+            True  # torch warns of schedulers that come first
+        )
         return step(self, *args, **kwargs)
 
     # torch runs hooks in steps that lack this mark; the plain step has run them.

@@ -181,21 +181,25 @@ def test_a_joined_rank_does_not_give_up_when_others_come() -> None:
 
     def main(comm: Communicator) -> None:
         options: dict[str, Any] = {"fusion_nbytes": 64, "cache_capacity": 8}
-        ranks = RankSet(comm, range(2), name="set", **options)
+        ranks = RankSet(comm, range(3), name="set", **options)
+        entries = [Entry(name, Signature("barrier")) for name in ("x", "y", "z")]
         if comm.rank == 0:
             ranks.joins = True
             ranks.advance(waits=True)
             ranks.give_up("rank 0 has waited for long")
         else:
-            for name in ("x", "y"):
-                entry = Entry(name, Signature("barrier"))
-                ranks.submit(entry)
-                while not entry.is_started:
+            # In the second round each of the others waits for something else.
+            order = [0, 1, 2] if comm.rank == 1 else [0, 2, 1]
+            for step, number in enumerate(order):
+                ranks.submit(entries[number])
+                while ranks.num_rounds <= step:
                     ranks.advance(waits=True)
-                assert entry.error is None
+            while not ranks.is_settled:
+                ranks.advance(waits=True)
+            assert [entry.error for entry in entries] == [None] * 3
             ranks.joins = True
         while ranks.joins:
             ranks.advance(waits=True)
         ranks.free()
 
-    run(2, main)
+    run(3, main)

@@ -479,7 +479,7 @@ def test_a_rank_without_a_sparse_gradient_needs_dense_ones() -> None:
         right[2] = 0.5
         assert torch.equal(table.weight.detach(), right)
 
-    on_ranks(2, main, limit_s=20)
+    on_ranks(2, main, limit_s=240)
 
 
 @pytest.mark.parametrize("what", ["load_state_dict", "set_backward_passes_per_step"])
@@ -542,7 +542,7 @@ def test_an_optimizer_goes_on_after_an_error(
         loss_of(model, 0, range(1)).backward()
         optimizer.step()
 
-    on_ranks(2, main, limit_s=20)
+    on_ranks(2, main, limit_s=240)
 
 
 def test_a_closure_may_follow_a_part_of_a_backward_pass() -> None:
@@ -568,7 +568,7 @@ def test_a_closure_may_follow_a_part_of_a_backward_pass() -> None:
         check_equal(model, serial)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 
-    on_ranks(2, main, limit_s=20)
+    on_ranks(2, main, limit_s=240)
 
 
 def test_normalization_meets_ranks_that_wait_for_something_else() -> None:
@@ -593,4 +593,4 @@ def test_normalization_meets_ranks_that_wait_for_something_else() -> None:
                 norm(x)
         hvd.join()
 
-    on_ranks(2, main, limit_s=20)
+    on_ranks(2, main, limit_s=240)

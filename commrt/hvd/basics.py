@@ -51,7 +51,9 @@ def init(
         cache_capacity: names whose signatures are kept between steps, as
             HOROVOD_CACHE_CAPACITY.
 
-    Raises UsageError or MismatchError, on all ranks, for arguments that do not fit.
+    Raises UsageError for arguments that do not fit, and MismatchError for those that
+    differ. It is raised on all ranks: RefusedError where a rank's own arguments fit. A
+    ``comm`` that does not fit is an error of the rank that passes it alone.
     """
     if session_or_none() is not None:
         return
@@ -62,14 +64,21 @@ def init(
         )
     if not isinstance(comm, Communicator):
         comm = init_commrt(comm)
-    begin(
+    session = begin(
         comm,
         fusion_nbytes=fusion_nbytes,
         stall_warning_s=stall_warning_s,
         cache_capacity=cache_capacity,
     )
+    given = process_sets or ()
+    number = len(given) if isinstance(given, Sequence) else None
     try:
-        for each in process_sets or ():
+        session.check_equal("numbers of process_sets", number)
+        if number is None:
+            raise UsageError(
+                f"hvd.init: process_sets={shown(given)} must be a list of sets"
+            )
+        for each in given:
             add_process_set(each)
     except CommError:
         end()

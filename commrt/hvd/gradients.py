@@ -8,19 +8,21 @@ together make at most ceil(bytes / fusion_nbytes) collectives for each type.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from commrt.errors import UsageError, shown
+from commrt.errors import MismatchError, UsageError, shown
 from commrt.hvd.compression import Compressor
 from commrt.hvd.handles import Handle
-from commrt.hvd.operators import Average, ReduceOp
+from commrt.hvd.operators import Average, ReduceOp, Sum
 from commrt.hvd.process_sets import ProcessSet
 from commrt.hvd.submitting import (
     allreduce_async_,
     grouped_allreduce_async_,
+    refusing,
     sparse_allreduce_async,
 )
 
@@ -78,6 +80,7 @@ class GradientExchange:
             parameters.
         sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks.
+        is_active: whether this rank is one of them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class GradientExchange:
         groups: Groups,
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        is_active: bool,
     ) -> None:
         self.names = names
         self._compression = compression
@@ -100,8 +104,10 @@ class GradientExchange:
         self._process_set = process_set
         self._trained = [each for each in names if each.requires_grad]
         self._group_of = self._grouped(groups)
-        self.is_active = bool(process_set.included())
+        self.is_active = is_active
         self._handles: dict[tuple[Tensor, ...], tuple[Handle, list[Any]]] = {}
+        self._refused: dict[tuple[Tensor, ...], Exception] = {}
+        """Groups that could not be sent, which the other ranks have been told."""
         self.set_passes(passes)
         self._hooks: list[Any] = []
         if self.is_active:
@@ -120,14 +126,33 @@ class GradientExchange:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step anew: no gradient has come."""
-        self._handles.clear()
+        """Begin a step anew: no gradient has come. None may be under way."""
+        self._refused.clear()
         self._left = dict.fromkeys(self._trained, self.passes)
 
     @property
     def has_sent(self) -> bool:
-        """True if gradients are under way that nobody has waited for."""
-        return bool(self._handles)
+        """True if gradients of this rank are under way that nobody has waited for."""
+        return bool(self._handles or self._refused)
+
+    def any_has_sent(self) -> bool:
+        """Return whether gradients of some rank are under way; collective."""
+        if not self.is_active:
+            return False
+        number = torch.tensor([float(self.has_sent)])
+        name = "gradients.under_way"
+        allreduce_async_(
+            number, name=name, op=Sum, process_set=self._process_set
+        ).wait()
+        return bool(number)
+
+    def check_none_sent(self, what: str) -> None:
+        """Raise UsageError, which names the caller, while gradients are under way."""
+        if self.has_sent:
+            raise UsageError(
+                f"{what} came after backward(), and before step() or synchronize(): "
+                f"gradients are under way; call one of these first"
+            )
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -138,23 +163,48 @@ class GradientExchange:
     def finish(self) -> None:
         """Put the reductions of all gradients into their places.
 
-        Gradients that this rank does not have count as zeros. Collective.
+        Gradients that this rank does not have count as zeros. Collective. After an
+        error none is under way, so a program may go on.
         """
         if not self.is_active:
             return
-        for parameter in self._trained:
-            group = self._group_of[parameter]
-            if group not in self._handles:
-                self._send(group)
+        try:
+            # The others wait for each gradient: an error of one keeps none of the rest.
+            for group in dict.fromkeys(self._group_of.values()):
+                if group not in self._handles and group not in self._refused:
+                    with contextlib.suppress(Exception):  # raised below
+                        self._send(group)
+            for error in self._refused.values():
+                raise error
+            self._take()
+        except Exception:
+            for handle, _ in self._handles.values():
+                with contextlib.suppress(Exception):  # the first error is raised
+                    handle.wait()
+            raise
+        finally:
+            self._handles.clear()
+            self.reset()
+
+    def _take(self) -> None:
+        """Wait for all gradients, and put them into their places."""
         for group, (handle, contexts) in self._handles.items():
-            results = handle.wait()
+            try:
+                results = handle.wait()
+            except MismatchError as error:
+                if "operation: " not in str(error):
+                    raise
+                raise MismatchError(
+                    f"hvd.DistributedOptimizer: {error}\n"
+                    f"A rank without a gradient sends dense zeros. Where others have a "
+                    f"sparse one, pass sparse_as_dense=True on all ranks"
+                ) from error
             if not isinstance(results, list):
                 results = [results]
             for parameter, result, context in zip(
                 group, results, contexts, strict=True
             ):
                 self._put(parameter, result, context)
-        self.reset()
 
     def _grouped(self, groups: Groups) -> dict[Tensor, tuple[Tensor, ...]]:
         """Return the group of each parameter; by itself it is alone."""
@@ -198,6 +248,14 @@ class GradientExchange:
             self._send(group)
 
     def _send(self, group: tuple[Tensor, ...]) -> None:
+        """Submit the gradients of a group; an error is kept, too."""
+        try:
+            self._submit(group)
+        except Exception as error:
+            self._refused[group] = error
+            raise
+
+    def _submit(self, group: tuple[Tensor, ...]) -> None:
         for parameter in group:
             self._left[parameter] = 0
             if parameter.grad is None:
@@ -208,11 +266,12 @@ class GradientExchange:
         if sparse and not self._sparse_as_dense:
             self._send_sparse(group, name)
             return
-        packed = [
-            self._compression.compress(each.to_dense())
-            for each in gradients
-            if each is not None
-        ]
+        with refusing("DistributedOptimizer", "allreduce", name, self._process_set):
+            packed = [
+                self._compression.compress(each.to_dense())
+                for each in gradients
+                if each is not None
+            ]
         tensors, contexts = [x for x, _ in packed], [context for _, context in packed]
         call = name, self._op, *self._factors, self._process_set
         if len(tensors) == 1:
@@ -222,12 +281,13 @@ class GradientExchange:
         self._handles[group] = handle, contexts
 
     def _send_sparse(self, group: tuple[Tensor, ...], name: str) -> None:
-        if len(group) > 1:
-            raise UsageError(
-                f"hvd.DistributedOptimizer: {name} is sparse, and sparse gradients go "
-                f"alone: leave their parameters out of groups, or pass "
-                f"sparse_as_dense=True"
-            )
+        with refusing("DistributedOptimizer", "allreduce", name, self._process_set):
+            if len(group) > 1:
+                raise UsageError(
+                    f"hvd.DistributedOptimizer: {name} is sparse, and sparse gradients "
+                    f"go alone: leave their parameters out of groups, or pass "
+                    f"sparse_as_dense=True"
+                )
         gradient = group[0].grad
         assert gradient is not None
         handle = sparse_allreduce_async(gradient, name, self._op, self._process_set)

@@ -67,6 +67,8 @@ class Outcome:
     why_given_up: str = ""
     last_joined: int | None = None
     """The rank that joined last, once all have joined; else None."""
+    joined: frozenset[int] = frozenset()
+    """Ranks that have joined, as the round's operations go."""
 
 
 class Negotiation:
@@ -146,8 +148,11 @@ class Negotiation:
         new = tuple((entry.key, entry.signature) for entry in self._declared)
         has = tuple(sorted(self._submitted))
         self._told = Told(new, has, joins, gives_up)
-        joining = joins and rank not in agreement.joined
+        has_joined = rank in agreement.joined
+        joining = joins and not has_joined
+        # The bits of a rank that has joined do not say which operations it has left.
         tells = bool(new) or joining or asks or bool(gives_up)
+        tells |= has_joined and bool(has)
         flags = _ALL
         if tells:
             flags ^= _NO_NEWS
@@ -266,6 +271,7 @@ class Negotiation:
         """
         agreement = self.agreement
         agreement.begin(complete)
+        outcome.joined = frozenset(agreement.joined)
         for index in complete:
             slot = agreement.slot(index)
             signatures = {

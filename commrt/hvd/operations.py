@@ -28,6 +28,7 @@ from commrt.hvd.submitting import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
     grouped_reducescatter_async,
+    refusing,
     rows_allgather_async,
 )
 
@@ -134,8 +135,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors; arguments as of ``allreduce``."""
-    reduction = reduction_of("hvd.grouped_allreduce", op, average)
-    packed = [compression.compress(tensor) for tensor in tensors]
+    with refusing("grouped_allreduce", "allreduce", name, process_set):
+        reduction = reduction_of("hvd.grouped_allreduce", op, average)
+        packed = [compression.compress(tensor) for tensor in tensors]
     factors = prescale_factor, postscale_factor
     found = _Allreduce.apply(
         name, reduction, factors, process_set, *(tensor for tensor, _ in packed)
@@ -233,7 +235,9 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return all ranks' rows of several tensors; arguments as of ``allgather``."""
-    return list(_Allgather.apply(name, process_set, *tensors))
+    with refusing("grouped_allgather", "allgather", name, process_set):
+        listed = list(tensors)
+    return list(_Allgather.apply(name, process_set, *listed))
 
 
 class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
@@ -386,7 +390,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return this rank's rows of the reductions of several tensors."""
-    packed = [compression.compress(tensor) for tensor in tensors]
+    with refusing("grouped_reducescatter", "reducescatter", name, process_set):
+        packed = [compression.compress(tensor) for tensor in tensors]
     factors = prescale_factor, postscale_factor
     found = _ReduceScatter.apply(
         name, op, factors, process_set, *(tensor for tensor, _ in packed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from commrt.hvd.current import current
 from commrt.hvd.gradients import GradientExchange, Groups, Named, named
 from commrt.hvd.operators import Adasum, Average, ReduceOp
 from commrt.hvd.process_sets import ProcessSet, global_process_set
-from commrt.hvd.submitting import grouped_allreduce_async_
+from commrt.hvd.submitting import grouped_allreduce_async_, refusing
 
 __all__ = ["DistributedOptimizer"]
 
@@ -61,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks. Others take steps by their own gradients.
 
-    Raises UsageError for arguments that do not fit.
+    Raises UsageError for arguments that do not fit, and before ``hvd.init()``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"{_WHAT}: {shown(optimizer)} is no optimizer of torch's")
@@ -77,8 +78,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "num_groups is the old name of groups", DeprecationWarning, stacklevel=2
         )
         groups = num_groups if groups is None else groups
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(
+            f"{_WHAT}: process_set={shown(process_set)} must be a ProcessSet"
+        )
+    session = current()
+    ranks = session.ranks_of(process_set.number(_WHAT))
     names = named(_WHAT, optimizer, named_parameters)
-    if op is Adasum and current().comm.size > 1:
+    if op is Adasum and session.comm.size > 1:
         if process_set.process_set_id != 0:
             raise UsageError(
                 f"{_WHAT}: op=hvd.Adasum is for the set of all ranks, not for "
@@ -95,6 +102,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups=groups,
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
+        is_active=session.comm.rank in ranks,
     )
     return _made(
         optimizer,
@@ -116,12 +124,30 @@ def _made(optimizer: torch.optim.Optimizer, steps: type, **fields: Any) -> Any:
         for name, value in vars(steps).items()
         if name not in ("__dict__", "__weakref__")
     }
-    made_kind: Any = type(kind.__name__, (kind,), {**members, "plain_kind": kind})
+    members |= {"plain_kind": kind, "step": _step_seen_by(optimizer, members["step"])}
+    made_kind: Any = type(kind.__name__, (kind,), members)
     made = made_kind.__new__(made_kind)
-    made.__dict__.update(optimizer.__dict__)
+    # A scheduler puts a step into an optimizer's fields, which would hide the new one.
+    own = {name: x for name, x in vars(optimizer).items() if name not in members}
+    made.__dict__.update(own)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+def _step_seen_by(optimizer: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that schedulers of another optimizer see as one of that."""
+
+    @functools.wraps(step)
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(optimizer)["_opt_called"] = (
+            True  # torch warns of schedulers that come first
+        )
+        return step(self, *args, **kwargs)
+
+    # torch runs hooks in steps that lack this mark; the plain step has run them.
+    stepping.hooked = True  # type: ignore[attr-defined]
+    return stepping
 
 
 class _Steps:
@@ -138,7 +164,11 @@ class _Steps:
         return self._exchange.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the backward passes whose gradients are added up, between steps."""
+        """Set the backward passes whose gradients are added up, between steps.
+
+        Raises UsageError while gradients are under way.
+        """
+        self._exchange.check_none_sent("optimizer.set_backward_passes_per_step()")
         self._exchange.set_passes(passes)
 
     def synchronize(self) -> None:
@@ -161,7 +191,8 @@ class _Steps:
     def step(self, closure: Closure = None) -> Any:
         """Wait for the reductions, and take a step by them.
 
-        A closure's gradients are reduced each time that the optimizer calls it.
+        A closure's gradients are reduced each time that the optimizer calls it. Before,
+        the ranks find out whether some of them have sent gradients, and finish these.
         """
         if not self._synchronizes:
             self._is_synchronized = False
@@ -177,7 +208,7 @@ class _Steps:
             self._exchange.finish()
         else:
             compute = closure
-            if self._exchange.has_sent:
+            if self._exchange.any_has_sent():
                 self._exchange.finish()
 
             def reduced() -> Any:
@@ -190,15 +221,12 @@ class _Steps:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin with new gradients; UsageError while some are under way."""
-        if self._exchange.has_sent:
-            raise UsageError(
-                "optimizer.zero_grad() came after backward(), and before step() or "
-                "synchronize(): gradients are under way; call one of these first"
-            )
+        self._exchange.check_none_sent("optimizer.zero_grad()")
         self.plain_kind.zero_grad(self, set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take a state, and begin a step anew."""
+        """Take a state, and begin a step anew; UsageError while gradients go."""
+        self._exchange.check_none_sent("optimizer.load_state_dict()")
         self._exchange.reset()
         self._is_synchronized = False
         self.plain_kind.load_state_dict(self, state_dict)
@@ -231,14 +259,16 @@ class _Deltas:
 
     def add(self, starts: list[Tensor]) -> None:
         """Add all ranks' changes to where the parameters were; collective."""
-        packed = [
-            self._compression.compress(parameter.detach() - start)
-            for parameter, start in zip(self._trained, starts, strict=True)
-        ]
-        if not packed:
+        if not starts:
             return
+        name = "adasum.deltas"
+        with refusing("DistributedOptimizer", "allreduce", name, global_process_set):
+            packed = [
+                self._compression.compress(parameter.detach() - start)
+                for parameter, start in zip(self._trained, starts, strict=True)
+            ]
         handle = grouped_allreduce_async_(
-            [delta for delta, _ in packed], name="adasum.deltas", op=Adasum
+            [delta for delta, _ in packed], name=name, op=Adasum
         )
         handle.wait()
         with torch.no_grad():

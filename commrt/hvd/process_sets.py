@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from commrt.errors import UsageError, shown
 from commrt.hvd.current import current, session_or_none
+from commrt.hvd.session import Session
 from commrt.vocabulary.checks import as_integer
 
 __all__ = [
@@ -29,7 +31,8 @@ class ProcessSet:
 
     Attributes:
         ranks: the ranks in order.
-        process_set_id: its number; None: it was not added, or is removed.
+        process_set_id: its number in the current session; None: it was not added since
+            ``hvd.init``, or is removed.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -44,7 +47,20 @@ class ProcessSet:
                 f"[0, 2]"
             )
         self._ranks: list[int] | None = sorted(known)
-        self.process_set_id: int | None = None
+        self._numbers: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Its number in the current session; None: it is not there."""
+        session = session_or_none()
+        return None if session is None else self._numbers.get(session)
+
+    def bind(self, session: Session, number: int | None) -> None:
+        """Note its number in a session; None: it was removed."""
+        if number is None:
+            self._numbers.pop(session, None)
+        else:
+            self._numbers[session] = number
 
     @property
     def ranks(self) -> list[int] | None:
@@ -80,7 +96,7 @@ class ProcessSet:
         """Return its number; UsageError, which names the caller, without one."""
         if self.process_set_id is None:
             raise UsageError(
-                f"{what}: {self!r} was not added, or is removed: call "
+                f"{what}: {self!r} was not added since hvd.init(), or is removed: call "
                 f"hvd.add_process_set(process_set) on all ranks first"
             )
         return self.process_set_id
@@ -95,7 +111,11 @@ class _AllRanks(ProcessSet):
     def __init__(self) -> None:
         super().__init__([])
         self._ranks = None
-        self.process_set_id = 0
+
+    @property
+    def process_set_id(self) -> int:
+        """Return 0."""
+        return 0
 
 
 global_process_set: ProcessSet = _AllRanks()
@@ -107,11 +127,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises UsageError on all ranks for a set with the same ranks as another one.
     """
+    session = current()
     if not isinstance(process_set, ProcessSet):
-        process_set = ProcessSet(process_set)
+        try:
+            process_set = ProcessSet(process_set)
+        except UsageError as error:
+            session.refuse_set(error)
+            raise
     ranks = process_set.ranks
     assert ranks is not None
-    process_set.process_set_id = current().add_set(ranks)
+    process_set.bind(session, session.add_set(ranks))
     return process_set
 
 
@@ -121,9 +146,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     The set of all ranks stays. Raises UsageError on all ranks while operations of the
     set are not over.
     """
-    if process_set.process_set_id in (None, 0):
-        return False
-    assert process_set.process_set_id is not None
-    is_gone = current().remove_set(process_set.process_set_id)
-    process_set.process_set_id = None
+    session = current()
+    is_gone = session.remove_set(process_set.process_set_id)
+    process_set.bind(session, None)
     return is_gone

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from commrt.comm import Communicator
 from commrt.errors import CommError, MismatchError, RefusedError, TimeoutError_
 from commrt.hvd.adasum import Adasum
 from commrt.hvd.agreement import Agreement
 from commrt.hvd.buckets import Bucket, Buckets, Part
-from commrt.hvd.entries import Entry, zeros_for
+from commrt.hvd.entries import Entry, UnderWay, zeros_for
 from commrt.hvd.negotiation import Complete, Negotiation, Outcome
 from commrt.hvd.signatures import Signature, differences, ranks_text
 from commrt.hvd.transfers import AVERAGE, TRANSFERS, Transfer
@@ -55,7 +54,7 @@ class RankSet:
         self._negotiation = Negotiation(
             self._control, Agreement(comm.size, cache_capacity)
         )
-        self._under_way: deque[Transfer] = deque()
+        self._under_way: dict[UnderWay, None] = {}
         self._closing: list[Entry] = []
         """Entries with tensors in open buckets."""
         self._asks = False
@@ -128,8 +127,12 @@ class RankSet:
             )
             self._asks, self._gives_up = False, ""
             self._step()
-        while self._under_way and self._under_way[0].test():
-            self._under_way.popleft().finish()
+        while self._under_way:
+            first = next(iter(self._under_way))
+            if not first.test():
+                break
+            first.finish()
+            del self._under_way[first]
 
     def _step(self) -> None:
         outcome = self._negotiation.step()
@@ -150,15 +153,16 @@ class RankSet:
         is_idle = is_idle and not outcome.complete and not outcome.had_news
         self.num_idle = self.num_idle + 1 if is_idle else 0
         for found in outcome.complete:
-            self._take(found)
+            self._take(found, outcome.joined)
         if outcome.all_wait:
             # Nobody can submit more before something ends, so what is there must go.
             for bucket in self._buckets.close():
                 self._start(bucket)
         if outcome.had_news:
             self.missing = outcome.missing
-        if outcome.why_given_up:
-            self._gives_up = ""  # there is nothing left that this rank could mean
+        if outcome.why_given_up or self.joins:
+            # There is nothing left that this rank could mean, or others are at work.
+            self._gives_up = ""
         if outcome.given_up:
             error = TimeoutError_(self.told_missing(outcome.why_given_up))
             for entry in outcome.given_up:
@@ -167,10 +171,10 @@ class RankSet:
             self.last_joined = outcome.last_joined
             self.joins = False
 
-    def _take(self, found: Complete) -> None:
+    def _take(self, found: Complete, joined: Collection[int]) -> None:
         """Put the tensors of a complete operation into buckets."""
         entry = found.entry
-        error = self._fault(found)
+        error = self._fault(found, joined)
         if error is not None:
             if entry is not None:
                 entry.fail(error)
@@ -191,17 +195,23 @@ class RankSet:
             kind = Adasum
         transfer = kind(bucket, self.comm)
         transfer.start()
-        self._under_way.append(transfer)
+        self._under_way[transfer] = None
 
     @property
-    def under_way(self) -> list[Transfer]:
+    def under_way(self) -> list[UnderWay]:
         """Transfers that have been started, and not been finished here."""
         return list(self._under_way)
 
     def finish_all(self, timeout_s: float | None = None) -> None:
         """Wait for everything that is under way."""
-        while self._under_way:
-            self._under_way.popleft().finish(timeout_s)
+        for transfer in self.under_way:
+            transfer.finish(timeout_s)
+        self.forget(self.under_way)
+
+    def forget(self, transfers: Iterable[UnderWay]) -> None:
+        """Let go of transfers that have been finished, and of their tensors."""
+        for transfer in transfers:
+            self._under_way.pop(transfer, None)
 
     # -- what goes wrong ---------------------------------------------------------
 
@@ -221,7 +231,7 @@ class RankSet:
                 for part in bucket.parts:
                     part.entry.fail(error)
 
-    def _fault(self, found: Complete) -> CommError | None:
+    def _fault(self, found: Complete, joined: Collection[int]) -> CommError | None:
         """Return the error of an operation that is complete; None: it can go."""
         named = {self.ranks[rank]: each for rank, each in found.signatures.items()}
         name = found.key if found.entry is None else found.entry.name
@@ -238,14 +248,12 @@ class RankSet:
                 f"{name}: the ranks have submitted different operations under this "
                 f"name; make them equal:\n{told}"
             )
-        return self._fault_of_joined(name, named)
+        lacking = [self.ranks[rank] for rank in joined if rank not in found.signatures]
+        return self._fault_of_joined(name, named, lacking)
 
     def _fault_of_joined(
-        self, name: str, named: dict[int, Signature]
+        self, name: str, named: dict[int, Signature], joined: list[int]
     ) -> CommError | None:
-        joined = [
-            rank for place, rank in enumerate(self.ranks) if self._has_joined(place)
-        ]
         signature = next(iter(named.values()))
         kind = Entry(name, signature).kind
         if not joined or (kind.takes_zeros and signature.op in _WITH_ZEROS):
@@ -256,9 +264,6 @@ class RankSet:
             f"sums and averages, not take part in {what}; call join() after it on all "
             f"ranks"
         )
-
-    def _has_joined(self, place: int) -> bool:
-        return place in self._negotiation.agreement.joined
 
     def told_missing(self, why: str) -> str:
         """Return a message about operations of this rank, and the ranks they lack."""

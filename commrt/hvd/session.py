@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Any
 
 from commrt.comm import Communicator
 from commrt.errors import (
     ClosedError,
     CommError,
     MismatchError,
+    RefusedError,
     RevokedError,
     TimeoutError_,
     UsageError,
@@ -29,13 +30,15 @@ from commrt.errors import (
 from commrt.hvd.entries import Entry, UnderWay
 from commrt.hvd.patience import Patience
 from commrt.hvd.rank_set import RankSet
-from commrt.hvd.signatures import ranks_text
+from commrt.hvd.signatures import Signature, ranks_text
 from commrt.layers.data.bucket_size import best_bucket_nbytes
 from commrt.request import Request, wait_any
 from commrt.vocabulary.limits import check_timeout
 
 __all__ = ["Session"]
 
+_SETS = "process sets"
+"""Name of the meetings in which sets are added and removed."""
 _LOG = logging.getLogger("commrt.hvd")
 _CACHE_CAPACITY = 1024
 """Names whose signatures are kept, as in Horovod."""
@@ -62,7 +65,8 @@ class Session:
             other ranks, and these ranks.
         cache_capacity: names whose signatures are kept between steps.
 
-    Collective over ``comm``, with equal arguments.
+    Collective over ``comm``, with equal arguments. For others it raises UsageError or
+    MismatchError; RefusedError on ranks whose own arguments fit.
     """
 
     def __init__(
@@ -76,24 +80,14 @@ class Session:
         what = "hvd.init"
         if not isinstance(comm, Communicator):
             raise UsageError(f"{what}: comm={shown(comm)} must be a communicator")
-        for name, number in (
-            ("fusion_nbytes", 0 if fusion_nbytes is None else fusion_nbytes),
-            ("cache_capacity", cache_capacity),
-        ):
-            if type(number) is not int or number < 0:
-                raise UsageError(
-                    f"{what}: {name}={shown(number)} must be a whole number from 0"
-                )
-        self._stall_warning_s = check_timeout(what, stall_warning_s)
         self.comm = comm
         self._meetings = comm.dup(name=f"{comm.name}.hvd.sets")
-        told = self._meetings.allgather_object((fusion_nbytes, cache_capacity))
-        if any(each != told[0] for each in told):
+        try:
+            self._check_arguments(what, fusion_nbytes, stall_warning_s, cache_capacity)
+        except CommError:
             self._meetings.free()
-            raise MismatchError(
-                f"{what}: the ranks gave different fusion_nbytes and cache_capacity: "
-                f"{shown(told)}; pass equal ones"
-            )
+            raise
+        self._stall_warning_s = stall_warning_s
         if fusion_nbytes is None:
             fusion_nbytes = best_bucket_nbytes(self._meetings)
         self.fusion_nbytes = fusion_nbytes
@@ -109,7 +103,73 @@ class Session:
         self._is_open = True
         self._add(list(range(comm.size)))
 
+    def _check_arguments(
+        self, what: str, fusion_nbytes: Any, stall_warning_s: Any, cache_capacity: Any
+    ) -> None:
+        """Raise an error on all ranks unless all have arguments that fit; collective.
+
+        Ranks tell each other of their own errors before they raise these.
+        """
+        refusal: UsageError | None = None
+        try:
+            check_timeout(what, stall_warning_s)
+            for name, number in (
+                ("fusion_nbytes", 0 if fusion_nbytes is None else fusion_nbytes),
+                ("cache_capacity", cache_capacity),
+            ):
+                if type(number) is not int or number < 0:
+                    raise UsageError(
+                        f"{what}: {name}={shown(number)} must be a whole number from 0"
+                    )
+        except UsageError as error:
+            refusal = error
+        why = None if refusal is None else str(refusal)
+        told = self._meetings.allgather_object(why)
+        if refusal is not None:
+            raise refusal
+        refused = {rank: each for rank, each in enumerate(told) if each is not None}
+        if refused:
+            rank, why = next(iter(refused.items()))
+            raise RefusedError(
+                f"{what}: {ranks_text(refused)} refused the arguments: on rank {rank}: "
+                f"{why}"
+            )
+        given = fusion_nbytes, cache_capacity
+        self.check_equal("fusion_nbytes and cache_capacity", given)
+
+    def check_equal(self, what: str, value: Any) -> None:
+        """Raise MismatchError on all ranks unless all give ``init`` equal values.
+
+        Collective, and blocks without rounds.
+        """
+        told = self._meetings.allgather_object(value)
+        if any(each != told[0] for each in told):
+            raise MismatchError(
+                f"hvd.init: the ranks gave different {what}: {shown(told)}; pass equal "
+                f"ones"
+            )
+
+    # -- meetings ----------------------------------------------------------------
+
+    def meet(self, name: str, op: str = "") -> None:
+        """Return once all ranks have come here; take part in rounds meanwhile.
+
+        For what blocks without rounds. A rank that is not here yet may wait for an
+        operation of this one, and comes after it.
+
+        Args:
+            name: of the meeting, equal on all ranks.
+            op: what the ranks meet for, if there is a choice.
+        """
+        entry = Entry(name, Signature("meeting", op=op))
+        self.submit(0, entry)
+        self.wait(0, entry)
+
     # -- process sets ------------------------------------------------------------
+
+    def refuse_set(self, error: UsageError) -> None:
+        """Tell the other ranks that this one can add no set, because of an error."""
+        self.refuse(0, Entry(_SETS, Signature("meeting", refusal=str(error))))
 
     def add_set(self, ranks: Sequence[int]) -> int:
         """Make a process set of some ranks; return its number. Collective over all.
@@ -119,6 +179,7 @@ class Session:
         """
         self.check_open()
         given = sorted(ranks)
+        self.meet(_SETS, "add")
         told = self._meetings.allgather_object(given)
         if any(each != given for each in told):
             raise MismatchError(
@@ -163,14 +224,15 @@ class Session:
                 comm.free()
         return number
 
-    def remove_set(self, number: int) -> bool:
+    def remove_set(self, number: int | None) -> bool:
         """Remove a process set; True if there was one. Collective over all ranks.
 
         Raises UsageError on all ranks where one has operations of it that are not over.
         """
         self.check_open()
-        mine = self._sets.get(number)
-        busy = [entry.name for (of, _), entry in self._names.items() if of == number]
+        self.meet(_SETS, "remove")
+        names = self._names.items() if number else ()
+        busy = [entry.name for (of, _), entry in names if of == number]
         told = self._meetings.allgather_object((number, busy))
         if any(each[0] != number for each in told):
             raise MismatchError(
@@ -183,12 +245,12 @@ class Session:
                 f"remove_process_set: operations of process set {number} are not over: "
                 f"{shown(named)} by rank; call hvd.synchronize for them first"
             )
-        if number == 0 or number not in self._ranks_of:
+        if not number or number not in self._ranks_of:
             return False
         del self._ranks_of[number]
+        mine = self._sets.pop(number, None)
         if mine is not None:
             mine.free()
-            del self._sets[number]
         return True
 
     def ranks_of(self, number: int) -> list[int]:
@@ -249,8 +311,8 @@ class Session:
             finally:
                 self._driving.release()
 
-    def refuse(self, number: int, entry: Entry, error: UsageError) -> NoReturn:
-        """Tell the other ranks that this rank has refused its call; raises it.
+    def refuse(self, number: int, entry: Entry) -> None:
+        """Tell the other ranks that this rank has refused its call.
 
         ``entry`` says so in its signature. It fails on the other ranks.
         """
@@ -258,7 +320,6 @@ class Session:
         with self._naming:
             if (number, entry.name) not in self._names:
                 ranks.submit(entry)
-        raise error
 
     def poll(self, number: int, entry: Entry) -> bool:
         """Return whether an operation is over, after a little progress."""
@@ -279,6 +340,8 @@ class Session:
         self._wait_until(lambda: entry.is_started, self.set_of, number, entry.name)
         with self._driving:
             self._finish(entry.transfers)
+            if number in self._sets:
+                self._sets[number].forget(entry.transfers)
         self._let_go(number, entry)
         if entry.error is not None:
             raise entry.error
@@ -435,7 +498,10 @@ class Session:
     # -- beside the rounds -------------------------------------------------------
 
     def norm_comm(self) -> Communicator:
-        """Return a communicator for statistics of batches; collective at first."""
+        """Return a communicator for statistics of batches; collective at first.
+
+        It blocks without rounds, so ranks ``meet`` before.
+        """
         self.check_open()
         if self._norms is None:
             self._norms = self._meetings.dup(name=f"{self.comm.name}.hvd.norm")

@@ -37,6 +37,7 @@ KINDS = {
         Kind("alltoall", rows_differ=True, is_fused=False),
         Kind("reducescatter"),
         Kind("barrier", takes_zeros=True, is_fused=False),
+        Kind("meeting", is_fused=False),
     )
 }
 
@@ -105,7 +106,7 @@ class Signature:
         if kind.has_root:
             found["root_rank"] = str(self.root)
         if (self.prescale, self.postscale) != (1.0, 1.0):
-            found["factors"] = f"{self.prescale:g} before, {self.postscale:g} after"
+            found["factors"] = f"{self.prescale!r} before, {self.postscale!r} after"
         return found
 
 

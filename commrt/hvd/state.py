@@ -14,7 +14,7 @@ from commrt.hvd.current import current
 from commrt.hvd.handles import synchronize
 from commrt.hvd.operations import broadcast_
 from commrt.hvd.process_sets import ProcessSet, global_process_set
-from commrt.hvd.submitting import broadcast_async_, rows_allgather_async
+from commrt.hvd.submitting import broadcast_async_, refusing, rows_allgather_async
 
 __all__ = [
     "allgather_object",
@@ -55,10 +55,12 @@ def broadcast_object(
     """
     is_root = current().comm.rank == root_rank
     data = torch.empty(0, dtype=torch.uint8)
+    of_size = None if name is None else f"{name}.sz"
     if is_root:
-        data = _packed("hvd.broadcast_object", obj)
+        with refusing("broadcast_object", "broadcast", of_size, process_set):
+            data = _packed("hvd.broadcast_object", obj)
     size = torch.tensor([len(data)])
-    broadcast_(size, root_rank, None if name is None else f"{name}.sz", process_set)
+    broadcast_(size, root_rank, of_size, process_set)
     if not is_root:
         data = torch.empty(int(size), dtype=torch.uint8)
     broadcast_(data, root_rank, None if name is None else f"{name}.t", process_set)
@@ -71,7 +73,8 @@ def allgather_object(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return the objects of all ranks, in their order. Arguments as above."""
-    data = _packed("hvd.allgather_object", obj)
+    with refusing("allgather_object", "allgather", name, process_set):
+        data = _packed("hvd.allgather_object", obj)
     handle = rows_allgather_async([data], name, process_set)
     (everything,), (sizes,) = synchronize(handle)
     return [pickle.loads(each.numpy()) for each in everything.split(sizes)]
@@ -132,9 +135,14 @@ def broadcast_optimizer_state(
     """
     del model
     is_root = current().comm.rank == root_rank
-    state = optimizer.state_dict() if is_root else None
+    state, described = None, None
     found: list[Tensor] = []
-    told = broadcast_object(_without_tensors(state, found), root_rank)
+    if is_root:
+        what = "broadcast_optimizer_state"
+        with refusing(what, "broadcast", None, global_process_set):
+            state = optimizer.state_dict()
+            described = _without_tensors(state, found)
+    told = broadcast_object(described, root_rank)
     if not is_root:
         state = _with_tensors(told, found)
     # Root's own tensors are sent from where they are: on the other ranks they are new.

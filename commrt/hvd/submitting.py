@@ -7,7 +7,9 @@ once, and the others are told why when they wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -36,6 +38,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter_async",
     "reducescatter_async",
+    "refusing",
     "rows_allgather_async",
     "sparse_allreduce_async",
 ]
@@ -100,9 +103,8 @@ class _Call:
             self._check(tensors, types)
             fields = signature()
         except UsageError as error:
-            refusal = Signature(self.kind, refusal=str(error))
-            refused = Entry(self.name, refusal, number=self.place)
-            self.session.refuse(self.number, refused, error)
+            self.refuse(error)
+            raise
         described = tuple(
             (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors
         )
@@ -112,6 +114,12 @@ class _Call:
         entry = Entry(self.name, full, inputs, in_place=in_place, number=self.place)
         self.session.submit(self.number, entry)
         return entry
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this rank cannot make the call."""
+        refusal = Signature(self.kind, refusal=str(error) or repr(error))
+        entry = Entry(self.name, refusal, number=self.place)
+        self.session.refuse(self.number, entry)
 
     def _check(self, tensors: Sequence[Tensor], types: Sequence[torch.dtype]) -> None:
         for x in tensors:
@@ -147,11 +155,30 @@ class _Call:
         return Handle(self.session, self.number, [entry], result)
 
 
+@contextmanager
+def refusing(
+    what: str, kind: str, name: str | None, process_set: ProcessSet
+) -> Iterator[None]:
+    """Tell the other ranks of an error that comes before a call, and raise it.
+
+    Without this they would wait for the call, and unnamed calls would be numbered
+    otherwise than here. Arguments as of ``_Call``.
+    """
+    try:
+        yield
+    except Exception as error:
+        _Call(what, kind, name, process_set).refuse(error)
+        raise
+
+
 def _factor(what: str, name: str, factor: float) -> float:
     try:
-        return float(factor)
-    except (TypeError, ValueError):
-        raise UsageError(f"{what}: {name}={shown(factor)} must be a number") from None
+        found = float(factor)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isnan(found):
+        raise UsageError(f"{what}: {name}={shown(factor)} must be a number")
+    return found
 
 
 class _Wanted(NamedTuple):
@@ -186,12 +213,20 @@ def _reduced(call: _Call, tensors: Sequence[Tensor], wanted: _Wanted) -> dict[st
     }
 
 
-def _listed(what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise UsageError(f"hvd.{what}: {shown(tensors)} must be a list of tensors")
-    if not tensors:
-        raise UsageError(f"hvd.{what}: there are no tensors in the list")
-    return list(tensors)
+def _listed(
+    what: str,
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+) -> list[Tensor]:
+    """Return the tensors of a grouped call as a list, or refuse the call."""
+    with refusing(what, kind, name, process_set):
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+            raise UsageError(f"hvd.{what}: {shown(tensors)} must be a list of tensors")
+        if not tensors:
+            raise UsageError(f"hvd.{what}: there are no tensors in the list")
+        return list(tensors)
 
 
 # -- allreduce -------------------------------------------------------------------------
@@ -268,7 +303,7 @@ def grouped_allreduce_async(
     factors = prescale_factor, postscale_factor
     wanted = _Wanted(average, name, op, factors, process_set)
     what = "grouped_allreduce_async"
-    listed = _listed(what, tensors)
+    listed = _listed(what, "allreduce", tensors, name, process_set)
     return _allreduce(what, listed, False, lambda entry: list(entry.outputs), wanted)
 
 
@@ -282,12 +317,11 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an ``allreduce`` of several tensors in place; the result is their list."""
-    listed = _listed("grouped_allreduce_async_", tensors)
     factors = prescale_factor, postscale_factor
     wanted = _Wanted(average, name, op, factors, process_set)
-    return _allreduce(
-        "grouped_allreduce_async_", listed, True, lambda _: listed, wanted
-    )
+    what = "grouped_allreduce_async_"
+    listed = _listed(what, "allreduce", tensors, name, process_set)
+    return _allreduce(what, listed, True, lambda _: listed, wanted)
 
 
 def sparse_allreduce_async(
@@ -302,14 +336,14 @@ def sparse_allreduce_async(
     Horovod's programs do, or be given to ``synchronize``.
     """
     what = "hvd.sparse_allreduce_async"
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise UsageError(f"{what}: {shown(tensor)} is no sparse COO tensor")
-    if op not in (Average, Sum):
-        raise UsageError(f"{what}: op={shown(op)} must be hvd.Average or hvd.Sum")
-    given = tensor.detach().coalesce()
+    with refusing("sparse_allreduce_async", "allgather", name, process_set):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+            raise UsageError(f"{what}: {shown(tensor)} is no sparse COO tensor")
+        if op not in (Average, Sum):
+            raise UsageError(f"{what}: op={shown(op)} must be hvd.Average or hvd.Sum")
+        given = tensor.detach().coalesce()
     both = [given.indices().T.contiguous(), given.values().contiguous()]
-    base = None if name is None else f"{name}.sparse"
-    call = _Call("sparse_allreduce_async", "allgather", base, process_set)
+    call = _Call("sparse_allreduce_async", "allgather", name, process_set)
     entry = call.entry(both, dict, MOVED)
 
     def result() -> Tensor:
@@ -367,7 +401,7 @@ def grouped_allgather_async(
 ) -> Handle:
     """Start an ``allgather`` of several tensors, none before all are there."""
     what = "grouped_allgather_async"
-    listed = _listed(what, tensors)
+    listed = _listed(what, "allgather", tensors, name, process_set)
     return _allgather(
         what, listed, lambda entry: list(entry.outputs), name, process_set
     )
@@ -382,7 +416,7 @@ def rows_allgather_async(
         numbers = range(len(tensors))
         return list(entry.outputs), [entry.gathered_rows[each] for each in numbers]
 
-    listed = _listed("grouped_allgather", tensors)
+    listed = _listed("grouped_allgather", "allgather", tensors, name, process_set)
     return _allgather("allgather", listed, result, name, process_set)
 
 
@@ -547,7 +581,7 @@ def grouped_reducescatter_async(
     factors = prescale_factor, postscale_factor
     wanted = _Wanted(None, name, op, factors, process_set)
     what = "grouped_reducescatter_async"
-    listed = _listed(what, tensors)
+    listed = _listed(what, "reducescatter", tensors, name, process_set)
     return _reducescatter(what, listed, lambda entry: list(entry.outputs), wanted)
 
 

@@ -22,7 +22,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
     Arguments are those of ``torch.nn.BatchNorm2d``. Ranks may have batches of different
     sizes, also empty ones. In training forward and backward passes are collective: all
-    ranks run the same layers in the same order, so none may be in ``join()``.
+    ranks run the same layers in the same order. They meet in a round first, so that a
+    rank may wait for an operation before. Raises MismatchError while one has joined.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -42,16 +43,24 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
         kept = self.track_running_stats
-        comm = current().norm_comm() if uses_batch else None
+        session = current()
+        comms = []
+        if uses_batch and session.comm.size > 1:
+            session.meet("hvd.SyncBatchNorm", "forward")
+            comms = [session.norm_comm()]
         found: Tensor = batch_norm(
             input,
             self.running_mean if kept else None,
             self.running_var if kept else None,
             self.weight,
             self.bias,
-            comms=[] if comm is None else [comm],
+            comms=comms,
             training=uses_batch,
             momentum=momentum,
             eps=self.eps,
         )
+        if comms and found.grad_fn is not None:
+            found.grad_fn.register_prehook(
+                lambda _: session.meet("hvd.SyncBatchNorm", "backward")
+            )
         return found

@@ -11,7 +11,12 @@ import torch
 from hvd_cases import drawn, on_ranks
 
 import commrt.hvd as hvd
+from commrt.comm import Communicator
 from commrt.errors import MismatchError
+from commrt.hvd.entries import Entry
+from commrt.hvd.rank_set import RankSet
+from commrt.hvd.signatures import Signature
+from commrt.local import run
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -125,3 +130,76 @@ def test_uneven_batches_train_as_in_one_process() -> None:
     # Ranks that joined early lack the later steps: those that worked have them all.
     found = on_ranks(3, lambda: trained(hvd.rank()))
     torch.testing.assert_close(found[1], right, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("op", [hvd.Max, hvd.Product])
+def test_zeros_enter_no_maximum_when_all_ranks_join_at_once(op: hvd.ReduceOp) -> None:
+    def main() -> None:
+        handles = []
+        if hvd.rank() == 0:
+            handles = [
+                hvd.allreduce_async(-torch.ones(2), name="x", op=op),
+                hvd.broadcast_async(torch.ones(2), 1, "root"),
+                hvd.allgather_async(torch.ones(2), "rows"),
+            ]
+        hvd.join()
+        for handle in handles:
+            with pytest.raises(MismatchError, match=r"ranks 1, 2 called join\(\)"):
+                hvd.synchronize(handle)
+
+    on_ranks(3, main)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_what_a_joined_rank_has_left_is_compared(count: int) -> None:
+    """Rank 0 joins with an operation that the others submit two rounds later."""
+
+    def main() -> None:
+        rank = hvd.rank()
+        hvd.allreduce(torch.ones(4), name="a", op=hvd.Max)
+        if rank == 0:
+            handle = hvd.allreduce_async(-torch.ones(count), name="a", op=hvd.Max)
+            hvd.join()
+        else:
+            for _ in range(2):
+                hvd.allreduce(torch.ones(2), name="b")
+            left = -2 * torch.ones(4)
+            handle = hvd.allreduce_async(left, name="a", op=hvd.Max)
+        if count == 4:
+            assert hvd.synchronize(handle).tolist() == [-1] * 4
+        else:
+            with pytest.raises(MismatchError, match=r"shape: \(3,\) on rank 0; \(4,\)"):
+                hvd.synchronize(handle)
+        if rank > 0:
+            hvd.join()
+
+    on_ranks(3, main)
+
+
+def test_a_joined_rank_does_not_give_up_when_others_come() -> None:
+    """It has waited for long, and then a round ends: its patience begins anew."""
+
+    def main(comm: Communicator) -> None:
+        options: dict[str, Any] = {"fusion_nbytes": 64, "cache_capacity": 8}
+        ranks = RankSet(comm, range(3), name="set", **options)
+        entries = [Entry(name, Signature("barrier")) for name in ("x", "y", "z")]
+        if comm.rank == 0:
+            ranks.joins = True
+            ranks.advance(waits=True)
+            ranks.give_up("rank 0 has waited for long")
+        else:
+            # In the second round each of the others waits for something else.
+            order = [0, 1, 2] if comm.rank == 1 else [0, 2, 1]
+            for step, number in enumerate(order):
+                ranks.submit(entries[number])
+                while ranks.num_rounds <= step:
+                    ranks.advance(waits=True)
+            while not ranks.is_settled:
+                ranks.advance(waits=True)
+            assert [entry.error for entry in entries] == [None] * 3
+            ranks.joins = True
+        while ranks.joins:
+            ranks.advance(waits=True)
+        ranks.free()
+
+    run(3, main)

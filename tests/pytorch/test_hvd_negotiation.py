@@ -21,6 +21,7 @@ from commrt.errors import (
     TimeoutError_,
     UsageError,
 )
+from commrt.hvd.current import current
 from commrt.local import run
 
 FAR_S = 240.0
@@ -129,7 +130,12 @@ MISMATCHES: dict[str, tuple[Any, Any, str]] = {
     "factor": (
         lambda: hvd.allreduce_async(torch.ones(2), name="x"),
         lambda: hvd.allreduce_async(torch.ones(2), name="x", prescale_factor=0.5),
-        "factors: none on ranks 0, 2; 0.5 before, 1 after on rank 1",
+        "factors: none on ranks 0, 2; 0.5 before, 1.0 after on rank 1",
+    ),
+    "near factor": (
+        lambda: hvd.allreduce_async(torch.ones(2), name="x", prescale_factor=1234567),
+        lambda: hvd.allreduce_async(torch.ones(2), name="x", prescale_factor=1234568),
+        r"factors: 1234567\.0 before.* on ranks 0, 2; 1234568\.0 before",
     ),
     "root": (
         lambda: hvd.broadcast_async(torch.ones(2), 0, "x"),
@@ -205,6 +211,21 @@ REFUSALS: dict[str, tuple[Any, Any, str]] = {
         lambda: hvd.allreduce_async([1.0]),  # type: ignore[arg-type]
         "is no torch tensor",
     ),
+    "factor": (
+        lambda: hvd.allreduce_async(torch.ones(2)),
+        lambda: hvd.allreduce_async(torch.ones(2), postscale_factor=float("nan")),
+        "postscale_factor=nan must be a number",
+    ),
+    "list": (
+        lambda: hvd.grouped_allreduce_async_([torch.ones(2)]),
+        lambda: hvd.grouped_allreduce_async_([]),
+        "no tensors in the list",
+    ),
+    "sparse": (
+        lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), None),
+        lambda: hvd.sparse_allreduce_async(torch.ones(1), None),
+        "is no sparse COO tensor",
+    ),
 }
 
 
@@ -223,6 +244,80 @@ def test_a_call_that_one_rank_refuses_fails_on_the_others(what: str) -> None:
         assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == 2
 
     on_ranks(2, main)
+
+
+BLOCKING: dict[str, tuple[Any, Any, str]] = {
+    "op": (
+        lambda: hvd.allreduce(torch.ones(2)),
+        lambda: hvd.allreduce(torch.ones(2), op=1),  # type: ignore[arg-type]
+        "op=1 must be",
+    ),
+    "compression": (
+        lambda: hvd.reducescatter(torch.ones(2), compression=hvd.Compression.fp16),
+        lambda: hvd.reducescatter(1, compression=hvd.Compression.fp16),  # type: ignore[arg-type]
+        "'int' object has no attribute",
+    ),
+    "list": (
+        lambda: hvd.grouped_allgather([torch.ones(2)]),
+        lambda: hvd.grouped_allgather(None),  # type: ignore[arg-type]
+        "not iterable",
+    ),
+    "pickle of the root": (
+        lambda: hvd.broadcast_object(None, 1),
+        lambda: hvd.broadcast_object(lambda: None, 1),
+        "cannot be pickled",
+    ),
+    "pickle": (
+        lambda: hvd.allgather_object(None),
+        lambda: hvd.allgather_object(lambda: None),
+        "cannot be pickled",
+    ),
+    "state": (
+        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)]), 1),
+        lambda: hvd.broadcast_optimizer_state(None, 1),
+        "no attribute 'state_dict'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BLOCKING)
+def test_what_a_rank_refuses_before_it_calls_fails_on_the_others(what: str) -> None:
+    """And later calls without names meet each other."""
+    usual, other, match = BLOCKING[what]
+
+    def main() -> None:
+        rank = hvd.rank()
+        if rank == 1:
+            error = raised_by(other)
+            assert error is not None
+            assert not isinstance(error, RefusedError)
+        else:
+            error = raised_by(usual)
+            assert isinstance(error, RefusedError)
+            assert "rank 1 refused" in str(error)
+        assert match in str(error)
+        assert hvd.allreduce(drawn(rank, 2), op=hvd.Sum).tolist() == (
+            drawn_of_all(2, 2).sum(0).tolist()
+        )
+        assert hvd.reducescatter(torch.ones(2), op=hvd.Sum).tolist() == [2]
+        assert hvd.allgather_object(rank) == [0, 1]
+        assert hvd.broadcast_object(rank, 1) == 1
+
+    on_ranks(2, main, limit_s=240)
+
+
+def test_what_was_waited_for_is_let_go() -> None:
+    """Its set keeps no tensors, whatever else is under way."""
+
+    def main() -> None:
+        handles = [
+            hvd.allreduce_async(torch.ones(1 << 12), name=f"x{n}") for n in range(4)
+        ]
+        for handle in reversed(handles):
+            hvd.synchronize(handle)
+        assert current().set_of(0).under_way == []
+
+    on_ranks(2, main, fusion_nbytes=1 << 10)
 
 
 def test_a_name_is_taken_until_its_operation_was_waited_for() -> None:

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hvd_cases import NEAR, on_ranks
+from hvd_cases import NEAR, on_ranks, raised_by
 from tensor3d_cases import drawn_in
 from torch import nn
 from torch.nn import functional
 
 import commrt.hvd as hvd
-from commrt.errors import UsageError
+from commrt.errors import MismatchError, RefusedError, UsageError
 
 ROWS = 6
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -393,3 +394,203 @@ def test_batches_are_normalized_over_all_ranks(size: int) -> None:
             norm(torch.ones(3).double())
 
     on_ranks(size, main)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_a_scheduler_of_the_given_optimizer_goes_on(op: hvd.ReduceOp) -> None:
+    """Its step, which it puts into the optimizer's fields, hides no reduction."""
+
+    def trained(early: bool) -> Any:
+        model = model_of()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler: Any = None
+        if early:
+            scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(plain, op=op)
+        if not early:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, range(hvd.rank(), hvd.rank() + 1)).backward()
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+        return model
+
+    def main() -> None:
+        early, late = trained(True), trained(False)
+        check_equal(early, late)
+        mine = torch.cat([p.detach().flatten() for p in early.parameters()])
+        assert torch.equal(hvd.broadcast(mine, 0), mine)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the scheduler's, of a wrong order
+        on_ranks(2, main)
+
+
+def test_hooks_run_once_after_a_state_was_loaded() -> None:
+    def main() -> None:
+        optimizer = hvd.DistributedOptimizer(MAKERS["sgd"](model_of().parameters()))
+        seen: list[str] = []
+        optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        assert seen == ["step"]
+
+    on_ranks(1, main)
+
+
+def test_an_optimizer_needs_a_session_and_a_set_of_it() -> None:
+    plain = MAKERS["sgd"](model_of().parameters())
+    with pytest.raises(UsageError, match=r"call hvd\.init\(\) first"):
+        hvd.DistributedOptimizer(plain)
+
+    def main() -> None:
+        for wrong, match in (
+            (hvd.ProcessSet([0]), "was not added"),
+            ([0], "must be a ProcessSet"),
+        ):
+            with pytest.raises(UsageError, match=match):
+                hvd.DistributedOptimizer(plain, process_set=wrong)  # type: ignore[arg-type]
+
+    on_ranks(1, main)
+
+
+def test_a_rank_without_a_sparse_gradient_needs_dense_ones() -> None:
+    def trained(as_dense: bool) -> tuple[Any, Any]:
+        table = nn.Embedding(6, 2, sparse=True).double()
+        with torch.no_grad():
+            table.weight.fill_(1.0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=as_dense
+        )
+        if hvd.rank() == 0:
+            table(torch.tensor([2])).sum().backward()
+        return table, optimizer
+
+    def main() -> None:
+        _, optimizer = trained(False)
+        with pytest.raises(MismatchError, match=r"(?s)gradient.*sparse_as_dense"):
+            optimizer.step()
+        optimizer.zero_grad()
+        table, optimizer = trained(True)
+        optimizer.step()
+        right = torch.ones(6, 2, dtype=torch.float64)
+        right[2] = 0.5
+        assert torch.equal(table.weight.detach(), right)
+
+    on_ranks(2, main, limit_s=240)
+
+
+@pytest.mark.parametrize("what", ["load_state_dict", "set_backward_passes_per_step"])
+def test_no_gradient_under_way_is_forgotten(what: str) -> None:
+    def main() -> None:
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(MAKERS["sgd"](model.parameters()))
+        given = optimizer.state_dict() if what == "load_state_dict" else 1
+        loss_of(model, 0, range(1)).backward()
+        with pytest.raises(UsageError, match=rf"{what}\(\) came after backward"):
+            getattr(optimizer, what)(given)
+        optimizer.step()
+        getattr(optimizer, what)(given)
+        loss_of(model, 0, range(1)).backward()
+        optimizer.step()
+
+    on_ranks(2, main)
+
+
+class Failing(hvd.Compression.none):
+    """A compression of a program's that fails on rank 1, where a flag says so."""
+
+    fails_at = ""
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        cls.fail("compress")
+        return tensor, None
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:  # type: ignore[override]
+        cls.fail("decompress")
+        return tensor
+
+    @classmethod
+    def fail(cls, at: str) -> None:
+        if cls.fails_at == at and hvd.rank() == 1:
+            raise ValueError(f"cannot {at}")
+
+
+@pytest.mark.parametrize("at", ["compress", "decompress"])
+def test_an_optimizer_goes_on_after_an_error(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "fails_at", at)
+
+    def main() -> None:
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(
+            MAKERS["sgd"](model.parameters()), compression=Failing
+        )
+        error = raised_by(optimizer.step)
+        if hvd.rank() == 1:
+            assert isinstance(error, ValueError)
+            Failing.fails_at = ""
+        elif at == "compress":
+            assert isinstance(error, RefusedError)
+            assert "cannot compress" in str(error)
+        optimizer.zero_grad()
+        loss_of(model, 0, range(1)).backward()
+        optimizer.step()
+
+    on_ranks(2, main, limit_s=240)
+
+
+def test_a_closure_may_follow_a_part_of_a_backward_pass() -> None:
+    """Also where one rank alone has sent gradients."""
+
+    def main() -> None:
+        rank = hvd.rank()
+        model, serial = model_of(), model_of()
+        optimizer = hvd.DistributedOptimizer(MAKERS["sgd"](model.parameters()))
+        plain = MAKERS["sgd"](serial.parameters())
+        if rank == 0:
+            model[4].bias.sum().backward()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, range(rank, rank + 1))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        loss_of(serial, 0, range(2)).backward()
+        plain.step()
+        check_equal(model, serial)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+    on_ranks(2, main, limit_s=240)
+
+
+def test_normalization_meets_ranks_that_wait_for_something_else() -> None:
+    def main() -> None:
+        norm = hvd.SyncBatchNorm(3).double()
+        x = drawn_in(hvd.rank(), 2, 3).requires_grad_()
+
+        def both(first: Callable[[], Any], handle: Any, then: bool) -> Any:
+            if then:
+                hvd.synchronize(handle)
+            found = first()
+            hvd.synchronize(handle)
+            return found
+
+        for step in range(2):
+            handle = hvd.allreduce_async(torch.ones(2), name="x")
+            y = both(lambda: norm(x), handle, hvd.rank() == step)
+            handle = hvd.allreduce_async(torch.ones(2), name="x")
+            both(functional.silu(y).sum().backward, handle, hvd.rank() == step)
+        if hvd.rank() == 1:
+            with pytest.raises(MismatchError, match=r"rank 0 called join\(\)"):
+                norm(x)
+        hvd.join()
+
+    on_ranks(2, main, limit_s=240)

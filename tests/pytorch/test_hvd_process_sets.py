@@ -12,7 +12,7 @@ from hvd_cases import drawn, on_ranks
 
 import commrt.hvd as hvd
 from commrt.comm import Communicator
-from commrt.errors import MismatchError, UsageError
+from commrt.errors import CommError, MismatchError, RefusedError, UsageError
 from commrt.local import run
 
 
@@ -84,7 +84,6 @@ def test_sets_are_removed() -> None:
             handle = hvd.allreduce_async(torch.ones(1), name="x", process_set=first)
         with pytest.raises(UsageError, match=r"not over: \{1: \['x'\]\}"):
             hvd.remove_process_set(first)
-        first.process_set_id = number
         if hvd.rank() == 0:
             hvd.allreduce(torch.ones(1), name="x", process_set=first)
         if handle is not None:
@@ -94,7 +93,7 @@ def test_sets_are_removed() -> None:
         assert (first.size(), first.rank()) == (None, None)
         assert not hvd.remove_process_set(first)
         assert not hvd.remove_process_set(hvd.global_process_set)
-        with pytest.raises(UsageError, match="was not added, or is removed"):
+        with pytest.raises(UsageError, match=r"not added since hvd\.init\(\), or is"):
             hvd.allreduce(torch.ones(1), process_set=first)
         again = hvd.add_process_set([0, 1])
         assert again.process_set_id == 2
@@ -196,3 +195,76 @@ def test_scripts_may_ask_what_is_there() -> None:
                 call()
 
     on_ranks(1, main)
+
+
+def test_sets_are_added_and_removed_while_others_wait() -> None:
+    def main() -> None:
+        rank = hvd.rank()
+        for step in range(2):
+            for name in ("add", "remove"):
+                handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
+                if rank == step:
+                    assert hvd.synchronize(handle).tolist() == [3, 3]
+                if name == "add":
+                    pair = hvd.add_process_set([0, 1])
+                else:
+                    assert hvd.remove_process_set(pair)
+                assert hvd.synchronize(handle).tolist() == [3, 3]
+
+    on_ranks(3, main, limit_s=240)
+
+
+def test_a_set_that_one_rank_refuses_is_refused_on_all() -> None:
+    def main() -> None:
+        rank = hvd.rank()
+        wrong: Any = [0, 1] if rank else ["a"]
+        with pytest.raises(CommError, match="must be a list of ranks"):
+            hvd.add_process_set(wrong)
+        pair = hvd.ProcessSet([0, 1])
+        change: Any = hvd.remove_process_set if rank else hvd.add_process_set
+        with pytest.raises(MismatchError, match="op: add on rank 0; remove on ranks 1"):
+            change(pair)
+        assert hvd.add_process_set(pair).process_set_id == 1
+
+    on_ranks(3, main, limit_s=240)
+
+
+def test_a_set_belongs_to_its_session() -> None:
+    def main(comm: Communicator) -> None:
+        hvd.init(comm, fusion_nbytes=64)
+        pair = hvd.add_process_set([0, 1])
+        assert pair.process_set_id == 1
+        hvd.shutdown()
+        assert pair.process_set_id is None
+        hvd.init(comm, [[1, 2]], fusion_nbytes=64)  # type: ignore[list-item]
+        assert pair.process_set_id is None
+        with pytest.raises(UsageError, match="was not added since"):
+            hvd.allreduce(torch.ones(1), process_set=pair)
+        assert not hvd.remove_process_set(pair)
+        assert hvd.add_process_set(pair).process_set_id == 2
+        hvd.shutdown()
+
+    run(3, main)
+
+
+def test_init_refuses_on_all_ranks_what_one_cannot_use() -> None:
+    def main(comm: Communicator) -> None:
+        wrong = comm.rank == 1
+        options: list[tuple[dict[str, Any], str]] = [
+            ({"fusion_nbytes": -1 if wrong else 8}, "fusion_nbytes=-1 must be"),
+            ({"cache_capacity": 1.5 if wrong else 8}, "cache_capacity=1.5 must be"),
+            ({"stall_warning_s": 0 if wrong else 8}, "must be a number of seconds"),
+            ({"process_sets": [[0]] if wrong else None}, "numbers of process_sets"),
+            ({"process_sets": 3 if wrong else None}, "numbers of process_sets"),
+            ({"process_sets": 3}, "process_sets=3 must be a list"),
+            ({"process_sets": [["a" if wrong else 0]]}, "must be a list of ranks"),
+        ]
+        for each, match in options:
+            kind: type[CommError] = CommError
+            if "process_sets" not in each:
+                kind = UsageError if wrong else RefusedError
+            with pytest.raises(kind, match=match):
+                hvd.init(comm, **{"fusion_nbytes": 8, **each})
+            assert not hvd.is_initialized()
+
+    run(2, main)

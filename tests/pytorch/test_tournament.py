@@ -46,7 +46,7 @@ GROUPS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 3), (8, 4)]
 def quality(net: Any, trainer: int) -> float:
     """Return a score that depends on the model and on who judges."""
     sign = -1.0 if trainer % 3 == 2 else 1.0  # one in three likes what others do not
-    return sign * float(net.first.weight.sum())
+    return sign * net.first.weight.sum().item()
 
 
 def play(
@@ -176,7 +176,7 @@ def test_a_model_of_nan_loses(rule: str, sick: int, mode: str) -> None:
             if comm.rank == sick:
                 net.first.weight.data.fill_(math.nan)
             for _ in range(2):  # evolution replaces trainers in turn
-                found = tournament.step(net, lambda net: float(net.first.weight.sum()))
+                found = tournament.step(net, lambda net: net.first.weight.sum().item())
             return snapshot(net), found
 
     healthy = snapshot(net_of(1 - sick))
@@ -336,7 +336,7 @@ def test_data_parallel_trainers_stay_equal_inside() -> None:
             for step in range(3):
                 trained(net, optimizers, 10 * step + tournament.trainer, 2)
                 tournament.step(
-                    net, lambda net: float(net.last.weight.sum()), optimizers
+                    net, lambda net: net.last.weight.sum().item(), optimizers
                 )
             return snapshot(net, optimizers)
 

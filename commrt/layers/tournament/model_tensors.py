@@ -20,7 +20,7 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class ModelTensors:
-    """The tensors of one rank's model, each once, in the order of its ``state_dict``.
+    """The tensors of one rank's model, each once: parameters, then buffers.
 
     Args:
         model: of this rank.
@@ -37,25 +37,29 @@ class ModelTensors:
                 f"Tournament.step: model={shown(model)} must be a module of torch"
             )
         self.parameters: tuple[Tensor, ...] = tuple(model.parameters())
-        held = {id(each) for each in (*self.parameters, *model.buffers())}
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in held:
+        saved = model.state_dict(keep_vars=True)
+        saved_ids = {id(each) for each in saved.values()}
+        found = [
+            *model.named_parameters(),
+            *(each for each in model.named_buffers() if id(each[1]) in saved_ids),
+        ]
+        for name, tensor in found:
+            _check(name, tensor)
+        held = {id(each) for _, each in found}
+        memory = {each.untyped_storage().data_ptr() for _, each in found}
+        for name, value in saved.items():
+            # Sharded tables have views of a parameter under the names of serial ones.
+            is_held = isinstance(value, torch.Tensor) and (
+                id(value) in held or value.untyped_storage().data_ptr() in memory
+            )
+            if not is_held:
                 raise UsageError(
                     f"Tournament.step: {name} in the model's state_dict is neither a "
                     f"parameter nor a buffer; a tournament moves these alone. Register "
                     f"it as a buffer"
                 )
-            _check(name, value)
-            found.setdefault(id(value), (name, value))
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in found:
-                raise UsageError(
-                    f"Tournament.step: the parameter {name} is missing in the model's "
-                    f"state_dict, so no other trainer would get it"
-                )
-        self.names = tuple(name for name, _ in found.values())
-        self.tensors = tuple(tensor for _, tensor in found.values())
+        self.names = tuple(name for name, _ in found)
+        self.tensors = tuple(tensor for _, tensor in found)
         grids = [*_grids(model, self.parameters)]
         for grid in grids:
             if not {*core_of(grid.comm).world_ranks} <= {*ranks}:

@@ -378,7 +378,7 @@ def _score(evaluate: Evaluate, model: nn.Module) -> float:
     try:
         if value is None or isinstance(value, bool | str):
             raise TypeError
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"Tournament.step: evaluate returned {shown(value)}; expected one number"

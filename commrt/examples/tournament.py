@@ -172,7 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser("python -m commrt.examples.tournament", None, about)
+    parser = argparse.ArgumentParser(
+        "python -m commrt.examples.tournament", None, about
+    )
     parser.add_argument("--steps", type=int, default=800, help="of each trainer")
     parser.add_argument("--every", type=int, default=20, help="steps between rounds")
     parser.add_argument("--seeds", type=int, default=5, help="runs with each rule")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of a tournament give each trainer the model that its rule names, to the bit."""
+"""Rounds of a tournament give each trainer the model that its rule names."""
 
 from __future__ import annotations
 
@@ -216,7 +216,11 @@ def test_an_odd_trainer_idles(rule: str) -> None:
     idle = Draws(2, 0).shuffled(3)[2]
     assert [calls for calls, _ in found] == [0 if r == idle else 2 for r in range(3)]
     outcome = found[idle][1]
-    assert (outcome.partner, outcome.own_score, outcome.has_taken) == (None, None, False)
+    assert (outcome.partner, outcome.own_score, outcome.has_taken) == (
+        None,
+        None,
+        False,
+    )
 
 
 def test_one_trainer_evaluates_nothing_and_keeps_its_model() -> None:
@@ -289,7 +293,9 @@ def test_the_same_seed_plays_the_same_tournament() -> None:
 
 
 def test_a_loaded_tournament_goes_on_with_the_same_choices() -> None:
-    whole = [outcome for _, outcomes in play(4, 4, 5, seed=9)[:1] for outcome in outcomes]
+    whole = [
+        outcome for _, outcomes in play(4, 4, 5, seed=9)[:1] for outcome in outcomes
+    ]
 
     def main(comm: Any) -> list[Outcome]:
         with Tournament(comm, 4, seed=9) as first:

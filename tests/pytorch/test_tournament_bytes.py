@@ -41,7 +41,9 @@ def nbytes_in(net: Any, optimizers: Any) -> int:
 
 @pytest.mark.full(sample=8)
 @pytest.mark.parametrize("kind", ["none", "momentum", "adam", "two"])
-@pytest.mark.parametrize(("ranks", "trainers"), [(1, 1), (2, 2), (4, 2), (3, 3), (8, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "trainers"), [(1, 1), (2, 2), (4, 2), (3, 3), (8, 4)]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_sends_the_bytes_of_its_formula(
     rule: str, ranks: int, trainers: int, kind: str
@@ -98,7 +100,9 @@ def test_nothing_is_sent_for_wrong_arguments() -> None:
 
     def main(comm: Any) -> None:
         for wrong in (0, 3, 5, 8, -2, 2.0, True, None, "4"):
-            with pytest.raises(UsageError, match=r"divide .* 4; expected one of 1, 2, 4"):
+            with pytest.raises(
+                UsageError, match=r"divide .* 4; expected one of 1, 2, 4"
+            ):
                 Tournament(comm, wrong)
 
     with commrt.trace.record() as recording:

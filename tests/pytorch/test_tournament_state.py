@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of a state moves, to the bit; faults of one rank leave all states as they were."""
+"""All of a state moves, to the bit; a fault of one rank changes no state."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_a_mutation_that_fails_on_one_trainer_is_no_round() -> None:
             trained(net, [optimizer], comm.rank, 1)
             before = snapshot(net, [optimizer])
             expected = UsageError if comm.rank == 3 else RefusedError
-            with pytest.raises(expected, match="momentun|rank 3"):
+            with pytest.raises(expected, match=r"momentun|rank 3"):
                 tournament.step(net, lambda _: comm.rank, optimizer)
             assert is_equal(snapshot(net, [optimizer]), before)
 
@@ -513,8 +513,10 @@ def test_states_that_are_no_tournaments_are_refused(state: Any) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"names": "lr"}, {"names": (1,)}, {"factors": ()}, {"factors": (0.0,)}]
-    + [{"factors": (math.nan,)}, {"factors": [0.5]}],
+    [
+        *({"names": "lr"}, {"names": (1,)}, {"factors": ()}),
+        *({"factors": (0.0,)}, {"factors": (math.nan,)}, {"factors": [0.5]}),
+    ],
 )
 def test_wrong_perturbations_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="Perturb"):

@@ -83,7 +83,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizers]] = {
         torch.optim.AdamW(
             [
                 {"params": part, "lr": lr}
-                for part, lr in zip(split_of(net), (0.1, torch.tensor(0.02)))
+                for part, lr in zip(
+                    split_of(net), (0.1, torch.tensor(0.02)), strict=True
+                )
             ],
             foreach=False,
         )

@@ -107,9 +107,7 @@ class Contestant:
         self._model.take(values)
         load(self.optimizers, structure, tensors)
 
-    def _parts(
-        self, candidate: Candidate
-    ) -> tuple[list[Tensor], bytes, list[Tensor]]:
+    def _parts(self, candidate: Candidate) -> tuple[list[Tensor], bytes, list[Tensor]]:
         """Return values of the model, and structure and tensors of the optimizers."""
         structure: bytes = b""
         slots: list[Slot] = []

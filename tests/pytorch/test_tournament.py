@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tournament_cases import (
 )
 
 from commrt.comm import core_of
+from commrt.errors import UsageError
 from commrt.layers.tournament import (
     Consensus,
     Draws,
@@ -348,3 +351,81 @@ def test_data_parallel_trainers_stay_equal_inside() -> None:
 
     ranks = run(8, main)
     assert all(is_equal(each, ranks[0]) for each in ranks)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A rule of a program's own, that names partners and sources outright."""
+
+    partners_of: tuple[int | None, ...]
+    sources_of: tuple[int, ...]
+
+    def check(self, num_trainers: int) -> None:
+        """Accept all."""
+
+    def partners(self, draws: Draws, num_trainers: int) -> tuple[int | None, ...]:
+        return self.partners_of
+
+    def sources(self, draws: Draws, standing: Standing) -> tuple[int, ...]:
+        return self.sources_of
+
+
+@pytest.mark.parametrize(
+    ("partners", "sources"),
+    [
+        ((1, 2, 3, 0), (1, 2, 3, 0)),
+        ((1, 2, 3, 0), (3, 1, 0, 3)),
+        ((2, 2, 2, None), (2, 2, 2, 2)),
+        ((None, None, None, None), (3, 0, 1, 2)),
+        ((0, 1, 2, 3), (1, 1, 1, 1)),
+        ((1, 0, 0, 0), (0, 0, 0, 0)),
+    ],
+)
+def test_a_rule_of_ones_own_may_send_models_anywhere(
+    partners: tuple[int | None, ...], sources: tuple[int, ...]
+) -> None:
+    found = play(8, 4, selection=Chosen(partners, sources))
+    for rank, (states, outcomes) in enumerate(found):
+        source = 2 * sources[rank // 2] + rank % 2
+        assert is_equal(states[1], found[source][0][0])
+        judged = [
+            (each.own is None, each.other is None) for each in outcomes[0].judgements
+        ]
+        assert judged == [(p is None, p in (None, t)) for t, p in enumerate(partners)]
+
+
+@pytest.mark.parametrize(
+    ("partners", "sources", "text"),
+    [
+        ((0,), (0, 1), r"partners\(\) of Chosen"),
+        ((0, 2), (0, 1), "partners"),
+        ((0, 1), (0, 1, 2), r"returned \(0, 1, 2\); expected .* each of 2"),
+        ((0, 1), (0, None), "sources"),
+        ((0, 1), (-1, 0), "sources"),
+    ],
+)
+def test_a_rule_that_names_no_trainers_is_told(
+    partners: Any, sources: Any, text: str
+) -> None:
+    def main(comm: Any) -> None:
+        with Tournament(comm, 2, selection=Chosen(partners, sources)) as tournament:
+            net = net_of(comm.rank)
+            before = snapshot(net)
+            with pytest.raises(UsageError, match=text):
+                tournament.step(net, lambda _: 0.0)
+            assert is_equal(snapshot(net), before)
+
+    run(2, main)
+
+
+def test_pairs_are_drawn_evenly() -> None:
+    """And are those of earlier versions: runs that are saved go on with them."""
+    assert Draws(0, 0).shuffled(6) == [0, 1, 5, 3, 4, 2]
+    seen: Counter[tuple[int, ...]] = Counter()
+    for number in range(1500):
+        pairs = Draws(4, number).pairs(5)
+        members = [each for pair in pairs for each in pair]
+        assert len({*members}) == len(members) == 4
+        seen.update(tuple(sorted(pair)) for pair in pairs)
+    assert len(seen) == 10
+    assert all(230 <= times <= 370 for times in seen.values())

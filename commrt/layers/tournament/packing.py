@@ -31,7 +31,8 @@ class Slot(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        itemsize: int = self.dtype.itemsize
+        return math.prod(self.shape) * itemsize
 
 
 def slot_of(tensor: Tensor) -> Slot:

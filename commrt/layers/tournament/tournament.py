@@ -68,8 +68,8 @@ class Tournament:
     - ``Truncation`` and ``Evolution``: ranks of a trainer whose model is taken send S
       bytes to ranks of the one that takes it.
 
-    One trainer sends nothing else, and calls nothing but the rule. A rank keeps S bytes
-    during a round, and the partner's as well.
+    One trainer keeps its model, and judges nothing. During a round a rank keeps S bytes
+    of its own, and the partner's.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Tournament:
         try:
             _check(comm.size, trainers, self._rule, mode, seed, mutate)
             is_mutated = mutate is not None
-            settings = number_of((trainers, repr(self._rule), mode, seed, is_mutated))
+            numbers = as_integer(trainers), as_integer(seed)
+            settings = number_of((numbers, repr(self._rule), mode, is_mutated))
         except UsageError as wrong:
             error = wrong
         every = meet(comm, "Tournament", error, [settings])
@@ -100,10 +101,10 @@ class Tournament:
             *("Tournament", every[:, 0].tolist(), [0] * comm.size, "arguments"),
             advice="pass the same on all ranks",
         )
-        self._num_trainers, self._mode = trainers, mode
-        self._seed, self._round, self._mutate = seed, 0, mutate
+        self._num_trainers, self._mode = int(trainers), mode
+        self._seed, self._round, self._mutate = int(seed), 0, mutate
         self._comm = comm.dup(name=f"{comm.name}.tournament")
-        self._width = comm.size // trainers
+        self._width = comm.size // self._num_trainers
         made = comm.split(self.trainer, name=f"{comm.name}.trainer{self.trainer}")
         assert made is not None  # each rank has a trainer
         self._trainer_comm = made
@@ -208,7 +209,8 @@ class Tournament:
         draws = Draws(self._seed, self._round)
         partners: tuple[int | None, ...] = (None,) * number
         if number > 1:
-            partners = self._rule.partners(draws, number)
+            partners = tuple(self._rule.partners(draws, number))
+            self._check_rule("partners", partners, {None, *range(number)})
         offered = [at if each is None else each for at, each in enumerate(partners)]
         way = self._comm, mine, offered, sizes, contestant.device
         error, other, judgement = None, mine, Judgement()
@@ -227,12 +229,22 @@ class Tournament:
         standing = self._met(error, judgement)
         sources: Sequence[int] = range(number)
         if number > 1:
-            sources = self._rule.sources(draws, standing)
+            sources = tuple(self._rule.sources(draws, standing))
+            self._check_rule("sources", sources, {*range(number)})
         self._change(contestant, mine, other, offered, sources, sizes)
         return Outcome(
             *(self._round, self.trainer, partners),
             *(standing.judgements, tuple(sources)),
         )
+
+    def _check_rule(self, method: str, found: Any, allowed: set[int | None]) -> None:
+        """Raise UsageError unless a rule names a trainer for each trainer."""
+        if len(found) != self._num_trainers or not allowed.issuperset(found):
+            raise UsageError(
+                f"Tournament.step: {method}() of {self._rule!r} returned "
+                f"{shown(found)}; expected the number of a trainer for each of "
+                f"{self._num_trainers}"
+            )
 
     def _met(self, error: Exception | None, judgement: Judgement) -> Standing:
         """Return the scores of all trainers; collective."""

@@ -122,8 +122,9 @@ def _keep_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
             continue
         for name, value in entries.items():
             mine = held.get(name)
-            both = isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor)
-            if both and mine.dtype != value.dtype:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
                 held[name] = value.to(mine.device)
 
 

@@ -38,9 +38,9 @@ def optimizers_of(given: Any, model: ModelTensors) -> tuple[Optimizer, ...]:
 
     Raises UsageError for other things, and for parameters that are not the model's.
     """
-    found = (given,) if isinstance(given, Optimizer) else given
+    found = (given,) if isinstance(given, torch.optim.Optimizer) else given
     if not isinstance(found, list | tuple) or not all(
-        isinstance(each, Optimizer) for each in found
+        isinstance(each, torch.optim.Optimizer) for each in found
     ):
         raise UsageError(
             f"Tournament.step: optimizers={shown(given)} must be an optimizer of "

@@ -264,7 +264,7 @@ def test_equal_settings_of_a_process_may_have_different_types() -> None:
         kernel = ["matern32", np.str_("matern32")][r]
         process = ScaledBlockVecchia(comm, kernel=kernel, seed=[1, np.int64(1)][r])
         model = process.fit(
-            x,
+            x + r,
             y,
             start=start[r],
             mean=[1, np.float32(1)][r],  # type: ignore[arg-type]

@@ -131,8 +131,8 @@ def agreed_rows(
         what: the call, for errors.
         comm: the ranks.
         check: returns arrays, rows first, and settings, or raises UsageError. Settings
-            must be equal on all ranks. They are compared by their ``repr``, so ``check``
-            gives equal ones one type.
+            must be equal on all ranks. They are compared by their ``repr``, so
+            ``check`` gives equal ones one type.
 
     Raises UsageError on all ranks alike where one of them refuses its arguments, where
     numbers of columns differ, and where settings do. Another error of ``check`` is

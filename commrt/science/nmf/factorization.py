@@ -230,8 +230,8 @@ class GraphNMF:
         while True:
             value, next_h, next_weights = self._improved(state, h, weights)
             objectives.append(value)
-            before, after = objectives[-2:] if len(objectives) > 1 else (math.inf, value)
-            is_enough = tolerance > 0 and before - after < tolerance * before
+            before = objectives[-2] if len(objectives) > 1 else math.inf
+            is_enough = tolerance > 0 and before - value < tolerance * before
             if len(objectives) > num_steps or is_enough:
                 break
             h, weights = next_h, next_weights

@@ -108,7 +108,8 @@ def covariances_of(
 def squares_along(batch: Batch, dimension: int, values: Hyperparameters) -> Floats:
     """Return the squared differences of each pair along a dimension, over its scale.
 
-    Points are subtracted as they are: near ones differ by less than scaled points round.
+    Points are subtracted before they are scaled, which would round them: near ones may
+    differ by less.
     """
     column = batch.x[:, :, dimension]
     difference = column[:, :, None] - column[:, None, :]

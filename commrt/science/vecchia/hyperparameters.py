@@ -108,7 +108,7 @@ def decoded(logarithms: Floats) -> Floats:
 def with_numbers(
     start: Hyperparameters, numbers: Floats, fixed: Collection[str]
 ) -> Hyperparameters:
-    """Return hyperparameters of ``decoded`` numbers; fixed ones are those of a start."""
+    """Return hyperparameters of ``decoded`` numbers; fixed ones stay as in a start."""
     return Hyperparameters(
         start.length_scales if "length_scales" in fixed else numbers[:-2],
         start.variance if "variance" in fixed else float(numbers[-2]),

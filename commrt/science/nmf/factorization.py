@@ -176,9 +176,7 @@ class GraphNMF:
 
     # -- inside --------------------------------------------------------------------
 
-    def _checked_start(
-        self, what: str, start: Any, rows: Floats
-    ) -> list[Floats]:
+    def _checked_start(self, what: str, start: Any, rows: Floats) -> list[Floats]:
         """Return W, H and the kernels' weights of a start, as arrays."""
         if not isinstance(start, Factorization):
             raise UsageError(f"{what}: start={shown(start)} must be a Factorization")

@@ -313,9 +313,7 @@ def test_factors_need_a_communicator() -> None:
         ([[1.0], [1.0, 2.0]], "no array"),
     ],
 )
-def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(
-    wrong: Any, says: str
-) -> None:
+def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(wrong: Any, says: str) -> None:
     def main(comm: Any) -> str:
         x = wrong if comm.rank == 1 else np.ones((2, 2))
         with pytest.raises(UsageError) as raised:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,21 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.group.agreed_calls import fact_number
 
-__all__ = ["Bools", "Floats", "Ints", "RowCut", "agreed_rows", "as_rows", "as_values"]
+__all__ = [
+    "Bools",
+    "Floats",
+    "Ints",
+    "RowCut",
+    "agreed_rows",
+    "as_array",
+    "as_rows",
+    "as_values",
+]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
+Settings = TypeVar("Settings")
 
 _POSITIVE = (1 << 63) - 1
 """Keeps a number of 64 bits within int64."""
@@ -73,13 +83,24 @@ def as_values(what: str, y: Any, num_rows: int) -> Floats:
     return values
 
 
-def _as_finite(what: str, name: str, value: Any, ndim: int, shape: str) -> Floats:
+def as_array(what: str, name: str, value: Any, shape: str) -> npt.NDArray[Any]:
+    """Return an argument as an array; UsageError for what numpy cannot read.
+
+    Args:
+        what, name: the call and the argument, for the error.
+        value: the argument. A tensor of a device, or with a gradient, is no array.
+        shape: the expected one, for the error.
+    """
     try:
-        given = np.asarray(value)
-    except (TypeError, ValueError) as error:
+        return np.asarray(value)
+    except Exception as error:  # an object of the program raises what it likes
         raise UsageError(
             f"{what}: {name}={shown(value)} is no array; expected one of shape {shape}"
         ) from error
+
+
+def _as_finite(what: str, name: str, value: Any, ndim: int, shape: str) -> Floats:
+    given = as_array(what, name, value, shape)
     if given.ndim != ndim or given.dtype.kind not in "fiub":
         raise UsageError(
             f"{what}: {name} has the shape {given.shape} and the type {given.dtype}; "
@@ -102,28 +123,28 @@ def _as_finite(what: str, name: str, value: Any, ndim: int, shape: str) -> Float
 def agreed_rows(
     what: str,
     comm: Communicator,
-    check: Callable[[], tuple[Floats, ...]],
-    settings: object,
-) -> tuple[tuple[Floats, ...], RowCut]:
+    check: Callable[[], tuple[tuple[Floats, ...], Settings]],
+) -> tuple[tuple[Floats, ...], Settings, RowCut]:
     """Return what ``check`` returns, and the cut of its first array's rows; collective.
 
     Args:
         what: the call, for errors.
         comm: the ranks.
-        check: returns arrays, rows first, or raises UsageError.
-        settings: what must be equal on all ranks; compared by its ``repr``.
+        check: returns arrays, rows first, and settings, or raises UsageError. Settings
+            must be equal on all ranks. They are compared by their ``repr``, so
+            ``check`` gives equal ones one type.
 
     Raises UsageError on all ranks alike where one of them refuses its arguments, where
-    numbers of columns differ, and where settings do. Bytes: an allgather of 32 for each
-    rank.
+    numbers of columns differ, and where settings do. Another error of ``check`` is
+    raised on its rank, and the other ranks raise UsageError. Bytes: an allgather of 32
+    for each rank.
     """
-    arrays: tuple[Floats, ...] = ()
-    refusal: UsageError | None = None
     said = np.zeros(4, np.int64)
+    refusal: Exception | None = None
     try:
-        arrays = check()
+        arrays, settings = check()
         said[:] = 0, *arrays[0].shape, fact_number(settings) & _POSITIVE
-    except UsageError as error:
+    except Exception as error:  # noqa: BLE001 - the other ranks wait in the allgather
         refusal = error
         said[0] = 1
     if comm.size > 1:
@@ -150,4 +171,4 @@ def agreed_rows(
                 f"{values}; pass the same on all ranks"
             )
     counts = tuple(every[:, 1].tolist())
-    return arrays, RowCut(counts, comm.rank, int(every[0, 2]))
+    return arrays, settings, RowCut(counts, comm.rank, int(every[0, 2]))

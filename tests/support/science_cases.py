@@ -109,11 +109,11 @@ def dense_kernels(x: Array, kernels: Sequence[GraphKernel]) -> Array:
             place[row, other] = nth
     place = np.minimum(place, place.T)
     edges = place < num
-    mean_square = squares[edges].mean() if edges.any() else 0.0
     found = np.zeros((len(kernels), num, num))
     for kernel, out in zip(kernels, found, strict=True):
         joined = edges & (place < kernel.num_neighbors)
         out[joined] = 1.0
+        mean_square = squares[joined].mean() if joined.any() else 0.0
         if kernel.width is not None and mean_square > 0:
             scale = 2 * kernel.width**2 * mean_square
             out[joined] = np.exp(-squares[joined] / scale)

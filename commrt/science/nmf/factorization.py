@@ -22,10 +22,16 @@ from commrt.science.nmf.updates import (
     multiplied,
     simplex_step,
 )
-from commrt.science.rows import Floats, RowCut, agreed_rows, as_rows
-from commrt.vocabulary.checks import as_integer
+from commrt.science.numbers import as_finite
+from commrt.science.rows import Floats, RowCut, agreed_rows, as_array, as_rows
+from commrt.vocabulary.checks import as_integer, as_items
 
 __all__ = ["Factorization", "GraphNMF"]
+
+_MOST_POWER = 1000.0
+"""Beyond it rounding of a weight, to this power, would count."""
+_OFF_SIMPLEX = 1e-9
+"""By so much the weights of a start may miss 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +69,9 @@ class GraphNMF:
         num_components: columns of W.
         kernels: on the graph; none: factors without a graph.
         graph_weight: of the graph's part of the objective, from 0 on.
-        power: of the kernels' weights, above 1. Near 1 one kernel takes all; a large
-            one makes them equal.
+        power: of the kernels' weights, above 1 and at most 1000. Near 1 the smoothest
+            kernel takes all weight. With a large one all weights are about equal, and
+            all kernels have about the same part of the objective.
         seed: draws the first factors, which do not depend on the number of ranks.
 
     The objective grows smaller with W where H grows, so the graph's part alone does not
@@ -97,15 +104,19 @@ class GraphNMF:
         self.comm = comm
         self.num_components = _integer("num_components", num_components, 1)
         self.seed = _integer("seed", seed, 0)
-        self.kernels = tuple(kernels)
-        if not all(isinstance(kernel, GraphKernel) for kernel in self.kernels):
+        items = as_items(kernels)
+        if items is None or not all(isinstance(each, GraphKernel) for each in items):
             raise UsageError(f"{what}: kernels={shown(kernels)} must be GraphKernels")
+        self.kernels = tuple(items)
         self.graph_weight = _number("graph_weight", graph_weight)
         self.power = _number("power", power)
         if self.graph_weight < 0:
             raise UsageError(f"{what}: graph_weight={graph_weight!r} must not be < 0")
-        if self.power <= 1:
-            raise UsageError(f"{what}: power={power!r} must be above 1")
+        if not 1 < self.power <= _MOST_POWER:
+            raise UsageError(
+                f"{what}: power={power!r} must be above 1 and at most {_MOST_POWER:g}; "
+                f"larger ones would change nothing"
+            )
 
     def fit(
         self,
@@ -125,15 +136,18 @@ class GraphNMF:
             start: factors to go on from, with this rank's rows of W, and with H and the
                 kernels' weights of rank 0; None: random ones.
 
-        Raises UsageError on all ranks where an argument is wrong on any.
+        Raises UsageError on all ranks where an argument is wrong on any, and for a
+        kernel whose weights vanish on all edges.
 
-        Bytes of a step, for f features, k components, p kernels and s rows of W that
-        others need: an alltoallv of 8 s k, and an allreduce of 8 (k f + k^2 + p). With
-        a tolerance, a bcast of 8. With a start, bcasts of 8 k f and 8 p, once.
+        Bytes at the start and of each step, for f features, k components, p kernels and
+        s rows of W that others need: an alltoallv of 8 s k, an allreduce of
+        8 (k f + k^2 + p), and a bcast of 8 (k f + p + 1). With a start, bcasts of 8 k f
+        and 8 p, once.
         """
         what = "GraphNMF.fit"
+        own = (self.num_components, self.kernels, self.graph_weight, self.power)
 
-        def check() -> tuple[Floats, ...]:
+        def check() -> tuple[tuple[Floats, ...], tuple[Any, int, float]]:
             rows = as_rows(what, x)
             if (rows < 0).any():
                 raise UsageError(f"{what}: x has negative numbers; expected none")
@@ -142,49 +156,50 @@ class GraphNMF:
                 raise UsageError(
                     f"{what}: num_steps={shown(num_steps)} must be an integer from 0 on"
                 )
-            if not _is_number(tolerance) or tolerance < 0:
+            part = as_finite(tolerance)
+            if part is None or part < 0:
                 raise UsageError(
                     f"{what}: tolerance={shown(tolerance)} must be a number from 0 on"
                 )
+            facts = (what, own, self.seed, start is None), number, part
             if start is None:
-                return (rows,)
-            return rows, *self._checked_start(what, start, rows)
+                return (rows,), facts
+            return (rows, *self._checked_start(what, start, rows)), facts
 
-        facts = (
-            *(what, self.num_components, self.kernels, self.graph_weight, self.power),
-            *(self.seed, num_steps, tolerance, start is None),
-        )
-        arrays, cut = agreed_rows(what, self.comm, check, facts)
+        arrays, (_, number, part), cut = agreed_rows(what, self.comm, check)
         if cut.total == 0 or cut.num_features == 0:
             raise UsageError(
                 f"{what}: {cut.total} rows of {cut.num_features} features; expected at "
                 f"least one of each"
             )
-        return self._fitted(arrays, cut, int(num_steps), float(tolerance))
+        return self._fitted(arrays, cut, number, part)
 
     # -- inside --------------------------------------------------------------------
 
-    def _checked_start(
-        self, what: str, start: Any, rows: Floats
-    ) -> tuple[Floats, Floats, Floats]:
+    def _checked_start(self, what: str, start: Any, rows: Floats) -> list[Floats]:
+        """Return W, H and the kernels' weights of a start, as arrays."""
         if not isinstance(start, Factorization):
             raise UsageError(f"{what}: start={shown(start)} must be a Factorization")
-        found = start.coefficients, start.components, start.kernel_weights
-        shapes = (
-            (len(rows), self.num_components),
-            (self.num_components, rows.shape[1]),
-            (len(self.kernels),),
-        )
-        for array, shape, name in zip(
-            found, shapes, ("coefficients", "components", "kernel_weights"), strict=True
-        ):
-            given = np.asarray(array)
+        shapes = {
+            "coefficients": (len(rows), self.num_components),
+            "components": (self.num_components, rows.shape[1]),
+            "kernel_weights": (len(self.kernels),),
+        }
+        found: list[Floats] = []
+        for name, shape in shapes.items():
+            given = as_array(what, f"start.{name}", getattr(start, name), str(shape))
             is_right = given.shape == shape and given.dtype == np.float64
             if not is_right or not (given >= 0).all() or not np.isfinite(given).all():
                 raise UsageError(
                     f"{what}: start.{name} of shape {given.shape} must be finite "
                     f"numbers from 0 on, of float64 and shape {shape}"
                 )
+            found.append(given)
+        total = float(found[-1].sum())
+        if self.kernels and abs(total - 1.0) > _OFF_SIMPLEX:
+            raise UsageError(
+                f"{what}: start.kernel_weights add up to {total!r}; expected 1"
+            )
         return found
 
     def _fitted(
@@ -209,16 +224,16 @@ class GraphNMF:
             h = scale * random_components(k, cut.num_features, self.seed)
             weights = np.full(len(self.kernels), 1.0 / max(1, len(self.kernels)))
         state = _State(x, w, square, graph, self.comm)
-        objectives = [self._objective(state, h, weights, tolerance)]
-        for _ in range(num_steps):
-            h = multiplied(h, state.crossed, state.gram @ h)
-            if graph is not None:
-                weights = simplex_step(state.roughness, self.power)
-            self._step(state, h, weights)
-            objectives.append(self._objective(state, h, weights, tolerance))
-            before, after = objectives[-2:]
-            if tolerance and before - after < tolerance * before:
+        objectives: list[float] = []
+        while True:
+            value, next_h, next_weights = self._improved(state, h, weights)
+            objectives.append(value)
+            before = objectives[-2] if len(objectives) > 1 else math.inf
+            is_enough = tolerance > 0 and before - value < tolerance * before
+            if len(objectives) > num_steps or is_enough:
                 break
+            h, weights = next_h, next_weights
+            self._step(state, h, weights)
         return Factorization(
             coefficients=state.w,
             components=h,
@@ -227,6 +242,25 @@ class GraphNMF:
             num_halo=0 if graph is None else graph.num_halo,
             num_served=0 if graph is None else graph.num_served,
         )
+
+    def _improved(
+        self, state: _State, h: Floats, weights: Floats
+    ) -> tuple[float, Floats, Floats]:
+        """Return the objective, and H and the kernels' weights after it; collective.
+
+        They are those of rank 0, so all ranks have the same and end together, also
+        where their processors round differently.
+        """
+        value = self._objective(state, h, weights)
+        h = multiplied(h, state.crossed, state.gram @ h)
+        if state.graph is not None:
+            weights = simplex_step(state.roughness, self.power)
+        if self.comm.size == 1:
+            return value, h, weights
+        told = np.concatenate([[value], h.reshape(-1), weights])
+        self.comm.bcast(told, 0)
+        end = 1 + h.size
+        return float(told[0]), told[1:end].reshape(h.shape), told[end:]
 
     def _step(self, state: _State, h: Floats, weights: Floats) -> None:
         """Change W, and bring what depends on it."""
@@ -238,10 +272,7 @@ class GraphNMF:
             down += self.graph_weight * degrees[:, None] * state.w
         state.change(multiplied(state.w, up, down))
 
-    def _objective(
-        self, state: _State, h: Floats, weights: Floats, tolerance: float
-    ) -> float:
-        """Return the objective; with a tolerance, that of rank 0 on all ranks."""
+    def _objective(self, state: _State, h: Floats, weights: Floats) -> float:
         fit = (
             state.square
             - 2.0 * float((state.crossed * h).sum())
@@ -250,12 +281,7 @@ class GraphNMF:
         if state.graph is not None:
             effective = effective_weights(weights, self.power)
             fit += self.graph_weight * float(effective @ state.roughness)
-        if not tolerance or self.comm.size == 1:
-            return fit
-        # Ranks end together, also where their processors round differently.
-        value = np.array([fit])
-        self.comm.bcast(value, 0)
-        return float(value[0])
+        return fit
 
 
 class _State:
@@ -301,14 +327,8 @@ def _integer(name: str, value: Any, least: int) -> int:
     return found
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
-
-
 def _number(name: str, value: Any) -> float:
-    if not _is_number(value):
+    found = as_finite(value)
+    if found is None:
         raise UsageError(f"GraphNMF: {name}={shown(value)} must be a finite number")
-    return float(value)
+    return found

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from commrt.comm import Communicator
+from commrt.errors import UsageError
 from commrt.science.distances import squared_distances
 from commrt.science.exact_sums import exact_sum
 from commrt.science.nmf.kernels import GraphKernel
@@ -25,6 +26,8 @@ __all__ = ["Graph", "join_nearest"]
 
 _MOST_ELEMENTS = 1 << 20
 """Distances that are computed at a time."""
+_LEAST_SUM = 1e-200
+"""Of a kernel's weights; smaller sums are rounded, or 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +106,10 @@ def join_nearest(
 
     Bytes, for P ranks, n rows of f features, k neighbours of the widest kernel, p
     kernels and h rows of the halo: P - 1 messages, of 8 (f + 1) for each row that the
-    rank hands on; two alltoalls of 8 P; alltoallvs of 32 n k and 8 h; allreduces of 16,
-    48, 8 p and 24 p.
+    rank hands on; two alltoalls of 8 P; alltoallvs of 32 n k and 8 h; allreduces of
+    16 p, 48 p, 8 p and 24 p.
+
+    Raises UsageError on all ranks for a kernel whose weights vanish on all edges.
     """
     most = max(kernel.num_neighbors for kernel in kernels)
     ids, squares = _nearest_of_all(x, cut, most, comm)
@@ -206,13 +211,25 @@ def _weights(
     comm: Communicator,
 ) -> Floats:
     """Return each kernel's weights (kernels, edges), of mean 1 over all rows."""
-    ones = np.ones(len(squares))
-    number, total = exact_sum(np.column_stack([ones, squares]), comm)
-    mean_square = total / number if number else 0.0
+    joined = np.array([kernel.joins(places) for kernel in kernels], np.float64)
+    terms = np.concatenate([joined, joined * squares])
+    numbers, totals = np.split(exact_sum(np.ascontiguousarray(terms.T), comm), 2)
+    # Each kernel's scale is of its own edges, so no other kernel changes it.
+    means = totals / np.maximum(numbers, 1.0)
     weights = np.array(
-        [kernel.weights(squares, places, mean_square) for kernel in kernels]
-    ).reshape(len(kernels), len(squares))
+        [
+            kernel.weights(squares, places, float(mean))
+            for kernel, mean in zip(kernels, means, strict=True)
+        ]
+    )
     sums = exact_sum(np.ascontiguousarray(weights.T), comm)
+    for kernel, number, weight in zip(kernels, numbers, sums, strict=True):
+        if number and weight < _LEAST_SUM:
+            raise UsageError(
+                f"GraphNMF.fit: {kernel} has no weight on any edge, since all edges "
+                f"are too long for its width; pass a larger one: 0.5 halves the root "
+                f"mean square length of its edges"
+            )
     scale = np.divide(cut.total, sums, out=np.zeros_like(sums), where=sums > 0)
     found: Floats = weights * scale[:, None]
     return found

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from commrt.errors import UsageError, shown
-from commrt.science.rows import Floats, Ints
+from commrt.science.numbers import as_finite
+from commrt.science.rows import Bools, Floats, Ints
 from commrt.vocabulary.checks import as_integer
 
 __all__ = ["GraphKernel"]
@@ -21,14 +21,15 @@ class GraphKernel:
 
     Two rows are joined where one is among the other's nearest ``num_neighbors``.
     Weights are divided by their mean over rows, so that a row's weights add up to 1 on
-    average, whatever the kernel. Then no kernel wins by being small.
+    average, whatever the kernel. Then no kernel wins by being small. A narrow one may
+    still win by its few shortest edges; one whose weights all vanish is refused.
     """
 
     num_neighbors: int = 5
     """Nearest rows that each row is joined with."""
     width: float | None = None
-    """The scale, over the root mean square length of all edges; None: all edges weigh
-    the same."""
+    """The scale, over the root mean square length of the kernel's edges; None: all
+    edges weigh the same."""
 
     def __post_init__(self) -> None:
         number = as_integer(self.num_neighbors)
@@ -40,29 +41,36 @@ class GraphKernel:
         object.__setattr__(self, "num_neighbors", number)
         if self.width is None:
             return
-        try:
-            width = float(self.width)
-        except (TypeError, ValueError):
-            width = math.nan
-        if not (math.isfinite(width) and width > 0):
+        width = as_finite(self.width)
+        if width is None or width <= 0:
             raise UsageError(
                 f"GraphKernel: width={shown(self.width)} must be a positive number, or "
                 f"None"
             )
         object.__setattr__(self, "width", width)
 
+    def joins(self, places: Ints) -> Bools:
+        """Return which edges of a graph are edges of this kernel.
+
+        Args:
+            places: how near the two rows are, from 0 on: the smaller one of each row's
+                place among the other's neighbours.
+        """
+        return places < self.num_neighbors
+
     def weights(self, squares: Floats, places: Ints, mean_square: float) -> Floats:
         """Return the weights of edges, not yet divided by their mean.
 
         Args:
             squares: squared lengths of the edges.
-            places: how near the two rows are, from 0 on: the smaller one of each row's
-                place among the other's neighbours.
-            mean_square: of the lengths of all ranks' edges.
+            places: as for ``joins``.
+            mean_square: of the lengths of this kernel's edges on all ranks.
         """
-        is_joined = places < self.num_neighbors
+        is_joined = self.joins(places)
         if self.width is None or mean_square == 0:
             return is_joined.astype(np.float64)
-        decay = np.exp(-0.5 * squares / (self.width**2 * mean_square))
+        with np.errstate(over="ignore"):  # beyond all numbers the weight is 0
+            lengths = np.sqrt(squares / mean_square) / self.width
+            decay = np.exp(-0.5 * lengths * lengths)
         weights: Floats = decay * is_joined
         return weights

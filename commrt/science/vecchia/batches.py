@@ -18,7 +18,7 @@ from commrt.science.rows import Bools, Floats, Ints
 from commrt.science.vecchia.covariances import Covariance
 from commrt.science.vecchia.hyperparameters import Hyperparameters
 
-__all__ = ["Batch", "Covariances", "batches_of", "covariances_of"]
+__all__ = ["Batch", "Covariances", "batches_of", "covariances_of", "squares_along"]
 
 _MULTIPLE = 8
 _MOST_ELEMENTS = 1 << 18
@@ -79,8 +79,6 @@ def _rounded(number: int) -> int:
 class Covariances:
     """Covariances of the rows of a stack's blocks."""
 
-    scaled: Floats
-    """(blocks, rows, d): over the length scales, from the block's first point on."""
     matrix: Floats
     """(blocks, rows, rows): with the nugget."""
     value: Floats
@@ -93,14 +91,9 @@ def covariances_of(
     batch: Batch, covariance: Covariance, values: Hyperparameters
 ) -> Covariances:
     """Return the covariances of a stack."""
-    origin = batch.x[:, batch.num_neighbors, None]
-    scaled = (batch.x - origin) / values.length_scales
     squares = np.zeros((*batch.y.shape, batch.y.shape[1]))
-    for dimension in range(scaled.shape[2]):
-        column = scaled[:, :, dimension]
-        difference = column[:, :, None] - column[:, None, :]
-        difference *= difference
-        squares += difference
+    for dimension in range(batch.x.shape[2]):
+        squares += squares_along(batch, dimension, values)
     value, slope = covariance(squares)
     if not batch.is_real.all():
         pairs = batch.is_real[:, :, None] & batch.is_real[:, None, :]
@@ -109,4 +102,17 @@ def covariances_of(
     rows = np.arange(matrix.shape[1])
     own = values.variance + values.nugget
     matrix[:, rows, rows] = np.where(batch.is_real, own, 1.0)
-    return Covariances(scaled, matrix, value, slope)
+    return Covariances(matrix, value, slope)
+
+
+def squares_along(batch: Batch, dimension: int, values: Hyperparameters) -> Floats:
+    """Return the squared differences of each pair along a dimension, over its scale.
+
+    Points are subtracted before they are scaled, which would round them: near ones may
+    differ by less.
+    """
+    column = batch.x[:, :, dimension]
+    difference = column[:, :, None] - column[:, None, :]
+    difference /= values.length_scales[dimension]
+    difference *= difference
+    return difference

@@ -13,7 +13,14 @@ import numpy as np
 from commrt.errors import UsageError, shown
 from commrt.science.rows import Bools, Floats
 
-__all__ = ["NAMES", "Hyperparameters", "decoded", "encoded", "is_learned"]
+__all__ = [
+    "NAMES",
+    "Hyperparameters",
+    "decoded",
+    "encoded",
+    "is_learned",
+    "with_numbers",
+]
 
 NAMES = ("length_scales", "variance", "nugget")
 """The fields, for ``fixed``."""
@@ -40,8 +47,9 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         try:
             scales = np.array(self.length_scales, np.float64)
-            variance, nugget = float(self.variance), float(self.nugget)
-        except (TypeError, ValueError) as error:
+            # No -0.0, which ranks would take for another number than 0.
+            variance, nugget = float(self.variance) + 0.0, float(self.nugget) + 0.0
+        except Exception as error:  # an object of the program raises what it likes
             raise UsageError(
                 f"Hyperparameters: {shown(self.length_scales)}, {shown(self.variance)} "
                 f"and {shown(self.nugget)} are no numbers"
@@ -91,13 +99,18 @@ def is_learned(dimensions: int, fixed: Collection[str]) -> Bools:
     )
 
 
-def decoded(
-    logarithms: Floats, start: Hyperparameters, fixed: Collection[str]
+def decoded(logarithms: Floats) -> Floats:
+    """Return length scales, variance and nugget of their logarithms."""
+    numbers: Floats = np.exp(logarithms)
+    return numbers
+
+
+def with_numbers(
+    start: Hyperparameters, numbers: Floats, fixed: Collection[str]
 ) -> Hyperparameters:
-    """Return the numbers of logarithms; fixed ones have the bits of ``start``."""
-    values = np.exp(logarithms)
+    """Return hyperparameters of ``decoded`` numbers; fixed ones stay as in a start."""
     return Hyperparameters(
-        start.length_scales if "length_scales" in fixed else values[:-2],
-        start.variance if "variance" in fixed else float(values[-2]),
-        start.nugget if "nugget" in fixed else float(values[-1]),
+        start.length_scales if "length_scales" in fixed else numbers[:-2],
+        start.variance if "variance" in fixed else float(numbers[-2]),
+        start.nugget if "nugget" in fixed else float(numbers[-1]),
     )

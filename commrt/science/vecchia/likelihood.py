@@ -6,8 +6,11 @@ J. With Q = L^-1 and z = Q y, its term is log p(y_B | y_N) = -1/2 |z_B|^2 - sum 
 L_BB - |B|/2 log 2 pi, since the leading part of L belongs to N alone.
 
 The gradient by a number t is 1/2 <W, dK/dt>, where W is a a^T - K^-1 of J less that of
-N. With u = Q_N^T z_N and v = Q_B^T z_B this is v v^T + u v^T + v u^T - Q_B^T Q_B, and
-nothing cancels (Rasmussen and Williams, section 5.4.1, for J and for N).
+N. With u = Q_N^T z_N and v = Q_B^T z_B this is v v^T + u v^T + v u^T - Q_B^T Q_B, so J
+and N are never subtracted (Rasmussen and Williams, section 5.4.1, for J and for N). For
+the length scale of dimension k, dK/dt has -2 variance f'(s) ((a_k - b_k) / length_k)^2.
+The squared difference stays one factor: f' of matern12 grows as 1 / r, and a product
+with a_k^2 or with a_k b_k would cancel.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from commrt.comm import Communicator
 from commrt.science.exact_sums import exact_sum
 from commrt.science.rows import Floats
-from commrt.science.vecchia.batches import Batch, covariances_of
+from commrt.science.vecchia.batches import Batch, covariances_of, squares_along
 from commrt.science.vecchia.covariances import Covariance
 from commrt.science.vecchia.hyperparameters import Hyperparameters
 from commrt.science.vecchia.triangular import cholesky, inverse_of_lower
@@ -72,9 +75,9 @@ def block_terms(
     v = _transposed(tail) @ z_tail
     weights = (v + u) @ _transposed(v) + v @ _transposed(u) - _transposed(tail) @ tail
     bent = weights * parts.slope
-    scaled = parts.scaled
-    spread = bent.sum(axis=2)[:, :, None] * scaled * scaled - scaled * (bent @ scaled)
-    found[:, 1:-2] = -2.0 * values.variance * spread.sum(axis=1)
+    for dimension in range(batch.x.shape[2]):
+        moved = bent * squares_along(batch, dimension, values)
+        found[:, 1 + dimension] = -values.variance * moved.sum(axis=(1, 2))
     found[:, -2] = 0.5 * values.variance * (weights * parts.value).sum(axis=(1, 2))
     own = np.diagonal(weights, axis1=1, axis2=2) * batch.is_real
     found[:, -1] = 0.5 * values.nugget * own.sum(axis=1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from commrt.comm import Communicator
-from commrt.errors import UsageError
+from commrt.errors import UsageError, shown
 from commrt.science.distances import first_of_each
 from commrt.science.row_route import RowRoute
 from commrt.science.rows import Floats, Ints, agreed_rows, as_rows
@@ -88,11 +88,12 @@ class VecchiaModel:
         comm, blocks = self.comm, self.blocks
         number = self.num_neighbors if num_neighbors is None else num_neighbors
 
-        def check() -> tuple[Floats, ...]:
-            found = as_integer(number)
-            if found is None or found < 0:
+        def check() -> tuple[tuple[Floats, ...], tuple[str, int]]:
+            most = as_integer(number)
+            if most is None or most < 0:
                 raise UsageError(
-                    f"{what}: num_neighbors={number!r} must be an integer from 0 on"
+                    f"{what}: num_neighbors={shown(number)} must be an integer from 0 "
+                    f"on"
                 )
             rows = as_rows(what, x)
             if rows.shape[1] != len(blocks.scales):
@@ -100,9 +101,9 @@ class VecchiaModel:
                     f"{what}: x has {rows.shape[1]} columns, and the data "
                     f"{len(blocks.scales)}"
                 )
-            return (rows,)
+            return (rows,), (what, most)
 
-        (new,), cut = agreed_rows(what, comm, check, number)
+        (new,), (_, most), cut = agreed_rows(what, comm, check)
         block = nearest_block(new / blocks.scales, blocks.centers)
         route = RowRoute(comm, blocks.owners[block])
         came = route.there(np.column_stack([block, cut.ids, new]).astype(np.float64))
@@ -115,7 +116,7 @@ class VecchiaModel:
             blocks,
             np.array(centers).reshape(len(groups), new.shape[1]),
             np.full(len(groups), blocks.num_blocks),
-            int(number),
+            most,
             comm,
         )
         table = np.concatenate([neighbors.x, points])

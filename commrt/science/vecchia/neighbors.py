@@ -14,6 +14,7 @@ finds too few begins again. Here it is a bound, and one search is enough.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,8 @@ _SLACK = 1e-9
 """Part of a distance by which bounds are widened, beyond any rounding."""
 _FAR = 1e150
 """Stands for no limit: its square is finite, as communicators may check."""
+_MOST_ELEMENTS = 1 << 18
+"""Distances of questions and blocks that are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,13 @@ def find_neighbors(
     8 s (d + 1), and two alltoalls of 8 for each rank.
     """
     search = _Search(blocks, number)
-    distances = np.sqrt(squared_distances(centers, blocks.centers))
-    earlier = np.arange(blocks.num_blocks) < before[:, None]
-    limits = _sure_limits(blocks, distances, earlier, number)
-    reach = earlier & blocks_within(blocks, distances, limits)
-    found = [
-        search.nearest(center, limit * limit, within)
-        for center, limit, within in zip(centers, limits, reach, strict=True)
-    ]
-    for place, (_, squares) in enumerate(found):
-        if 0 < number == len(squares):
-            limits[place] = min(limits[place], np.sqrt(squares[-1]) * (1.0 + _SLACK))
-    reach &= blocks_within(blocks, distances, limits)
-    asked = _ranks_with(reach, blocks.owners, comm)
+    found: list[tuple[Ints, Floats]] = []
+    limits = np.empty(len(centers))
+    asked = np.zeros((len(centers), comm.size), np.bool_)
+    for part in _parts(len(centers), blocks.num_blocks):
+        own, limits[part], reach = _own_nearest(search, centers[part], before[part])
+        found.extend(own)
+        asked[part] = _ranks_with(reach, blocks.owners, comm)
     queries, ranks = np.nonzero(asked)
     route = RowRoute(comm, ranks)
     questions = np.column_stack([centers, limits, before])[queries]
@@ -115,6 +112,34 @@ def blocks_within(blocks: Blocks, distances: Floats, limits: Floats) -> Bools:
     return found
 
 
+def _parts(num_queries: int, num_blocks: int) -> Iterator[slice]:
+    """Yield the questions whose distances to all blocks are computed together."""
+    step = max(1, _MOST_ELEMENTS // max(1, num_blocks))
+    for low in range(0, num_queries, step):
+        yield slice(low, low + step)
+
+
+def _own_nearest(
+    search: _Search, centers: Floats, before: Ints
+) -> tuple[list[tuple[Ints, Floats]], Floats, Bools]:
+    """Return the nearest own points of some questions, and where more may lie.
+
+    Returns numbers and squared distances for each question, the distances (queries,)
+    beyond which no point counts, and the blocks (queries, blocks) that are as near.
+    """
+    blocks, number = search.blocks, search.number
+    distances = np.sqrt(squared_distances(centers, blocks.centers))
+    earlier = np.arange(blocks.num_blocks) < before[:, None]
+    limits = _sure_limits(blocks, distances, earlier, number)
+    reach = earlier & blocks_within(blocks, distances, limits)
+    found = search.nearest_of_each(centers, limits, reach)
+    for place, (_, squares) in enumerate(found):
+        if 0 < number == len(squares):
+            limits[place] = min(limits[place], np.sqrt(squares[-1]) * (1.0 + _SLACK))
+    reach &= blocks_within(blocks, distances, limits)
+    return found, limits, reach
+
+
 def _sure_limits(
     blocks: Blocks, distances: Floats, earlier: Bools, number: int
 ) -> Floats:
@@ -134,24 +159,32 @@ class _Search:
     """Finds the nearest of a rank's own points."""
 
     def __init__(self, blocks: Blocks, number: int) -> None:
-        self.blocks, self._number = blocks, number
+        self.blocks, self.number = blocks, number
         self._scaled = np.ascontiguousarray(blocks.scaled)
 
-    def nearest(
-        self, center: Floats, limit_squared: float, within: Bools
-    ) -> tuple[Ints, Floats]:
+    def nearest_of_each(
+        self, centers: Floats, limits: Floats, reach: Bools
+    ) -> list[tuple[Ints, Floats]]:
         """Return numbers and squared distances of the nearest own points, in order.
 
         Args:
-            center: (d,), over the scales.
-            limit_squared: points that are farther do not count.
-            within: (blocks,): the blocks to be searched.
+            centers: (queries, d), over the scales.
+            limits: (queries,): points that are farther do not count.
+            reach: (queries, blocks): the blocks to be searched.
         """
+        return [
+            self._nearest(center, limit * limit, within)
+            for center, limit, within in zip(centers, limits, reach, strict=True)
+        ]
+
+    def _nearest(
+        self, center: Floats, limit_squared: float, within: Bools
+    ) -> tuple[Ints, Floats]:
         rows = self.blocks.rows_of(np.flatnonzero(within[self.blocks.own]))
         squares = squared_distances(self._scaled[rows], center[None])[:, 0]
         is_near = squares <= limit_squared
         ids, squares = self.blocks.ids[rows][is_near], squares[is_near]
-        places = nearest(squares, ids, self._number)
+        places = nearest(squares, ids, self.number)
         return ids[places], squares[places]
 
 
@@ -169,13 +202,13 @@ def _answers(search: _Search, questions: Floats) -> list[tuple[Ints, Floats]]:
     blocks = search.blocks
     centers = np.ascontiguousarray(questions[:, :-2])
     limits, before = questions[:, -2], questions[:, -1]
-    distances = np.sqrt(squared_distances(centers, blocks.centers))
-    reach = np.arange(blocks.num_blocks) < before[:, None]
-    reach &= blocks_within(blocks, distances, limits)
-    return [
-        search.nearest(center, limit * limit, within)
-        for center, limit, within in zip(centers, limits, reach, strict=True)
-    ]
+    found = []
+    for part in _parts(len(centers), blocks.num_blocks):
+        distances = np.sqrt(squared_distances(centers[part], blocks.centers))
+        reach = np.arange(blocks.num_blocks) < before[part, None]
+        reach &= blocks_within(blocks, distances, limits[part])
+        found.extend(search.nearest_of_each(centers[part], limits[part], reach))
+    return found
 
 
 def _merged(

@@ -14,6 +14,7 @@ alone, so blocks depend on the number of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class Blocks:
         """This rank's points over the scales."""
         return self.x / self.scales
 
-    @property
+    @cached_property
     def starts(self) -> Ints:
         """The first point of each own block, and the end of the last one."""
         return np.concatenate([[0], np.cumsum(self.counts[self.own])])

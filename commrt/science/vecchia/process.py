@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.science.exact_sums import exact_sum
+from commrt.science.numbers import as_finite
 from commrt.science.rows import Floats, RowCut, agreed_rows, as_rows, as_values
 from commrt.science.vecchia.batches import Batch, batches_of
 from commrt.science.vecchia.covariances import COVARIANCES
@@ -23,6 +24,7 @@ from commrt.science.vecchia.hyperparameters import (
     decoded,
     encoded,
     is_learned,
+    with_numbers,
 )
 from commrt.science.vecchia.likelihood import log_likelihood
 from commrt.science.vecchia.model import VecchiaModel, not_definite
@@ -34,11 +36,14 @@ from commrt.vocabulary.checks import as_integer
 
 __all__ = ["ScaledBlockVecchia"]
 
+Checked = TypeVar("Checked")
+
 _SCALE_RANGE, _VARIANCE_RANGE = 1e3, 1e4
-"""Length scales stay within this factor of the data's spread, variances of the
-variance of y."""
+"""Factors by which a search may leave the default start, up and down."""
 _LEAST_NUGGET = 1e-10
-"""Of the variance of y, at a bound of the search."""
+"""The lowest nugget of a search, as a part of the variance of y."""
+_ROUNDING = 4.0 * float(np.finfo(np.float64).eps)
+"""A mean is off by less than this part of it."""
 
 
 class ScaledBlockVecchia:
@@ -85,12 +90,12 @@ class ScaledBlockVecchia:
                 f"ScaledBlockVecchia: comm={shown(comm)} must be a communicator, as "
                 f"commrt.init() returns it"
             )
-        if kernel not in COVARIANCES:
+        if not isinstance(kernel, str) or kernel not in COVARIANCES:
             raise UsageError(
                 f"ScaledBlockVecchia: kernel={shown(kernel)} must be one of "
                 f"{', '.join(COVARIANCES)}"
             )
-        self.comm, self.kernel = comm, kernel
+        self.comm, self.kernel = comm, str(kernel)
         self.block_size = _number("block_size", block_size, 1)
         self.num_neighbors = _number("num_neighbors", num_neighbors, 0)
         self.seed = _number("seed", seed, 0)
@@ -115,7 +120,12 @@ class ScaledBlockVecchia:
         block's covariance is not positive definite.
         """
         what = "ScaledBlockVecchia.condition"
-        data = self._data(what, x, y, hyperparameters, mean, ())
+
+        def check() -> None:
+            if hyperparameters is None:
+                raise UsageError(f"{what}: expected Hyperparameters, and got None")
+
+        data, _ = self._data(what, x, y, hyperparameters, mean, check)
         return self._conditioned(what, data, hyperparameters)
 
     def log_likelihood(
@@ -156,16 +166,29 @@ class ScaledBlockVecchia:
             tolerance: a search ends where a step gains less than this part of the
                 log-likelihood.
 
-        Length scales stay within a factor of 1000 of those at the default start,
-        variances within 10000. Raises UsageError as ``condition`` does.
+        A search keeps length scales within a factor of 1000 of those at the default
+        start, and the variance within 10000 of that of y. It keeps the nugget between
+        1e-10 and 100 times the variance of y. Raises UsageError as ``condition`` does.
         """
         what = "ScaledBlockVecchia.fit"
-        is_list = isinstance(fixed, Collection) and not isinstance(fixed, str)
-        settings = (
-            sorted(map(str, fixed)) if is_list else [shown(fixed)],
-            *(rounds, max_steps, tolerance),
-        )
-        data = self._data(what, x, y, start, mean, settings)
+
+        def check() -> _Search:
+            search = _checked_search(what, fixed, rounds, max_steps, tolerance)
+            if start is None and search.fixed:
+                raise UsageError(
+                    f"{what}: fixed={list(search.fixed)} needs start, with the values "
+                    f"that stay"
+                )
+            if not isinstance(start, Hyperparameters):
+                return search
+            if "nugget" not in search.fixed and start.nugget == 0:
+                raise UsageError(
+                    f"{what}: a search cannot begin at nugget=0; pass a positive one, "
+                    f"or fixed=('nugget',)"
+                )
+            return search
+
+        data, search = self._data(what, x, y, start, mean, check)
         spread, variance = self._spread(data)
         usual = Hyperparameters(
             spread * math.sqrt(max(len(spread), 1)), variance, 0.01 * variance
@@ -174,7 +197,7 @@ class ScaledBlockVecchia:
         low, high = _bounds(usual)
         evaluations = 0
         has_converged = False
-        for _ in range(rounds):
+        for _ in range(search.rounds):
             _blocks, batches, _ = self._arranged(data, values)
             first, begun = values, evaluations
 
@@ -184,7 +207,7 @@ class ScaledBlockVecchia:
                 first: Hyperparameters = first,
                 begun: int = begun,
             ) -> tuple[float, Floats]:
-                trial = decoded(point, first, fixed)
+                trial = with_numbers(first, point, search.fixed)
                 value, gradient = log_likelihood(
                     batches, COVARIANCES[self.kernel], trial, self.comm
                 )
@@ -194,17 +217,17 @@ class ScaledBlockVecchia:
                     raise not_definite(what, trial)
                 return -value, -gradient
 
-            search = minimize(
+            steps = minimize(
                 encoded(values),
                 low,
                 high,
-                is_learned(len(spread), fixed),
-                max_steps=max_steps,
-                tolerance=tolerance,
+                is_learned(len(spread), search.fixed),
+                max_steps=search.max_steps,
+                tolerance=search.tolerance,
             )
-            found = steered(search, evaluate, len(low), self.comm)
+            found = steered(steps, decoded, evaluate, len(low), self.comm)
             has_converged = found.has_converged
-            values = decoded(found.point, first, fixed)
+            values = with_numbers(first, found.point, search.fixed)
         return self._conditioned(
             what, data, values, evaluations=evaluations, has_converged=has_converged
         )
@@ -218,24 +241,26 @@ class ScaledBlockVecchia:
         y: Any,
         values: Hyperparameters | None,
         mean: float | None,
-        settings: tuple[Any, ...],
-    ) -> _Data:
-        """Return checked data of all ranks; collective."""
+        check_more: Callable[[], Checked],
+    ) -> tuple[_Data, Checked]:
+        """Return checked data of all ranks, and other settings; collective.
 
-        def check() -> tuple[Floats, ...]:
+        Args:
+            what, x, y, mean: of the call.
+            values: hyperparameters, where the call has some.
+            check_more: returns settings that must be equal on all ranks.
+        """
+        own = (self.kernel, self.block_size, self.num_neighbors, self.seed)
+
+        def check() -> tuple[tuple[Floats, ...], tuple[Any, float | None, Checked]]:
             rows = as_rows(what, x)
             found = as_values(what, y, len(rows))
-            if settings:
-                _check_search(what, *settings)
-            if mean is not None and not _is_finite(mean):
-                raise UsageError(f"{what}: mean={shown(mean)} must be a number")
+            center = None if mean is None else as_finite(mean)
+            if mean is not None and center is None:
+                raise UsageError(f"{what}: mean={shown(mean)} must be a finite number")
+            more = check_more()
             if values is None:
-                if settings and settings[0]:
-                    raise UsageError(
-                        f"{what}: fixed={settings[0]} needs start, with the values "
-                        f"that stay"
-                    )
-                return rows, found
+                return (rows, found), ((what, own, None), center, more)
             if not isinstance(values, Hyperparameters):
                 raise UsageError(f"{what}: {shown(values)} must be Hyperparameters")
             if len(values.length_scales) != rows.shape[1]:
@@ -243,32 +268,28 @@ class ScaledBlockVecchia:
                     f"{what}: {len(values.length_scales)} length scales, and x has "
                     f"{rows.shape[1]} columns; expected one for each"
                 )
-            if settings and "nugget" not in settings[0] and values.nugget == 0:
-                raise UsageError(
-                    f"{what}: a search cannot begin at nugget=0; pass a positive one, "
-                    f"or fixed=('nugget',)"
-                )
-            return rows, found
+            return (rows, found), ((what, own, values.exact), center, more)
 
-        own = (self.kernel, self.block_size, self.num_neighbors, self.seed)
-        exact = values.exact if isinstance(values, Hyperparameters) else None
-        facts = what, own, exact, mean if mean is None else repr(mean), settings
-        (rows, found), cut = agreed_rows(what, self.comm, check, facts)
+        (rows, found), (_, center, more), cut = agreed_rows(what, self.comm, check)
         if cut.total == 0 or cut.num_features == 0:
             raise UsageError(
                 f"{what}: {cut.total} points of {cut.num_features} dimensions; "
                 f"expected at least one of each"
             )
-        if mean is None:
-            mean = float(exact_sum(found[:, None], self.comm)[0]) / cut.total
-        return _Data(rows, found, cut, float(mean))
+        if center is None:
+            center = float(exact_sum(found[:, None], self.comm)[0]) / cut.total
+        return _Data(rows, found, cut, center), more
 
     def _spread(self, data: _Data) -> tuple[Floats, float]:
-        """Return each dimension's standard deviation and y's variance; 1 for 0."""
+        """Return each dimension's standard deviation and y's variance; collective.
+
+        A column of equal numbers has 1. Its mean is rounded, so its variance is 0 only
+        but for the square of that rounding.
+        """
         both = np.column_stack([data.x, data.y])
         center = exact_sum(both, self.comm) / data.cut.total
         squares = exact_sum((both - center) ** 2, self.comm) / data.cut.total
-        squares[squares <= 0] = 1.0
+        squares[squares <= (_ROUNDING * center) ** 2] = 1.0
         return np.sqrt(squares[:-1]), float(squares[-1])
 
     def _arranged(
@@ -356,25 +377,35 @@ def _number(name: str, value: Any, least: int) -> int:
     return found
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
+@dataclass(frozen=True)
+class _Search:
+    """Arguments of ``fit``: equal ones have one ``repr`` on all ranks."""
+
+    fixed: tuple[str, ...]
+    rounds: int
+    max_steps: int
+    tolerance: float
 
 
-def _check_search(
-    what: str, fixed: list[str], rounds: Any, max_steps: Any, tolerance: Any
-) -> None:
-    """Raise UsageError for wrong arguments of ``fit``."""
-    wrong = [name for name in fixed if name not in NAMES]
-    if wrong:
-        raise UsageError(f"{what}: fixed={wrong} must be among {', '.join(NAMES)}")
+def _checked_search(
+    what: str, fixed: Any, rounds: Any, max_steps: Any, tolerance: Any
+) -> _Search:
+    """Return the arguments of ``fit``, or raise UsageError."""
+    is_list = isinstance(fixed, Collection) and not isinstance(fixed, str)
+    names = list(fixed) if is_list else [fixed]
+    if not is_list or not all(isinstance(n, str) and n in NAMES for n in names):
+        raise UsageError(
+            f"{what}: fixed={shown(fixed)} must be among {', '.join(NAMES)}"
+        )
+    numbers = []
     for name, value, least in (("rounds", rounds, 1), ("max_steps", max_steps, 0)):
         number = as_integer(value)
         if number is None or number < least:
             raise UsageError(
                 f"{what}: {name}={shown(value)} must be an integer from {least} on"
             )
-    if not (_is_finite(tolerance) and tolerance >= 0):
+        numbers.append(number)
+    part = as_finite(tolerance)
+    if part is None or part < 0:
         raise UsageError(f"{what}: tolerance={shown(tolerance)} must be a number >= 0")
+    return _Search(tuple(n for n in NAMES if n in names), *numbers, part)

@@ -58,11 +58,10 @@ def test_a_factorisation_sends_the_bytes_of_its_formula(
             right["send"] = 8 * (F + 1) * handed
             right["alltoall"] = 2 * 8 * size
             right["alltoallv"] = 32 * counts[rank] * widest + 8 * halo
-            right["allreduce"] += 16 + 48 + 8 * p + 24 * p
+            right["allreduce"] += 16 * p + 48 * p + 8 * p + 24 * p
             right["alltoallv"] += (steps + 1) * 8 * served * K
         right["allreduce"] += (steps + 1) * 8 * (K * F + K * K + p)
-        if tolerance:
-            right["bcast"] = (steps + 1) * 8
+        right["bcast"] = (steps + 1) * 8 * (K * F + p + 1)
         assert sent_between_barriers(log) == +right
 
 
@@ -75,9 +74,10 @@ def test_going_on_brings_rank_0s_factors_to_all() -> None:
         own, p = x[pieces[comm.rank]], len(KERNELS)
         model = GraphNMF(comm, K, kernels=KERNELS)
         first = model.fit(own, num_steps=2)
-        off = 1.0 + comm.rank
+        weights = np.full(p, 1.0 / p)
+        weights += 0.1 * comm.rank * np.array([1.0, -1.0])
         start = Factorization(
-            first.coefficients, first.components * off, np.ones(p) / p / off
+            first.coefficients, first.components * (1.0 + comm.rank), weights
         )
         comm.barrier()
         found = model.fit(own, num_steps=0, start=start)
@@ -90,7 +90,8 @@ def test_going_on_brings_rank_0s_factors_to_all() -> None:
     for (_, found), log in zip(ranks, recording.logs(), strict=True):
         np.testing.assert_array_equal(found, ranks[0][0])
         sent = sent_between_barriers(log)
-        assert sent["bcast"] == 8 * K * F + 8 * len(KERNELS)
+        p = len(KERNELS)
+        assert sent["bcast"] == 8 * K * F + 8 * p + 8 * (K * F + p + 1)
 
 
 def test_one_rank_of_factors_sends_nothing() -> None:
@@ -104,7 +105,7 @@ def test_one_rank_of_factors_sends_nothing() -> None:
     assert sent_between_barriers(recording.logs()[0]) == Counter()
 
 
-def test_a_step_has_one_halo_and_one_sum() -> None:
+def test_a_step_has_one_halo_one_sum_and_one_broadcast() -> None:
     x = np.random.default_rng(1).uniform(size=(N, F))
     pieces = cut_of(N, 3)
 
@@ -117,7 +118,7 @@ def test_a_step_has_one_halo_and_one_sum() -> None:
         return [Counter(c.op for c in log.operations) for log in recording.logs()]
 
     for few, many in zip(calls(2), calls(7), strict=True):
-        assert many - few == Counter(alltoallv=5, allreduce=5)
+        assert many - few == Counter(alltoallv=5, allreduce=5, bcast=5)
 
 
 def test_products_are_computed_while_the_halo_travels(

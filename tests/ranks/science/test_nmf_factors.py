@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ from science_cases import RANKS, cut_of, dense_factors, dense_objective
 
 from commrt.errors import UsageError
 from commrt.local import run
-from commrt.science.nmf import Factorization, GraphKernel, GraphNMF
+from commrt.science.nmf import (
+    Factorization,
+    GraphKernel,
+    GraphNMF,
+    factorization,
+    updates,
+)
 
 Array = np.ndarray[Any, Any]
 KERNELS = (GraphKernel(2), GraphKernel(4, 0.5), GraphKernel(3, 2.0))
@@ -99,9 +106,37 @@ def test_the_number_of_ranks_changes_no_factor(size: int, seed: int) -> None:
         assert each.objectives == found.objectives
 
 
+def test_ranks_that_round_differently_have_one_h(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """H, the kernels' weights and the objective are those of rank 0."""
+
+    def rough(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            off = threading.current_thread().name == "rank1"
+            return function(*arguments) * (1.0 + 1e-13 * off)
+
+        return call
+
+    for name in ("multiplied", "simplex_step", "effective_weights"):
+        monkeypatch.setattr(factorization, name, rough(getattr(updates, name)))
+    _, (first, second) = factored(2, data_of(40, 5, 0), num_steps=20)
+    np.testing.assert_array_equal(first.components, second.components)
+    np.testing.assert_array_equal(first.kernel_weights, second.kernel_weights)
+    assert first.objectives == second.objectives
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_kernel_without_weights_is_refused(size: int) -> None:
+    """It would have no roughness, and so take all weight from the others."""
+    kernels = (GraphKernel(5), GraphKernel(5, width=0.001))
+    with pytest.raises(UsageError, match=r"width=0\.001.* no weight on any edge"):
+        factored(size, data_of(40, 5, 0), kernels=kernels)
+
+
 @pytest.mark.full(sample=8)
 @pytest.mark.parametrize("graph_weight", [0.0, 1e-3, 1.0, 30.0, 1e4])
-@pytest.mark.parametrize("power", [1.01, 2.0, 9.0])
+@pytest.mark.parametrize("power", [1.01, 2.0, 9.0, 1000.0])
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_objective_never_rises(
     size: int, power: float, graph_weight: float, seed: int
@@ -170,6 +205,30 @@ def test_going_on_takes_the_same_steps(size: int, seed: int) -> None:
     np.testing.assert_allclose(found.coefficients, whole.coefficients, rtol=1e-9)
 
 
+@pytest.mark.parametrize("listed", [{0}, {0, 1}])
+def test_a_start_may_be_lists(listed: set[int]) -> None:
+    x = data_of(20, 5, 0)
+    begun, _ = factored(2, x, num_steps=2)
+    right, _ = factored(2, x, num_steps=3, start=begun)
+    pieces = slice(0, 8), slice(8, 20)
+
+    def main(comm: Any) -> Factorization:
+        own = pieces[comm.rank]
+        parts: list[Any] = [
+            begun.coefficients[own],
+            begun.components,
+            begun.kernel_weights,
+        ]
+        if comm.rank in listed:
+            parts = [part.tolist() for part in parts]
+        model = GraphNMF(comm, 4, kernels=KERNELS, graph_weight=2.0)
+        start = Factorization(*parts)
+        return model.fit(x[own], num_steps=3, start=start)
+
+    for found in run(2, main):
+        np.testing.assert_allclose(found.components, right.components, rtol=1e-9)
+
+
 def test_a_start_is_not_written_to() -> None:
     x = data_of(20, 5, 0)
     start, _ = factored(1, x, num_steps=2)
@@ -213,6 +272,9 @@ def test_a_matrix_of_zeros_has_factors(size: int) -> None:
         ({"num_components": 0}, "num_components=0"),
         ({"num_components": 2.5}, "num_components=2.5"),
         ({"kernels": ("heat",)}, "must be GraphKernels"),
+        ({"kernels": 3}, "must be GraphKernels"),
+        ({"graph_weight": 10**400}, "graph_weight"),
+        ({"power": 1001.0}, "at most 1000"),
         ({"graph_weight": -1.0}, "graph_weight=-1.0"),
         ({"graph_weight": "much"}, "graph_weight"),
         ({"power": 1.0}, "power=1.0"),
@@ -248,11 +310,10 @@ def test_factors_need_a_communicator() -> None:
         (np.array([[1.0, -1e-9]]), "negative"),
         (np.ones((1, 3)), "columns of x"),
         (np.array([[1.0, np.nan]]), "NaN"),
+        ([[1.0], [1.0, 2.0]], "no array"),
     ],
 )
-def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(
-    wrong: Array, says: str
-) -> None:
+def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(wrong: Any, says: str) -> None:
     def main(comm: Any) -> str:
         x = wrong if comm.rank == 1 else np.ones((2, 2))
         with pytest.raises(UsageError) as raised:
@@ -274,9 +335,13 @@ def test_all_ranks_refuse_a_matrix_that_is_wrong_on_one(
         {"coefficients": np.full((2, 2), np.nan)},
         {"coefficients": np.ones((2, 2), np.float32)},
         {"kernel_weights": np.ones(2)},
+        {"kernel_weights": np.zeros(1)},
+        {"kernel_weights": [0.5]},
+        {"coefficients": [[1.0], [1.0, 2.0]]},
+        {"components": None},
     ],
 )
-def test_a_wrong_start_on_one_rank_is_refused_by_all(changed: dict[str, Array]) -> None:
+def test_a_wrong_start_on_one_rank_is_refused_by_all(changed: dict[str, Any]) -> None:
     right = {
         "coefficients": np.ones((2, 2)),
         "components": np.ones((2, 2)),
@@ -292,6 +357,36 @@ def test_a_wrong_start_on_one_rank_is_refused_by_all(changed: dict[str, Array]) 
     first, second = run(2, main)
     assert f"start.{next(iter(changed))}" in first
     assert "rank 0 refused" in second
+
+
+@pytest.mark.parametrize("name", ["num_steps", "tolerance"])
+def test_numbers_beyond_all_floats_on_one_rank_are_refused_by_all(name: str) -> None:
+    def main(comm: Any) -> str:
+        value = -(10**5000) if comm.rank == 1 else 0
+        with pytest.raises(UsageError) as raised:
+            GraphNMF(comm, 2).fit(np.ones((2, 2)), **{name: value})
+        comm.barrier()
+        return str(raised.value)
+
+    first, second = run(2, main)
+    assert "rank 1 refused" in first
+    assert name in second
+
+
+def test_equal_settings_of_factors_may_have_different_types() -> None:
+    def main(comm: Any) -> int:
+        options = [
+            ({"graph_weight": 2, "seed": 3}, {"num_steps": 3, "tolerance": 0}),
+            (
+                {"graph_weight": np.float32(2), "seed": np.int64(3)},
+                {"num_steps": np.int64(3), "tolerance": -0.0},
+            ),
+        ]
+        made, fitted = options[comm.rank]
+        model = GraphNMF(comm, 2, **made)  # type: ignore[arg-type]
+        return len(model.fit(np.ones((2, 2)), **fitted).objectives)  # type: ignore[arg-type]
+
+    assert run(2, main) == [4, 4]
 
 
 def test_all_ranks_refuse_different_settings_of_factors() -> None:

@@ -37,10 +37,12 @@ def graphs_of(
     return [graph for graph, _ in ranks], pieces, [table for _, table in ranks]
 
 
-def dense_of(size: int, x: Array, seed: int) -> Array:
+def dense_of(
+    size: int, x: Array, seed: int, kernels: tuple[GraphKernel, ...] = KERNELS
+) -> Array:
     """Return the kernels (kernels, n, n) that the ranks' graphs stand for."""
-    graphs, pieces, tables = graphs_of(size, x, KERNELS, seed)
-    found = np.zeros((len(KERNELS), len(x), len(x)))
+    graphs, pieces, tables = graphs_of(size, x, kernels, seed)
+    found = np.zeros((len(kernels), len(x), len(x)))
     for graph, piece, table in zip(graphs, pieces, tables, strict=True):
         assert graph.num_halo == len(table) - (piece.stop - piece.start)
         for edge, (row, column) in enumerate(
@@ -60,6 +62,16 @@ def test_kernels_are_those_of_one_process(size: int, seed: int) -> None:
     np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(found, found.transpose(0, 2, 1))
     np.testing.assert_allclose(found.sum((1, 2)), len(x), rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_kernel_changes_another(size: int, seed: int) -> None:
+    """Also not one with more neighbours, whose edges are longer."""
+    x = np.random.default_rng(seed).uniform(size=(40, 3))
+    kernel = GraphKernel(3, 0.5)
+    (alone,) = dense_of(size, x, seed, (kernel,))
+    first, _ = dense_of(size, x, seed, (kernel, GraphKernel(10)))
+    np.testing.assert_array_equal(first, alone)
 
 
 @pytest.mark.parametrize("size", RANKS)

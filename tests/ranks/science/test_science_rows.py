@@ -41,7 +41,7 @@ def test_ids_are_numbers_in_the_order_of_ranks() -> None:
 
     def main(comm: Any) -> tuple[list[int], int]:
         rows = np.zeros((20, 3))[pieces[comm.rank]]
-        _, cut = agreed_rows("test", comm, lambda: (rows,), "same")
+        _, _, cut = agreed_rows("test", comm, lambda: ((rows,), "same"))
         return cut.ids.tolist(), cut.total
 
     found = run(4, main)
@@ -57,11 +57,11 @@ def refused_by_all(
     """Return the messages of all ranks; each has sent 32 bytes and no more."""
 
     def main(comm: Any) -> str:
-        def check() -> tuple[Any, ...]:
-            return (as_rows("call", rows_of(comm.rank)),)
+        def check() -> tuple[tuple[Any, ...], object]:
+            return (as_rows("call", rows_of(comm.rank)),), settings_of(comm.rank)
 
         with pytest.raises(UsageError) as raised:
-            agreed_rows("call", comm, check, settings_of(comm.rank))
+            agreed_rows("call", comm, check)
         return str(raised.value)
 
     with commrt.trace.record() as recording:
@@ -74,6 +74,13 @@ def refused_by_all(
     return found
 
 
+class Unreadable:
+    """No array, as a tensor with a gradient."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("call detach() first")
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -84,12 +91,36 @@ def refused_by_all(
         ([[1.0], [2.0, 3.0]], "no array"),
         ("rows", "shape"),
         (None, "shape"),
+        (Unreadable(), "no array"),
     ],
 )
 def test_all_ranks_refuse_what_is_wrong_on_one(wrong: Any, says: str) -> None:
     right = np.zeros((3, 2))
     first, second, third = refused_by_all(3, lambda r: wrong if r == 1 else right)
     assert says in second
+    assert first == third
+    assert "rank 1 refused" in first
+
+
+@pytest.mark.parametrize("fails", ["check", "repr"])
+def test_another_error_on_one_rank_leaves_no_rank_waiting(fails: str) -> None:
+    class Unwritable:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    def main(comm: Any) -> str:
+        def check() -> tuple[tuple[Any, ...], object]:
+            if comm.rank == 1 and fails == "check":
+                raise ZeroDivisionError
+            return (np.zeros((1, 2)),), Unwritable() if comm.rank == 1 else "same"
+
+        expected = ZeroDivisionError if comm.rank == 1 else UsageError
+        with pytest.raises(expected) as raised:
+            agreed_rows("call", comm, check)
+        comm.barrier()
+        return str(raised.value)
+
+    first, _, third = run(3, main)
     assert first == third
     assert "rank 1 refused" in first
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,41 @@ def test_every_number_of_ranks_takes_the_same_steps(size: int, seed: int) -> Non
         assert model.num_evaluations == alone.num_evaluations
 
 
+def test_ranks_that_round_differently_have_the_same_hyperparameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = points_of(60, 2)
+    exp = np.exp
+
+    def rough(*arguments: Any, **options: Any) -> Any:
+        off = threading.current_thread().name == "rank1"
+        return exp(*arguments, **options) * (1.0 + 1e-13 * off)
+
+    monkeypatch.setattr(np, "exp", rough)
+    first, second = fitted(2, x, y, rounds=2, max_steps=4)
+    assert first.hyperparameters.exact == second.hyperparameters.exact
+    assert first.log_likelihood == second.log_likelihood
+
+
+@pytest.mark.parametrize("num", [2, 3, 6, 12, 49, 1000])
+@pytest.mark.parametrize("value", [0.1, -1e9, 1e-30, 0.0])
+def test_equal_numbers_have_no_spread(value: float, num: int) -> None:
+    """Though their mean is rounded: of three times 0.1 it is not 0.1."""
+    x = np.column_stack([np.arange(float(num)), np.full(num, value)])
+    y = np.full(num, value)
+    (model,) = fitted(1, x, y, rounds=1, max_steps=0, num_neighbors=2)
+    found = model.hyperparameters
+    assert found.length_scales[1] == pytest.approx(np.sqrt(2.0), rel=1e-12)
+    assert found.variance == pytest.approx(1.0, rel=1e-12)
+
+
+def test_small_spreads_are_those_of_the_data() -> None:
+    x = np.column_stack([1.0 + 1e-12 * np.arange(20.0), np.arange(20.0)])
+    (model,) = fitted(1, x, x[:, 0], rounds=1, max_steps=0)
+    scales = model.hyperparameters.length_scales
+    np.testing.assert_allclose(scales, np.sqrt(2.0) * x.std(axis=0), rtol=1e-9)
+
+
 def test_a_fit_is_not_below_its_start() -> None:
     x, y = points_of(120, 3)
     start = Hyperparameters([1.0, 1.0, 1.0], 1.0, 0.1)
@@ -144,6 +180,10 @@ def test_data_without_spread_have_a_fit(x: Array, y: Array, size: int) -> None:
         ({"fixed": ("nugget",)}, "needs start"),
         ({"fixed": "nugget"}, "must be among"),
         ({"fixed": None}, "must be among"),
+        ({"fixed": [np.zeros(2)]}, "must be among"),
+        ({"tolerance": 10**400}, "tolerance"),
+        ({"mean": 10**400}, "mean="),
+        ({"mean": "1"}, "mean="),
         ({"start": Hyperparameters([1.0], 1.0, 0.1)}, "1 length scales, and x has 2"),
         ({"start": Hyperparameters([1.0, 1.0], 1.0, 0.0)}, "nugget=0"),
         ({"start": (1.0, 1.0)}, "must be Hyperparameters"),
@@ -176,6 +216,70 @@ def test_all_ranks_refuse_what_one_refuses() -> None:
     assert "9 values, and x 10 rows" in third
 
 
+@pytest.mark.parametrize("name", ["mean", "tolerance", "rounds", "fixed"])
+def test_any_error_about_one_ranks_arguments_is_told_to_all(name: str) -> None:
+    """10^5000 is beyond float64, and Python does not even write it."""
+    x, y = points_of(10, 2)
+
+    class Unwritable:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    def main(comm: Any) -> str:
+        wrong = [Unwritable()] if name == "fixed" else -(10**5000)
+        options = {name: wrong} if comm.rank == 1 else {}
+        with pytest.raises(UsageError) as raised:
+            ScaledBlockVecchia(comm).fit(x, y, **options)
+        comm.barrier()
+        return str(raised.value)
+
+    first, second = run(2, main)
+    assert "rank 1 refused" in first
+    assert f"{name}=" in second
+
+
+def test_none_is_no_hyperparameters() -> None:
+    x, y = points_of(10, 2)
+
+    def main(comm: Any) -> None:
+        process = ScaledBlockVecchia(comm)
+        with pytest.raises(UsageError, match="Hyperparameters, and got None"):
+            process.condition(x, y, None)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="Hyperparameters"):
+            process.log_likelihood(x, y, (1.0, 1.0))  # type: ignore[arg-type]
+        comm.barrier()
+
+    run(2, main)
+
+
+def test_equal_settings_of_a_process_may_have_different_types() -> None:
+    x, y = points_of(20, 2)
+    start = [
+        Hyperparameters([1.0, 1.0], 1.0, 0.0),
+        Hyperparameters(np.ones(2, np.float32), 1, -0.0),
+    ]
+
+    def main(comm: Any) -> float:
+        r = comm.rank
+        kernel = ["matern32", np.str_("matern32")][r]
+        process = ScaledBlockVecchia(comm, kernel=kernel, seed=[1, np.int64(1)][r])
+        model = process.fit(
+            x + r,
+            y,
+            start=start[r],
+            mean=[1, np.float32(1)][r],  # type: ignore[arg-type]
+            fixed=[{"nugget", "variance"}, ("variance", "nugget", "nugget")][r],  # type: ignore[arg-type]
+            rounds=[1, np.int64(1)][r],
+            max_steps=[2, np.int8(2)][r],
+            tolerance=[0, -0.0][r],
+        )
+        model.predict(x, num_neighbors=[5, np.int64(5)][r])
+        return model.log_likelihood
+
+    first, second = run(2, main)
+    assert first == second
+
+
 @pytest.mark.parametrize("differing", ["seed", "start", "rounds", "mean"])
 def test_all_ranks_refuse_different_settings_of_a_fit(differing: str) -> None:
     x, y = points_of(10, 2)
@@ -203,6 +307,7 @@ def test_all_ranks_refuse_different_settings_of_a_fit(differing: str) -> None:
         ({"block_size": 2.5}, "block_size=2.5"),
         ({"num_neighbors": -1}, "num_neighbors=-1"),
         ({"kernel": "matern42"}, "matern12, matern32"),
+        ({"kernel": ["matern12"]}, "matern12, matern32"),
         ({"seed": -1}, "seed=-1"),
     ],
 )

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from science_cases import RANKS, cut_of, dense_log_likelihood, points_of
+from science_cases import (
+    RANKS,
+    cut_of,
+    dense_covariance,
+    dense_log_likelihood,
+    points_of,
+)
 
 from commrt.errors import UsageError
 from commrt.local import run
@@ -168,3 +174,29 @@ def test_gradients_are_those_of_differences(kernel: str, num_neighbors: int) -> 
         step[number] = 1e-5
         difference = (total(at + step)[0] - total(at - step)[0]) / 2e-5
         assert gradient[number] == pytest.approx(difference, rel=2e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("distance", "nugget"),
+    [(0.0, 0.01), (1e-15, 0.01), (1e-12, 1e-4), (1e-8, 1e-10), (1e-3, 1e-10)],
+)
+@pytest.mark.parametrize("kernel", COVARIANCES)
+def test_gradients_of_near_points_do_not_cancel(
+    kernel: str, distance: float, nugget: float
+) -> None:
+    """The slope of matern12 is as large as the distance is small."""
+    x = np.array([[0.9, 0.1], [0.3, 0.7], [0.3 + distance, 0.7 + 2.0 * distance]])
+    y = np.array([0.2, 0.4, -0.3])
+    values = Hyperparameters([0.5, 2.0], 1.3, nugget)
+    squares = ((x[:, None] - x[None]) / values.length_scales) ** 2
+    _, slope = COVARIANCES[kernel](squares.sum(-1))
+    matrix = dense_covariance(kernel, x, x, values) + nugget * np.eye(3)
+    inverse = np.linalg.inv(matrix)
+    weights = np.outer(inverse @ y, inverse @ y) - inverse
+    right = [
+        -values.variance * (weights * slope * squares[:, :, dimension]).sum()
+        for dimension in range(2)
+    ]
+    (batch,) = batches_of([np.arange(0)], [np.arange(3)], x, y)
+    found = block_terms(batch, COVARIANCES[kernel], values)[0, 1:3]
+    np.testing.assert_allclose(found, right, rtol=1e-4)

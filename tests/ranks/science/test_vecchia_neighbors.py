@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from science_cases import RANKS, cut_of, points_of
 
 from commrt.local import run
 from commrt.science.rows import RowCut
+from commrt.science.vecchia import neighbors
 from commrt.science.vecchia.neighbors import NeighborTraffic, find_neighbors
 from commrt.science.vecchia.partition import cut_into_blocks
 
@@ -117,3 +119,41 @@ def test_equally_near_points_come_in_the_order_of_their_numbers() -> None:
         other, *_ = found_on(size, x, 9, 4)
         assert other == first
     assert first == expected(first, x, 9)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_questions_in_parts_have_the_same_answers(
+    most: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, _ = points_of(80, 3, seed)
+    whole, traffic, *_ = found_on(3, x, 6, 5, seed)
+    monkeypatch.setattr(neighbors, "_MOST_ELEMENTS", most)
+    found, again, *_ = found_on(3, x, 6, 5, seed)
+    assert found == whole
+    assert again == traffic
+
+
+def test_no_table_of_all_blocks_and_all_questions_is_made() -> None:
+    """Of 2,500 blocks it would be 50 MB, and several are needed at a time."""
+    x, y = points_of(2500, 2)
+
+    def main(comm: Any) -> int:
+        blocks = cut_into_blocks(
+            x,
+            y,
+            RowCut((len(x),), 0, 2),
+            np.ones(2),
+            block_size=1,
+            num_neighbors=4,
+            seed=0,
+            comm=comm,
+        )
+        tracemalloc.start()
+        try:
+            find_neighbors(blocks, blocks.centers, blocks.own, 4, comm)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        return peak
+
+    assert run(1, main)[0] < 40e6

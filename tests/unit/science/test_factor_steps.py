@@ -107,6 +107,31 @@ def test_equal_weights_give_the_mean_of_the_kernels() -> None:
     assert effective_weights(np.ones(1), 2.7).tolist() == [1.0]
 
 
+@pytest.mark.parametrize("power", [499.0, 1000.0])
+def test_large_powers_give_every_kernel_the_same_part(power: float) -> None:
+    """Though p^(g - 1) alone is beyond all numbers."""
+    np.testing.assert_allclose(effective_weights(np.full(5, 0.2), power), 0.2)
+    roughness = np.array([1.0, 2.0, 4.0, 30.0, 100.0])
+    weights = simplex_step(roughness, power)
+    np.testing.assert_allclose(weights, 0.2, rtol=0.02)
+    parts = roughness * effective_weights(weights, power)
+    np.testing.assert_allclose(parts, parts.mean(), rtol=0.02)
+
+
+def test_weights_far_from_equal_stay_finite() -> None:
+    weights = np.array([1.0, 0.0, 0.0, 0.0, 0.0])
+    assert effective_weights(weights, 1000.0).tolist() == [1e100, 0, 0, 0, 0]
+
+
+def test_widths_beyond_all_squares_have_weights() -> None:
+    squares, places = np.array([0.0, 1.0, 4.0]), np.zeros(3, np.int64)
+    wide = GraphKernel(1, 1e200).weights(squares, places, 2.0)
+    assert wide.tolist() == [1.0, 1.0, 1.0]
+    for width in (1e-200, 5e-324):
+        narrow = GraphKernel(1, width).weights(squares, places, 2.0)
+        assert narrow.tolist() == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("width", [1, 3, 4, 5, 8])
 def test_random_rows_depend_on_their_numbers_alone(width: int) -> None:
     whole = random_rows(RowCut((11,), 0, 1), width, 7)
@@ -130,6 +155,8 @@ def test_random_components_are_no_random_rows() -> None:
         ({"width": 0.0}, "width"),
         ({"width": float("nan")}, "width"),
         ({"width": "wide"}, "width"),
+        ({"width": "2"}, "width"),
+        ({"width": 10**400}, "width"),
     ],
 )
 def test_wrong_kernels_are_refused(arguments: dict[str, Any], says: str) -> None:

@@ -8,9 +8,10 @@ known to each rank, so gradients can be weighted by true numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+import itertools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from commrt.errors import UsageError, shown
@@ -18,6 +19,10 @@ from commrt.layers.samples.agreement import agreed
 from commrt.layers.samples.shuffle import PartialShuffle
 
 __all__ = ["Batch", "BatchLoader"]
+
+_BLOCK_NBYTES = 1 << 18
+"""Read at once, if batches are smaller: many small reads, and many handings over from
+a thread, take longer than the copies themselves."""
 
 
 class Batch(NamedTuple):
@@ -44,7 +49,8 @@ class BatchLoader:
 
     Each iteration is an epoch: it begins with ``shuffle.next_epoch()``. All ranks take
     the same number of steps. While a program uses a batch, a thread reads the next one,
-    and samples of the next epoch travel.
+    and samples of the next epoch travel. Small batches are read several at once, up to
+    256 KiB, and are then parts of the same arrays, each with memory of its own.
 
     With ``drop_last=False`` there are ceil(n / batch_size) steps, for the n samples of
     the rank that has most. A rank with m samples has those from step * m // steps on in
@@ -104,7 +110,9 @@ class BatchLoader:
             self.num_steps = min(shuffle.counts) // batch_size
         else:
             self.num_steps = -(-max(shuffle.counts) // batch_size)
-        self._most = batch_size if drop_last else None
+        self._size = batch_size if drop_last else None
+        nbytes = batch_size * shuffle.sample_nbytes
+        self._block_steps = max(1, _BLOCK_NBYTES // max(1, nbytes))
         beside = self.num_steps if overlap_steps is None else overlap_steps
         self._start_step = max(0, self.num_steps - beside)
         self._num_epochs = num_epochs
@@ -128,20 +136,11 @@ class BatchLoader:
         self._next_step = first
         epoch = shuffle.epoch
         prepares = self._num_epochs is None or epoch < self._num_epochs
-        with ExitStack() as stack:
-            ahead: Callable[[int], Future[Batch]] | None = None
-            if self._prefetch and first < self.num_steps:
-                pool = ThreadPoolExecutor(1, "commrt-batches")
-                thread = stack.enter_context(pool)
-                ahead = lambda step: thread.submit(self._read, step)  # noqa: E731
-            coming = ahead(first) if ahead else None
-            for step in range(first, self.num_steps):
-                batch = coming.result() if coming else self._read(step)
-                if prepares and step >= self._start_step:
+        with self._blocks(first) as blocks:
+            for batch in itertools.chain.from_iterable(blocks):
+                if prepares and batch.step >= self._start_step:
                     shuffle.start_next_epoch()
-                if ahead and step + 1 < self.num_steps:
-                    coming = ahead(step + 1)
-                self._next_step = step + 1
+                self._next_step = batch.step + 1
                 yield batch
                 if shuffle.epoch != epoch:
                     raise UsageError(
@@ -151,20 +150,51 @@ class BatchLoader:
                     )
                 shuffle.poll()
 
-    def _read(self, step: int) -> Batch:
+    @contextmanager
+    def _blocks(self, first: int) -> Iterator[Iterator[list[Batch]]]:
+        """Give the batches from a step on, as they are read: some at once."""
+        steps = range(first, self.num_steps, self._block_steps)
+        if not self._prefetch or not steps:
+            yield map(self._read, steps)
+            return
+        with ThreadPoolExecutor(1, "commrt-batches") as thread:
+            yield self._read_ahead(thread, steps)
+
+    def _read_ahead(
+        self, thread: ThreadPoolExecutor, steps: range
+    ) -> Iterator[list[Batch]]:
+        coming = thread.submit(self._read, steps[0])
+        for step in steps[1:]:
+            block = coming.result()
+            coming = thread.submit(self._read, step)
+            yield block
+        yield coming.result()
+
+    def _read(self, first: int) -> list[Batch]:
+        """Return the batches of a block, which begins with a step."""
         counts = self.shuffle.counts
-        rank = self.shuffle.rank
-        if self._most is not None:
-            low, high = step * self._most, (step + 1) * self._most
-            total = self._most * len(counts)
-        else:
-            low, high = self._cut(counts[rank], step), self._cut(counts[rank], step + 1)
-            total = sum(self._cut(n, step + 1) - self._cut(n, step) for n in counts)
-        samples = self.shuffle.read(slice(low, high))
-        return Batch(samples, high - low, total, step)
+        own = counts[self.shuffle.rank]
+        last = min(first + self._block_steps, self.num_steps)
+        begin = self._cut(own, first)
+        samples = self.shuffle.read(slice(begin, self._cut(own, last)))
+        batches, low = [], 0
+        totals = [sum(self._cut(n, step) for n in counts) for step in range(first, last + 1)]
+        for step in range(first, last):
+            high = self._cut(own, step + 1) - begin
+            if isinstance(samples, dict):
+                some: Any = {name: each[low:high] for name, each in samples.items()}
+            else:
+                some = samples[low:high]
+            place = step - first
+            total = totals[place + 1] - totals[place]
+            batches.append(Batch(some, high - low, total, step))
+            low = high
+        return batches
 
     def _cut(self, num_samples: int, step: int) -> int:
         """Return the first sample of a step, of a rank with so many."""
+        if self._size is not None:
+            return step * self._size
         return step * num_samples // self.num_steps
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,20 +13,28 @@ from shuffle_cases import CASES, check_samples, exchanged, ids_of, samples_of
 import commrt.trace
 from commrt.errors import UsageError
 from commrt.layers.data import GradientReducer
-from commrt.layers.samples import Batch, BatchLoader, PartialShuffle
+from commrt.layers.samples import Batch, BatchLoader, PartialShuffle, batches
 from commrt.local import run
 
 NEAR = 1e-12
 
 
 @pytest.mark.parametrize(
-    ("overlap", "prefetch"), [(None, True), (1, True), (0, True), (None, False)]
+    ("overlap", "prefetch", "block"),
+    [(None, True, 1), (1, True, 400), (0, True, 1 << 20), (None, False, 400)],
 )
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 @pytest.mark.parametrize("counts", CASES)
 def test_an_epoch_has_each_sample_once_in_as_many_steps(
-    counts: tuple[int, ...], batch_size: int, overlap: int | None, prefetch: bool
+    counts: tuple[int, ...],
+    batch_size: int,
+    overlap: int | None,
+    prefetch: bool,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(batches, "_BLOCK_NBYTES", block)
+
     def main(comm: Any) -> list[list[tuple[list[int], int, int]]]:
         own = samples_of(ids_of(counts)[comm.rank])
         with PartialShuffle(own, comm, 0.5, 4) as shuffle:
@@ -172,14 +180,15 @@ def test_a_thread_reads_the_next_batch_while_one_is_used(monkeypatch: Any) -> No
         return found
 
     monkeypatch.setattr(PartialShuffle, "read", noted)
+    monkeypatch.setattr(batches, "_BLOCK_NBYTES", 1)
 
     def main(comm: Any) -> None:
         with PartialShuffle(np.arange(6), comm) as shuffle:
-            batches = iter(BatchLoader(shuffle, 2))
-            first = next(batches)
+            epoch = iter(BatchLoader(shuffle, 2))
+            first = next(epoch)
             assert was_read.wait(300)
             assert first.step == 0
-            assert [each.step for each in batches] == [1, 2]
+            assert [each.step for each in epoch] == [1, 2]
 
     run(1, main)
     assert len(readers) == 3
@@ -208,7 +217,7 @@ def test_a_loader_goes_on_at_the_next_batch(counts: tuple[int, ...], stop: int) 
     def main(comm: Any) -> None:
         own = samples_of(ids_of(counts)[comm.rank])
 
-        def batches(loader: BatchLoader) -> Any:
+        def endless(loader: BatchLoader) -> Any:
             while True:
                 yield from loader
 
@@ -217,7 +226,7 @@ def test_a_loader_goes_on_at_the_next_batch(counts: tuple[int, ...], stop: int) 
 
         with PartialShuffle(own, comm, 0.5) as shuffle:
             loader = BatchLoader(shuffle, 2)
-            run_on = batches(loader)
+            run_on = endless(loader)
             for _ in range(stop):
                 next(run_on)
             state = loader.state_dict()
@@ -227,7 +236,7 @@ def test_a_loader_goes_on_at_the_next_batch(counts: tuple[int, ...], stop: int) 
             loader = BatchLoader(again, 2)
             loader.load_state_dict(state)
             assert loader.state_dict() == state
-            run_on = batches(loader)
+            run_on = endless(loader)
             assert [seen(next(run_on)) for _ in range(8)] == wanted
             run_on.close()
 
@@ -284,11 +293,11 @@ def test_a_loader_needs_a_shuffle() -> None:
 def test_an_epoch_that_another_call_ends_is_an_error() -> None:
     def main(comm: Any) -> None:
         with PartialShuffle(np.arange(8), comm, 0.5) as shuffle:
-            batches = iter(BatchLoader(shuffle, 2))
-            next(batches)
+            epoch = iter(BatchLoader(shuffle, 2))
+            next(epoch)
             shuffle.next_epoch()
             with pytest.raises(UsageError, match="from epoch 1 to 2"):
-                next(batches)
+                next(epoch)
 
     run(2, main)
 

@@ -15,7 +15,7 @@ from commrt.local import run
 @pytest.mark.parametrize("size", [1, 2])
 def test_loading_is_measured_in_three_ways(size: int, workload: str) -> None:
     def main(comm: Any) -> dict[str, Any]:
-        how: dict[str, Any] = {"nbytes": 4000, "batch_size": 8}
+        how: dict[str, Any] = {"nbytes": 20_000, "batch_size": 8}
         return loading.measure(comm, workload, fraction=0.5, turns=2, **how)
 
     for row in run(size, main):

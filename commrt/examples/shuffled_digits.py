@@ -13,6 +13,8 @@ torchrun and plain Python start the program, too.
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
 import sys
 import time
 from collections.abc import Sequence
@@ -61,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fraction in arguments.fractions:
         found, start = [], time.perf_counter()
         for seed in range(arguments.seeds):
-            accuracy, is_whole = _trained(comm, learned, tested, fraction, seed, arguments)
+            accuracy, is_whole = _trained(
+                comm, learned, tested, fraction, seed, arguments
+            )
             found.append(accuracy)
             status |= not is_whole
         seconds = (time.perf_counter() - start) / arguments.seeds
@@ -147,7 +151,8 @@ def _trained(
                 seen += batch.samples["number"].tolist()
             if arguments.check:
                 every = comm.allgather_object(seen)
-                is_whole &= sorted(sum(every, [])) == numbers.tolist()
+                everyone = functools.reduce(operator.iadd, every, [])
+                is_whole &= sorted(everyone) == numbers.tolist()
     _average_statistics(comm, network)
     network.eval()
     with torch.no_grad():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ FRACTIONS = (0.0, 0.3, 0.5, 1.0)
 def ids_of(counts: tuple[int, ...]) -> Ids:
     """Return numbers of samples, those of each rank, in the order of ranks."""
     ends = np.cumsum([0, *counts]).tolist()
-    return [[*range(low, high)] for low, high in zip(ends, ends[1:], strict=False)]
+    return [[*range(low, high)] for low, high in pairwise(ends)]
 
 
 def samples_of(ids: Any) -> dict[str, Any]:
@@ -74,7 +75,9 @@ def exchanged(ids: Ids, fraction: float, seed: int, epoch: int) -> Ids:
         kept.append([each for place, each in enumerate(own) if place not in gone])
     found = []
     for rank, own in enumerate(kept):
-        here = own + [each for source in sorted(boxes[rank]) for each in boxes[rank][source]]
+        here = own + [
+            each for source in sorted(boxes[rank]) for each in boxes[rank][source]
+        ]
         order = order_of(len(here), rank, seed, epoch)
         found.append([here[place] for place in order.tolist()])
     return found

@@ -42,7 +42,7 @@ def agreed(
     try:
         result, number, texts = check()
         said[:] = 0, number, fact_number([*texts]) & _POSITIVE
-    except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it
+    except Exception as error:  # noqa: BLE001  the others wait to hear of it
         refusal = error
     every = said[None]
     if comm.size > 1:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from commrt.errors import UsageError, shown
-from commrt.layers.samples.agreement import agreed
 from commrt.layers.samples.shuffle import PartialShuffle
 
 __all__ = ["Batch", "BatchLoader"]
@@ -60,8 +59,8 @@ class BatchLoader:
     rank that has least, and the rest of the samples waits for another epoch.
 
     Gradients that equal those of one process: divide the sum of a batch's losses by
-    ``batch.total``, and sum gradients over ranks. Where they are averaged, as by torch's
-    DDP, multiply by the number of ranks, too.
+    ``batch.total``, and sum gradients over ranks. Where they are averaged, as by
+    torch's DDP, multiply by the number of ranks, too.
 
     Args:
         shuffle: of all ranks; it stays the caller's.
@@ -178,7 +177,9 @@ class BatchLoader:
         begin = self._cut(own, first)
         samples = self.shuffle.read(slice(begin, self._cut(own, last)))
         batches, low = [], 0
-        totals = [sum(self._cut(n, step) for n in counts) for step in range(first, last + 1)]
+        totals = [
+            sum(self._cut(n, step) for n in counts) for step in range(first, last + 1)
+        ]
         for step in range(first, last):
             high = self._cut(own, step + 1) - begin
             if isinstance(samples, dict):
@@ -216,14 +217,14 @@ class BatchLoader:
             own = self.state_dict()
             if not isinstance(state, Mapping) or {*state} != {*own}:
                 raise UsageError(
-                    f"BatchLoader.load_state_dict: {shown(state)} is no state; expected "
-                    f"what state_dict() returns, with {', '.join(own)}"
+                    f"BatchLoader.load_state_dict: {shown(state)} is no state; "
+                    f"expected what state_dict() returns, with {', '.join(own)}"
                 )
             if state["num_steps"] != self.num_steps:
                 raise UsageError(
                     f"BatchLoader.load_state_dict: the state has {state['num_steps']} "
-                    f"steps in an epoch, and this loader {self.num_steps}; use the same "
-                    f"samples and batch_size"
+                    f"steps in an epoch, and this loader {self.num_steps}; use the "
+                    f"same samples and batch_size"
                 )
             step = state["step"]
             if not isinstance(step, int) or not 0 <= step <= self.num_steps:

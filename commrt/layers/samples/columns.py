@@ -111,8 +111,8 @@ class Columns:
         lengths = {name: len(array) for name, array in arrays.items()}
         if len({*lengths.values()}) > 1:
             raise UsageError(
-                f"PartialShuffle: arrays have different numbers of samples ({lengths}); "
-                f"the first dimension must be the same"
+                f"PartialShuffle: arrays have different numbers of samples "
+                f"({lengths}); the first dimension must be the same"
             )
         return cls(columns, is_mapping), next(iter(lengths.values())), arrays
 

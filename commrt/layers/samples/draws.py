@@ -9,7 +9,8 @@ from a stream of its own.
 
 Source: Nguyen et al., "Why Globally Re-shuffle? Revisiting Data Shuffling in Large
 Scale Deep Learning" (IPDPS 2022), for the exchange of a fraction. There all ranks have
-equally many samples; places that are drawn from all alike leave any numbers as they are.
+equally many samples; places that are drawn from all alike leave any numbers as they
+are.
 """
 
 from __future__ import annotations

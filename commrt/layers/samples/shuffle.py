@@ -70,8 +70,8 @@ class PartialShuffle:
 
     Collective when it is made: an ``allgather`` of 24 bytes for each rank. It has a
     communicator of its own, so other operations may be under way beside an exchange.
-    Raises UsageError on all ranks where one rank's arguments are wrong, and where names,
-    types or shapes of arrays, or other arguments, differ.
+    Raises UsageError on all ranks where one rank's arguments are wrong, and where
+    names, types or shapes of arrays, or other arguments, differ.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class PartialShuffle:
                 ) from error
             if places.ndim != 1:
                 raise UsageError(
-                    f"PartialShuffle.read: {shown(which)} is one number, or has several "
-                    f"dimensions; pass a slice, or an array (samples,) of numbers"
+                    f"PartialShuffle.read: {shown(which)} is one number, or has "
+                    f"several dimensions; pass a slice, or an array (samples,) of numbers"
                 )
             found = self._records.read(places)
         if self._records.columns.is_mapping:
@@ -263,8 +263,8 @@ class PartialShuffle:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Repeat exchanges up to the epoch of a state; collective.
 
-        The object has the samples that the first one had, on as many ranks. Bytes: those
-        of each exchange. To send nothing, pass the saved ``samples`` and ``epoch`` when
+        The object has the samples that the first one had, on as many ranks. Bytes:
+        those of each exchange. To send nothing, pass the saved ``samples`` and ``epoch`` when
         the object is made.
 
         Raises UsageError on all ranks for a state of other arguments, or of an epoch
@@ -329,7 +329,8 @@ class PartialShuffle:
     def __repr__(self) -> str:
         return (
             f"<PartialShuffle: {len(self)} of {sum(self.counts)} samples, "
-            f"{self.sample_nbytes} B each, fraction {self.fraction}, epoch {self.epoch}>"
+            f"{self.sample_nbytes} B each, fraction {self.fraction}, "
+            f"epoch {self.epoch}>"
         )
 
     def _check_open(self) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of all ranks are each sample once, in as many steps, and weigh what they are."""
+"""Batches of all ranks have each sample once, in as many steps, with true weights."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from typing import Any
 
@@ -62,7 +64,7 @@ def test_an_epoch_has_each_sample_once_in_as_many_steps(
             assert sum(sizes) > 0
         for rank, wanted in enumerate(ids):
             pieces = [numbers for numbers, _, _ in ranks[rank][epoch]]
-            assert sum(pieces, []) == wanted
+            assert functools.reduce(operator.iadd, pieces, []) == wanted
             lengths = [len(piece) for piece in pieces]
             assert max(lengths, default=0) - min(lengths, default=0) <= 1
 
@@ -92,7 +94,7 @@ def test_batches_of_one_size_leave_the_rest_for_another_epoch(
         steps = min(counts) // 3
         for rank, wanted in enumerate(ids):
             found = ranks[rank][(epoch - 1) * steps : epoch * steps]
-            assert sum(found, []) == wanted[: 3 * steps]
+            assert functools.reduce(operator.iadd, found, []) == wanted[: 3 * steps]
 
 
 @pytest.mark.parametrize("averages", [False, True])
@@ -132,7 +134,7 @@ def test_gradients_of_uneven_batches_are_those_of_one_process(
     ranks = run(len(counts), main)
     weights = start.copy()
     for step in zip(*(steps for _, steps in ranks), strict=True):
-        ids = sum(step, [])
+        ids = functools.reduce(operator.iadd, step, [])
         whole = gradient(weights, {"x": x[ids], "y": y[ids]}) / len(ids)
         weights -= 0.1 * whole
     for found, _ in ranks:

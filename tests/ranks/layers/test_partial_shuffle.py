@@ -117,7 +117,7 @@ def test_some_samples_are_read_by_their_numbers() -> None:
             assert check_samples(shuffle.read(slice(2, 100))) == order[2:]
             assert check_samples(shuffle.read(slice(0, 0))) == []
             for wrong in (np.array([9]), 3, np.zeros((1, 1), int), "all", None):
-                with pytest.raises(UsageError, match="PartialShuffle.read"):
+                with pytest.raises(UsageError, match=r"PartialShuffle\.read"):
                     shuffle.read(wrong)
 
     run(1, main)

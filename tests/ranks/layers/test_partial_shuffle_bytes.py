@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_an_exchange_sends_the_samples_that_change_ranks(
     does_send = len(counts) > 1 and any(int(fraction * n) for n in counts)
     for log, (held, nbytes) in zip(recording.logs(), ranks, strict=True):
         assert nbytes == 6 * 8 + 8 + 1 + 5 * 4
-        left = [before - after for before, after in zip(held, held[1:], strict=False)]
+        left = [before - after for before, after in pairwise(held)]
         assert all(len(gone) <= int(fraction * len(held[0])) for gone in left)
         right = [("alltoallv", len(gone) * nbytes) for gone in left]
         assert calls_of(log) == (right if does_send else [])

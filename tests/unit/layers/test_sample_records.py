@@ -117,5 +117,5 @@ def test_an_array_that_fails_is_named() -> None:
         def __array__(self, *_: Any, **__: Any) -> Any:
             raise RuntimeError("no file")
 
-    with pytest.raises(BufferError_, match="samples is a Broken.*no file"):
+    with pytest.raises(BufferError_, match=r"samples is a Broken.*no file"):
         Columns.of(Broken())

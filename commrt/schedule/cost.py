@@ -62,7 +62,7 @@ a guess, large enough to tell apart what takes as long on one switch."""
 ONE_SWITCH = 4
 """Most nodes of which none is far from another one."""
 JAM = 0.05
-"""Cost of a further stream to a port whose rank waits for all of them, by byte moved."""
+"""Cost of a byte for each further stream to a port whose rank waits for all of them."""
 ROUNDING = 1e-9
 """Largest relative difference of sums of parts in floating point."""
 

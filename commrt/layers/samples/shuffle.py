@@ -220,7 +220,8 @@ class PartialShuffle:
             if places.ndim != 1:
                 raise UsageError(
                     f"PartialShuffle.read: {shown(which)} is one number, or has "
-                    f"several dimensions; pass a slice, or an array (samples,) of numbers"
+                    f"several dimensions; pass a slice, or an array (samples,) of "
+                    f"numbers"
                 )
             found = self._records.read(places)
         if self._records.columns.is_mapping:
@@ -264,8 +265,8 @@ class PartialShuffle:
         """Repeat exchanges up to the epoch of a state; collective.
 
         The object has the samples that the first one had, on as many ranks. Bytes:
-        those of each exchange. To send nothing, pass the saved ``samples`` and ``epoch`` when
-        the object is made.
+        those of each exchange. To send nothing, pass the saved ``samples`` and
+        ``epoch`` when the object is made.
 
         Raises UsageError on all ranks for a state of other arguments, or of an epoch
         that is over.

@@ -13,8 +13,6 @@ torchrun and plain Python start the program, too.
 from __future__ import annotations
 
 import argparse
-import functools
-import operator
 import sys
 import time
 from collections.abc import Sequence
@@ -151,7 +149,7 @@ def _trained(
                 seen += batch.samples["number"].tolist()
             if arguments.check:
                 every = comm.allgather_object(seen)
-                everyone = functools.reduce(operator.iadd, every, [])
+                everyone = [number for own in every for number in own]
                 is_whole &= sorted(everyone) == numbers.tolist()
     _average_statistics(comm, network)
     network.eval()

@@ -408,4 +408,5 @@ def _checked_search(
     part = as_finite(tolerance)
     if part is None or part < 0:
         raise UsageError(f"{what}: tolerance={shown(tolerance)} must be a number >= 0")
-    return _Search(tuple(n for n in NAMES if n in names), *numbers, part)
+    num_rounds, num_steps = numbers
+    return _Search(tuple(n for n in NAMES if n in names), num_rounds, num_steps, part)

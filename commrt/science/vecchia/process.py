@@ -85,20 +85,21 @@ class ScaledBlockVecchia:
         kernel: str = "matern52",
         seed: int = 0,
     ) -> None:
+        what = "ScaledBlockVecchia"
         if not isinstance(comm, Communicator):
             raise UsageError(
-                f"ScaledBlockVecchia: comm={shown(comm)} must be a communicator, as "
+                f"{what}: comm={shown(comm)} must be a communicator, as "
                 f"commrt.init() returns it"
             )
         if not isinstance(kernel, str) or kernel not in COVARIANCES:
             raise UsageError(
-                f"ScaledBlockVecchia: kernel={shown(kernel)} must be one of "
+                f"{what}: kernel={shown(kernel)} must be one of "
                 f"{', '.join(COVARIANCES)}"
             )
         self.comm, self.kernel = comm, str(kernel)
-        self.block_size = _number("block_size", block_size, 1)
-        self.num_neighbors = _number("num_neighbors", num_neighbors, 0)
-        self.seed = _number("seed", seed, 0)
+        self.block_size = _number(what, "block_size", block_size, 1)
+        self.num_neighbors = _number(what, "num_neighbors", num_neighbors, 0)
+        self.seed = _number(what, "seed", seed, 0)
 
     def condition(
         self,
@@ -367,12 +368,11 @@ def _bounds(usual: Hyperparameters) -> tuple[Floats, Floats]:
     return low, high
 
 
-def _number(name: str, value: Any, least: int) -> int:
+def _number(what: str, name: str, value: Any, least: int) -> int:
     found = as_integer(value)
     if found is None or found < least:
         raise UsageError(
-            f"ScaledBlockVecchia: {name}={shown(value)} must be an integer from "
-            f"{least} on"
+            f"{what}: {name}={shown(value)} must be an integer from {least} on"
         )
     return found
 
@@ -397,16 +397,9 @@ def _checked_search(
         raise UsageError(
             f"{what}: fixed={shown(fixed)} must be among {', '.join(NAMES)}"
         )
-    numbers = []
-    for name, value, least in (("rounds", rounds, 1), ("max_steps", max_steps, 0)):
-        number = as_integer(value)
-        if number is None or number < least:
-            raise UsageError(
-                f"{what}: {name}={shown(value)} must be an integer from {least} on"
-            )
-        numbers.append(number)
+    number = _number(what, "rounds", rounds, 1)
+    most = _number(what, "max_steps", max_steps, 0)
     part = as_finite(tolerance)
     if part is None or part < 0:
         raise UsageError(f"{what}: tolerance={shown(tolerance)} must be a number >= 0")
-    num_rounds, num_steps = numbers
-    return _Search(tuple(n for n in NAMES if n in names), num_rounds, num_steps, part)
+    return _Search(tuple(n for n in NAMES if n in names), number, most, part)

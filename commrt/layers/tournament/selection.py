@@ -139,7 +139,7 @@ class Evolution:
     """The best model of a random sample replaces the oldest one.
 
     Each judges its own model alone. Trainers are replaced in turn, round r those of
-    number r modulo their number, whatever their score, so no model lives for ever
+    number r modulo their number, whatever their score. A best one may replace itself
     (Real et al. 2019, "Regularized evolution for image classifier architecture search",
     arXiv 1802.01548, section 2.2). With ``mutate`` the copy is mutated.
     """

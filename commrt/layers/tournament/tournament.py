@@ -88,13 +88,14 @@ class Tournament:
                 f"commrt.init() returns it"
             )
         self._rule: Selection = Pairwise() if selection is None else selection
-        error, settings = None, 0
+        error: Exception | None = None
+        settings = 0
         try:
             _check(comm.size, trainers, self._rule, mode, seed, mutate)
             is_mutated = mutate is not None
             numbers = as_integer(trainers), as_integer(seed)
             settings = number_of((numbers, repr(self._rule), mode, is_mutated))
-        except UsageError as wrong:
+        except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
         every = meet(comm, "Tournament", error, [settings])
         check_equal(
@@ -144,7 +145,7 @@ class Tournament:
             evaluate: returns the score of a model. A trainer's score is the mean of its
                 ranks'. It is called for ``model`` with this trainer's values, and with
                 the partner's, on all ranks of a trainer alike; it may use
-                ``trainer_comm``. What it does to the model is undone.
+                ``trainer_comm``. Values that move are restored.
             optimizers: of the model's parameters: one, or a list. Their states and
                 hyperparameters move with the model; without any, each trainer keeps
                 its own.

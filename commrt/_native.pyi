@@ -635,6 +635,11 @@ class Engine:
         this rank.
         """
 
+    def go_on_by_arrivals(self) -> None:
+        """Go on with operations as messages of other nodes come, without a thread of
+        its own.
+        """
+
     @property
     def has_thread(self) -> bool: ...
     @property

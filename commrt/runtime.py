@@ -24,7 +24,7 @@ from commrt.job.abort import install_excepthook, limit_finalize
 from commrt.job.chaos import wanted_chaos
 from commrt.job.inquiries import close_inquiries
 from commrt.job.last_messages import take_last_messages
-from commrt.job.world import World, connect_world, end_of_process, progress_mode
+from commrt.job.world import World, connect_world, end_of_process, start_progress
 from commrt.launch.detect import LaunchInfo, detect
 from commrt.launch.rank_process import mark_rank
 from commrt.tcp import relay as tcp_relay
@@ -142,8 +142,7 @@ def init(
         )
         _RUNTIME.core.when_replaced = _go_on_with
         _RUNTIME.comm = Communicator(_RUNTIME.core)
-        if progress_mode(world):
-            world.engine.start_thread()
+        start_progress(world)
         return _RUNTIME.comm
 
 
@@ -167,8 +166,7 @@ def _joined(launch: LaunchInfo, deterministic: bool | None) -> Communicator:
     install_excepthook(core.world)
     _RUNTIME.take(core.world)
     _RUNTIME.core, _RUNTIME.comm = core, Communicator(core)
-    if progress_mode(core.world):
-        engine.start_thread()
+    start_progress(core.world)
     return _RUNTIME.comm
 
 
@@ -212,8 +210,7 @@ def join_world(bootstrap: Bootstrap, launch: LaunchInfo, timeout_s: float) -> Wo
     """
     with _RUNTIME.lock:
         world = _join(bootstrap, launch, timeout_s)
-        if progress_mode(world) and not world.engine.has_thread:
-            world.engine.start_thread()
+        start_progress(world)
         return world
 
 

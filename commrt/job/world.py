@@ -529,6 +529,20 @@ def progress_mode(world: World) -> bool:
     return mode == "on"
 
 
+def start_progress(world: World) -> None:
+    """See that operations go on while the program computes, as far as it asked for that.
+
+    By a progress thread, where a rank has a core for it. Where it has none, the thread
+    that receives from other nodes goes on with what their messages are for: it sleeps
+    until they come.
+    """
+    if progress_mode(world):
+        if not world.engine.has_thread:
+            world.engine.start_thread()
+    elif env.read_str("COMMRT_PROGRESS") == "auto" and _threads_may_call_mpi(world):
+        world.engine.go_on_by_arrivals()
+
+
 def _threads_may_call_mpi(world: World) -> bool:
     if world.mpi is None:
         return True

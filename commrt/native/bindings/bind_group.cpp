@@ -131,6 +131,8 @@ void bind_group(nb::module_& m) {
            "Run one pass over all operations in flight, a slice of each; True if anything "
            "advanced.")
       .def("start_thread", &Engine::start_thread)
+      .def("go_on_by_arrivals", &Engine::go_on_by_arrivals,
+           "Go on with operations as messages of other nodes come, without a thread of its own.")
       .def("release_streams", &Engine::release_streams, nb::arg("why"),
            nb::call_guard<ReleasedGil>(),
            "Fail all work on device memory that is under way, and let its streams go.")

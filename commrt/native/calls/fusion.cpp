@@ -106,7 +106,7 @@ void send(Bucket& bucket) {
   bucket.request = std::move(request);
   bucket.sent = nb::inst_ptr<Request>(bucket.request);
   bucket.sent->be_quiet();
-  if (engine.has_thread()) engine.wake();
+  if (engine.goes_on_alone()) engine.wake();
   if (engine.has_ended()) drop_ended(engine);
   if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
 }

@@ -299,7 +299,7 @@ nb::object Request::wait(nb::object stream, nb::object timeout) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Group& group = nb::cast<Group&>(group_);
     switch (wait_for(group, op_, seconds)) {
-      case WaitResult::Done: break;
+      case WaitResult::Done: group.engine->wake_for_others(); break;
       case WaitResult::Interrupted: throw nb::python_error();
       case WaitResult::TimedOut: return outcome_after(WaitResult::TimedOut, seconds);
     }
@@ -329,7 +329,10 @@ bool Request::test() {
     }
     if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
   }
-  if (!op_->finished() && !peers_gave_up()) return false;
+  if (!op_->finished() && !peers_gave_up()) {
+    nb::cast<Group&>(group_).engine->wake_for_others();
+    return false;
+  }
   outcome();
   return true;
 }
@@ -507,7 +510,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   if (Relay::is_due()) RelayCarrier::give_everything();
   if (nonblocking) {
     if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
-    if (engine.has_thread()) engine.wake();
+    if (engine.has_thread() || !op->finished()) engine.wake(is_long(*op));
     const bool guarded = op->in_flight != nullptr;
     nb::object made = make_request(group_object, std::move(op), result, operation, timeout_s);
     if (guarded) nb::inst_ptr<Request>(made)->note_site();
@@ -530,7 +533,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
       op->state.load(std::memory_order_acquire) == static_cast<int>(OpState::Done)) {
     // A receive reports how much came through its request; nothing else looks at the op.
     nb::object value = nb::borrow(result);
-    if (op->p2p != nullptr && engine.has_thread()) {
+    if (op->p2p != nullptr && engine.goes_on_alone()) {
       std::unique_lock<std::mutex> lock(engine.mutex);
       const bool rest = !group.comm->p2p->idle();
       lock.unlock();
@@ -540,10 +543,11 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
       group.comm->recycle(std::move(op));
       engine.mutex.unlock();
     }
+    engine.wake_for_others();
     return value;
   }
   if (!op->finished() || op->held) keep_while_needed();
-  if (engine.has_thread()) engine.wake();  // nobody waits for it any more
+  if (engine.goes_on_alone()) engine.wake();  // nobody waits for it any more
   if (ended == WaitResult::Interrupted) throw nb::python_error();
   nb::object request = make_request(group_object, op, result, operation, timeout_s);
   return nb::cast<Request&>(request).outcome_after(ended, timeout_s);

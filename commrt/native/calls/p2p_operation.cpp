@@ -294,7 +294,7 @@ std::shared_ptr<Op> guarded(std::shared_ptr<Op> op, const std::shared_ptr<InFlig
 // Called after a message that needed no operation. Its rest (answers, packets on their way) is
 // left to the progress thread, if there is one.
 void tidy(Comm& comm, std::unique_lock<std::mutex>& lock) {
-  const bool rest = comm.engine.has_thread() && !comm.p2p->idle();
+  const bool rest = comm.engine.goes_on_alone() && !comm.p2p->idle();
   lock.unlock();
   if (rest) comm.engine.wake();
   if (comm.engine.has_ended()) drop_ended(comm.engine);

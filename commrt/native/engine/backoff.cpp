@@ -86,6 +86,7 @@ bool Backoff::rest(double until_s, bool looked) {
       nap(std::min(left, Bells::kNap_s));
       return true;
     }
+    if (TcpPoller::is_used()) TcpPoller::instance().hand_over(false);
     switch (bell_->sleep(lay_down_, std::min(left, engine_->longest_sleep_s()))) {
       case Bells::Woken::ByBell:
         reset();

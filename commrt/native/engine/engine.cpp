@@ -36,6 +36,7 @@ struct Engines {
   std::mutex mutex;
   std::vector<Engine*> all;
   std::atomic<int> num_sleepers{0};
+  std::mutex going_on;  // the outer one; while it is held, no engine ends
 };
 
 Engines& engines() {
@@ -115,6 +116,7 @@ double Engine::longest_sleep_s() {
 
 Engine::~Engine() {
   if (!forked.load(std::memory_order_relaxed)) {
+    const std::lock_guard<std::mutex> outer(engines().going_on);
     const std::lock_guard<std::mutex> lock(engines().mutex);
     auto& all = engines().all;
     all.erase(std::find(all.begin(), all.end(), this));
@@ -358,10 +360,44 @@ void Engine::stop_thread() {
   thread_.join();
 }
 
-void Engine::wake() {
-  if (!thread_.joinable()) return;
-  parked_->notify_one();
-  ring();
+void Engine::wake(bool has_more) {
+  if (thread_.joinable()) {
+    parked_->notify_one();
+    ring();
+  } else if (by_arrivals_.load(std::memory_order_relaxed) && TcpPoller::is_used()) {
+    TcpPoller::instance().hand_over(has_more);
+  }
+}
+
+void Engine::wake_for_others() {
+  if (thread_.joinable() || !by_arrivals_.load(std::memory_order_relaxed)) return;
+  const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock() || busy_locked()) wake();
+}
+
+bool Engine::go_on_everywhere() {
+  const std::lock_guard<std::mutex> outer(engines().going_on);
+  std::vector<Engine*> mine;
+  {
+    const std::lock_guard<std::mutex> lock(engines().mutex);
+    for (Engine* engine : engines().all) {
+      if (!engine->has_thread() && engine->goes_on_alone()) mine.push_back(engine);
+    }
+  }
+  bool is_busy = false;
+  for (Engine* engine : mine) {
+    for (bool advanced = true; advanced;) {
+      // Between passes the lock is free, so that callers can submit and wait.
+      const std::lock_guard<std::mutex> lock(engine->mutex);
+      try {
+        advanced = engine->busy_locked() && engine->step_locked(kSliceBytes);
+      } catch (const std::bad_alloc&) {
+        advanced = false;  // waiting threads learn of it by themselves; later there may be memory
+      }
+      if (!advanced) is_busy = is_busy || engine->busy_locked();
+    }
+  }
+  return is_busy;
 }
 
 int Engine::spins_locked(int own) const {

@@ -59,8 +59,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool has_thread() const { return thread_.joinable(); }
   // True while the thread sleeps until there is something to do.
   bool is_parked() const { return is_parked_.load(std::memory_order_acquire); }
+  // Instead of that thread, where a rank has no core for it: the thread that receives from other
+  // nodes goes on with operations as their messages come (TcpPoller).
+  void go_on_by_arrivals() { by_arrivals_.store(true, std::memory_order_release); }
+  // True if operations go on while the program does something else.
+  bool goes_on_alone() const {
+    return has_thread() || by_arrivals_.load(std::memory_order_acquire);
+  }
+  // Goes on with them on all engines of this process that do so; true while there are some.
+  static bool go_on_everywhere();
   // Called after something was started, or left in flight, that its caller does not wait for.
-  void wake();
+  // `has_more`: it could go on now.
+  void wake(bool has_more = false);
+  // The same for a caller whose wait has ended, which may leave others in flight.
+  void wake_for_others();
   bool idle();
 
   // Tells the ranks of the node, on each communicator, what this one waits for; null: nothing.
@@ -169,6 +181,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<void> mpi_device_keeps_;
   int mpi_device_users_ = 0;
   std::atomic<bool> wants_python_{false};
+  std::atomic<bool> by_arrivals_{false};
   std::thread thread_;
   // On the heap: in a forked process it is left alone, as the thread that waits on it does
   // not exist there.

@@ -3,7 +3,8 @@
 //
 // A thread that waits looks now and then, and soon sleeps here until something comes. So what comes
 // is received by who waits for it, and no other thread runs. While nobody looks, a thread of the
-// poller's own sleeps until something comes, and receives that.
+// poller's own sleeps until something comes, receives that, and goes on with operations that nobody
+// waits for (Engine::go_on_everywhere).
 #pragma once
 
 #include <atomic>
@@ -47,6 +48,9 @@ class TcpPoller {
   bool wait(std::chrono::microseconds most, const std::atomic<uint64_t>& count, uint64_t seen);
   // Ends such a sleep.
   void interrupt();
+  // The caller looks no more: the poller's own thread is to look as soon as something comes.
+  // `has_more`: there is something to send, too, so it goes on at once.
+  void hand_over(bool has_more);
 
  private:
   // From the first link to the last one.
@@ -68,6 +72,7 @@ class TcpPoller {
   void end();
   bool look();
   void take_over();
+  void arm(const Run& run);
   void run(const std::shared_ptr<Run>& mine);
   static void forget_in_child();
 
@@ -80,6 +85,7 @@ class TcpPoller {
   int num_links_ = 0;
   std::atomic<bool> is_sleeping_{false};
   std::atomic<bool> is_armed_{false};
+  std::atomic<bool> is_handed_over_{false};  // and nobody has looked since
   std::atomic<bool> is_wanted_{false};  // by one who would look, while another thread does
   std::atomic<int> num_holding_{0};
   std::atomic<uint64_t> num_looks_{0};

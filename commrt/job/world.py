@@ -530,7 +530,7 @@ def progress_mode(world: World) -> bool:
 
 
 def start_progress(world: World) -> None:
-    """See that operations go on while the program computes, as far as it asked for that.
+    """See that operations go on while the program computes, if it asked for that.
 
     By a progress thread, where a rank has a core for it. Where it has none, the thread
     that receives from other nodes goes on with what their messages are for: it sleeps

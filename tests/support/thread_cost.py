@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time of commrt's threads beside a rank that computes, on ranks of a launcher.
+"""Processor time of threads beside a rank that computes, on ranks of a launcher.
 
     mpiexec -n 2 python tests/support/thread_cost.py
 

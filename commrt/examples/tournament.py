@@ -6,8 +6,9 @@
 Four trainers have a quarter of few images each. A model is judged by 50 images: each
 trainer has its own, or all have the same ones where a rule compares scores of different
 trainers. With each rule they take as many steps as without one; the table has the mean
-accuracy of their models on other images. Without a launcher four ranks are threads of the
-process. ``python -m commrt.run -n 8``, mpiexec and torchrun start ranks as well; their
+accuracy of their models on other images.
+
+Without a launcher four ranks are threads of the process. ``python -m commrt.run -n 8``, mpiexec and torchrun start ranks as well; their
 number is a multiple of four, and a trainer's ranks then share its batches.
 """
 
@@ -39,7 +40,16 @@ from commrt.layers.tournament import (
     Truncation,
 )
 
-__all__ = ["RULES", "Line", "Split", "accuracy", "main", "perceptron", "split_of", "trained"]
+__all__ = [
+    "RULES",
+    "Line",
+    "Split",
+    "accuracy",
+    "main",
+    "perceptron",
+    "split_of",
+    "trained",
+]
 
 TRAINERS = 4
 NUM_TRAIN, NUM_VALIDATION = 400, 200

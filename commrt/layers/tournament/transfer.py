@@ -79,7 +79,7 @@ class Transfer:
             sends, recvs = [], []
 
     def start(self) -> None:
-        """Start the messages; collective over the ranks that send or get a candidate."""
+        """Start the messages; collective over ranks that send or get a candidate."""
         for sends, recvs in self._batches:
             self._requests.append(
                 self._comm.multi_sendrecv(sends=sends, recvs=recvs, nonblocking=True)

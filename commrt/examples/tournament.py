@@ -8,8 +8,9 @@ trainer has its own, or all have the same ones where a rule compares scores of d
 trainers. With each rule they take as many steps as without one; the table has the mean
 accuracy of their models on other images.
 
-Without a launcher four ranks are threads of the process. ``python -m commrt.run -n 8``, mpiexec and torchrun start ranks as well; their
-number is a multiple of four, and a trainer's ranks then share its batches.
+Without a launcher four ranks are threads of the process. ``python -m commrt.run -n 8``,
+mpiexec and torchrun start ranks as well; their number is a multiple of four, and a
+trainer's ranks then share its batches.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from tournament_cases import (
     trained,
 )
 
-from commrt.errors import CommError, RefusedError, RevokedError, UsageError
+from commrt.errors import RefusedError, RevokedError, UsageError
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tournament import (
     Consensus,
@@ -273,7 +274,7 @@ def test_a_rule_that_differs_between_ranks_is_refused_on_all(method: str) -> Non
         rule = MayFail(comm.rank, {method: (0, 1)})
         with Tournament(comm, 2, selection=rule) as tournament:
             net = net_of(comm.rank)
-            text = f"{method}.* of the rule names of rank 1 differ"
+            text = rf"results of {method}\(\) of rank 1 differ"
             with pytest.raises(UsageError, match=text):
                 tournament.step(net, lambda _: 1.0)
             assert is_equal(snapshot(net), snapshot(net_of(comm.rank)))
@@ -326,12 +327,23 @@ def test_a_lack_of_memory_on_one_rank_is_told_on_all(
     run(4, main, timeout_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize(
+    "fault", ["first raises", "second raises", "no number", "no memory"]
+)
 @pytest.mark.parametrize("kind", ["trainer_comm", "grid"])
-def test_an_error_of_evaluate_ends_collectives_of_its_trainer(
-    kind: str, call: int
+def test_an_error_beside_evaluate_ends_collectives_of_its_trainer(
+    kind: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks hear of it, also those that wait in one for the rank that failed."""
+
+    class Scarce(Transfer):
+        def wait(self) -> Any:
+            found = super().wait()
+            if fault == "no memory" and threading.current_thread().name == "rank3":
+                raising()
+            return found
+
+    monkeypatch.setattr(tournament_module, "Transfer", Scarce)
 
     def main(comm: Any) -> Any:
         tournament = Tournament(comm, 2, selection=Consensus())
@@ -344,18 +356,24 @@ def test_an_error_of_evaluate_ends_collectives_of_its_trainer(
 
         def evaluate(_: Any) -> float:
             calls.append(1)
-            if comm.rank == 3 and len(calls) == call:
+            if (
+                comm.rank == 3
+                and fault == {1: "first raises", 2: "second raises"}[len(calls)]
+            ):
                 raising()
             total = np.ones(1)
             used.allreduce(total)
-            return float(total[0])
+            is_bad = comm.rank == 3 and fault == "no number"
+            return None if is_bad else float(total[0])
 
-        expected = ZeroDivisionError if comm.rank == 3 else RefusedError
-        with pytest.raises(expected, match=r"of the test|rank 3 raised.*has ended"):
+        own = (ZeroDivisionError, UsageError)
+        expected = own if comm.rank == 3 else RefusedError
+        text = r"of the test|returned None|rank 3 raised.*has ended"
+        with pytest.raises(expected, match=text):
             tournament.step(net, evaluate)
         assert is_equal(snapshot(net), snapshot(net_of(comm.rank)))
         if comm.rank >= 2:
-            with pytest.raises(CommError, match="evaluate raised ZeroDivisionError"):
+            with pytest.raises(RevokedError, match="on rank 3 .* were evaluated"):
                 used.allreduce(np.ones(1))
         with Tournament(comm, 2, selection=Consensus()) as again:
             again.load_state_dict(tournament.state_dict())

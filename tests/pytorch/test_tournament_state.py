@@ -189,7 +189,7 @@ def _with_lists(state: Any) -> Any:
 def test_sums_stay_on_the_device_where_their_optimizer_keeps_them() -> None:
     """Such as the host, for parameters elsewhere."""
     there = nn.Linear(3, 2, device="meta")
-    optimizer = torch.optim.Adam(there.parameters())
+    optimizer = torch.optim.SGD(there.parameters(), lr=1.0)
     for each in there.parameters():
         optimizer.state[each] = {"on": torch.ones(2), "in": [{"list": torch.ones(3)}]}
     structure, tensors = split_off([optimizer])

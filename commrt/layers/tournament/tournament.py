@@ -165,9 +165,9 @@ class Tournament:
         where models, optimizers, rounds or seeds do not fit each other, and where a
         rule returns different things on two ranks.
 
-        Where ``evaluate`` raises on a rank of a trainer of several, the step revokes
-        ``trainer_comm``, for others may wait there. All that was made from it ends
-        with it: make a new tournament, and load this one's state.
+        Where a rank of a trainer of several fails while models are evaluated, the step
+        revokes ``trainer_comm``, for others may wait there. All that was made from it
+        ends with it: make a new tournament, and load this one's state.
         """
         what = "Tournament.step"
         error, contestant, mine = None, None, Candidate(b"", {})
@@ -195,6 +195,7 @@ class Tournament:
             outcome = self._played(contestant, mine, sizes, model, evaluate)
         except BaseException as wrong:
             if not isinstance(wrong, Exception):  # the other ranks wait for this one
+                self._end_trainer(wrong)
                 self._comm.revoke(f"{type(wrong).__name__} in {what}")
             contestant.take(mine)
             raise
@@ -244,14 +245,14 @@ class Tournament:
             coming.start()
             try:
                 if partners[self.trainer] is not None:
-                    judgement = Judgement(self._score(evaluate, model))
+                    judgement = Judgement(_score(evaluate, model))
             finally:
                 other = coming.wait()
             if offered[self.trainer] != self.trainer:
                 contestant.take_model(other)
-                theirs = self._score(evaluate, model)
-                judgement = judgement._replace(other=theirs)
+                judgement = judgement._replace(other=_score(evaluate, model))
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
+            self._end_trainer(wrong)
             error = wrong
         standing = self._met(error, judgement)
         sources = self._change(contestant, mine, other, offered, standing, sizes)
@@ -259,26 +260,17 @@ class Tournament:
             self._round, self.trainer, partners, standing.judgements, sources
         )
 
-    def _score(self, evaluate: Evaluate, model: nn.Module) -> float:
-        """Return the score of a model, whose modules are in their modes then.
+    def _end_trainer(self, error: BaseException) -> None:
+        """End the communicators of this rank's trainer; local.
 
-        Where ``evaluate`` raises, ``trainer_comm`` ends: ranks may wait there for this.
+        Its other ranks may wait for this one in ``evaluate``.
         """
-        modes = [(each, each.training) for each in model.modules()]
-        try:
-            value = evaluate(model)
-        except BaseException as error:
-            if self._width > 1:
-                with suppress(CommError):  # the program may have freed it
-                    self._trainer_comm.revoke(
-                        f"evaluate raised {type(error).__name__} on rank "
-                        f"{self._comm.rank} of {self._comm.name}"
-                    )
-            raise
-        finally:
-            for module, is_training in modes:
-                module.training = is_training
-        return _number_in(value)
+        if self._width > 1:
+            with suppress(CommError):  # the program may have freed it
+                self._trainer_comm.revoke(
+                    f"{type(error).__name__} on rank {self._comm.rank} of "
+                    f"{self._comm.name}, while models were evaluated"
+                )
 
     def _checked(self, method: str, found: Any) -> tuple[Any, ...]:
         """Return the trainers that a rule names; UsageError where it names others."""
@@ -308,7 +300,7 @@ class Tournament:
         every = meet(self._comm, "Tournament.step", error, numbers)[:, 0].tolist()
         check_equal(
             *("Tournament.step", every, [0] * self._comm.size),
-            name=f"trainers that {method}() of the rule names",
+            name=f"results of {method}()",
             advice="a rule must return the same on all ranks",
         )
 
@@ -319,8 +311,8 @@ class Tournament:
         hint = ""
         if self._width > 1:
             hint = (
-                ". If evaluate raised it, trainer_comm of that trainer has ended: make "
-                "a new tournament, and load the state of this one"
+                ". The trainer_comm of that rank has ended, for others may have waited "
+                "there: make a new tournament, and load the state of this one"
             )
         every = meet(self._comm, "Tournament.step", error, said, hint).tolist()
         found = []
@@ -471,6 +463,16 @@ def _check(
         raise UsageError(
             f"Tournament: mutate={shown(mutate)} must be callable, such as Perturb()"
         )
+
+
+def _score(evaluate: Evaluate, model: nn.Module) -> float:
+    """Return the score of a model, whose modules keep their modes."""
+    modes = [(each, each.training) for each in model.modules()]
+    try:
+        return _number_in(evaluate(model))
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
 
 
 def _number_in(value: Any) -> float:

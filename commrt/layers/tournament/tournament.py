@@ -169,6 +169,19 @@ class Tournament:
         revokes ``trainer_comm``, for others may wait there. All that was made from it
         ends with it: make a new tournament, and load this one's state.
         """
+        try:
+            return self._step(model, evaluate, optimizers)
+        except BaseException as wrong:
+            if not isinstance(wrong, Exception):  # the other ranks wait for this one
+                self._end_trainer(wrong)
+                with suppress(CommError):
+                    self._comm.revoke(f"{type(wrong).__name__} in Tournament.step")
+            raise
+
+    def _step(
+        self, model: nn.Module, evaluate: Evaluate, optimizers: Optimizers
+    ) -> Outcome:
+        """Play a round, which raises errors of any rank on all ranks; collective."""
         what = "Tournament.step"
         error, contestant, mine = None, None, Candidate(b"", {})
         numbers = [0] * 5
@@ -193,10 +206,7 @@ class Tournament:
         sizes = [Sizes(*row[2:]) for row in every]
         try:
             outcome = self._played(contestant, mine, sizes, model, evaluate)
-        except BaseException as wrong:
-            if not isinstance(wrong, Exception):  # the other ranks wait for this one
-                self._end_trainer(wrong)
-                self._comm.revoke(f"{type(wrong).__name__} in {what}")
+        except BaseException:
             contestant.take(mine)
             raise
         self._round += 1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -337,11 +336,13 @@ def test_an_error_beside_evaluate_ends_collectives_of_its_trainer(
     """All ranks hear of it, also those that wait in one for the rank that failed."""
 
     class Scarce(Transfer):
+        def __init__(self, comm: Any, *args: Any) -> None:
+            super().__init__(comm, *args)
+            self.is_short = comm.rank == 3 and fault == "no memory"
+
         def wait(self) -> Any:
             found = super().wait()
-            if fault == "no memory" and threading.current_thread().name == "rank3":
-                raising()
-            return found
+            return raising() if self.is_short else found
 
     monkeypatch.setattr(tournament_module, "Transfer", Scarce)
 
@@ -356,10 +357,8 @@ def test_an_error_beside_evaluate_ends_collectives_of_its_trainer(
 
         def evaluate(_: Any) -> float:
             calls.append(1)
-            if (
-                comm.rank == 3
-                and fault == {1: "first raises", 2: "second raises"}[len(calls)]
-            ):
+            faults = {1: "first raises", 2: "second raises"}
+            if comm.rank == 3 and fault == faults[len(calls)]:
                 raising()
             total = np.ones(1)
             used.allreduce(total)
@@ -373,8 +372,9 @@ def test_an_error_beside_evaluate_ends_collectives_of_its_trainer(
             tournament.step(net, evaluate)
         assert is_equal(snapshot(net), snapshot(net_of(comm.rank)))
         if comm.rank >= 2:
-            with pytest.raises(RevokedError, match="on rank 3 .* were evaluated"):
+            with pytest.raises(RevokedError, match=r"on rank 3 .* were evaluated"):
                 used.allreduce(np.ones(1))
+        monkeypatch.setattr(tournament_module, "Transfer", Transfer)
         with Tournament(comm, 2, selection=Consensus()) as again:
             again.load_state_dict(tournament.state_dict())
             sources = again.step(net, lambda _: 1.0).sources
@@ -385,20 +385,31 @@ def test_an_error_beside_evaluate_ends_collectives_of_its_trainer(
     assert run(4, main, timeout_s=2 * LIMIT_S) == [(0, 0)] * 4
 
 
-def test_an_interrupt_on_one_rank_ends_the_round_on_all() -> None:
+class Interrupted(nn.Linear):
+    """A module whose state cannot be asked for."""
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["model", "evaluate", "rule"])
+def test_an_interrupt_on_one_rank_ends_the_round_on_all(place: str) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
     def main(comm: Any) -> None:
-        tournament = Tournament(comm, 2)
-        net = net_of(comm.rank)
-
-        def evaluate(_: Any) -> float:
-            if comm.rank == 1:
-                raise KeyboardInterrupt
-            return 1.0
-
-        expected = KeyboardInterrupt if comm.rank == 1 else RevokedError
-        with pytest.raises(expected):
+        is_here = comm.rank == 1
+        faults = {"sources": interrupt} if place == "rule" else {}
+        tournament = Tournament(comm, 2, selection=MayFail(comm.rank, faults))
+        net: Any = nn.Linear(2, 2)
+        if place == "model" and is_here:
+            net = Interrupted(2, 2)
+        before = net.weight.detach().clone()
+        is_judge = place == "evaluate" and is_here
+        evaluate = interrupt if is_judge else lambda _: 1.0
+        with pytest.raises(KeyboardInterrupt if is_here else RevokedError):
             tournament.step(net, evaluate)
-        assert is_equal(snapshot(net), snapshot(net_of(comm.rank)))
+        assert torch.equal(net.weight, before)
         tournament.free()
 
     run(2, main, timeout_s=LIMIT_S)

@@ -3,11 +3,14 @@
 
     python -m commrt.examples.tournament
 
-Four trainers have a quarter of few images each, and validation images of their own.
-With each rule they take as many steps as without one; the table has the mean accuracy
-of their models on other images. Without a launcher four ranks are threads of the
-process. ``python -m commrt.run -n 8``, mpiexec and torchrun start ranks as well; their
-number is a multiple of four, and a trainer's ranks then share its batches.
+Four trainers have a quarter of few images each. A model is judged by 50 images: each
+trainer has its own, or all have the same ones where a rule compares scores of different
+trainers. With each rule they take as many steps as without one; the table has the mean
+accuracy of their models on other images.
+
+Without a launcher four ranks are threads of the process. ``python -m commrt.run -n 8``,
+mpiexec and torchrun start ranks as well; their number is a multiple of four, and a
+trainer's ranks then share its batches.
 """
 
 from __future__ import annotations
@@ -38,7 +41,16 @@ from commrt.layers.tournament import (
     Truncation,
 )
 
-__all__ = ["RULES", "Split", "accuracy", "main", "perceptron", "split_of", "trained"]
+__all__ = [
+    "RULES",
+    "Line",
+    "Split",
+    "accuracy",
+    "main",
+    "perceptron",
+    "split_of",
+    "trained",
+]
 
 TRAINERS = 4
 NUM_TRAIN, NUM_VALIDATION = 400, 200
@@ -48,15 +60,28 @@ BATCH = 16
 LR, MOMENTUM = 0.1, 0.9
 DEADLINE_S = 3600.0
 
-RULES: Mapping[str, tuple[Selection, Mutation | None] | None] = {
+
+class Line(NamedTuple):
+    """The tournament of a line of the table."""
+
+    selection: Selection
+    """The rule."""
+    mutate: Mutation | None = None
+    """The mutation."""
+    compares_trainers: bool = False
+    """True if the rule compares scores of different trainers, which then judge by the
+    same images."""
+
+
+RULES: Mapping[str, Line | None] = {
     "alone": None,
-    "Pairwise()": (Pairwise(), None),
-    "Consensus()": (Consensus(), None),
-    "Truncation(1)": (Truncation(1), None),
-    "Truncation(1), Perturb()": (Truncation(1), Perturb()),
-    "Evolution(2)": (Evolution(2), None),
+    "Pairwise()": Line(Pairwise()),
+    "Consensus()": Line(Consensus()),
+    "Truncation(1)": Line(Truncation(1), compares_trainers=True),
+    "Truncation(1), Perturb()": Line(Truncation(1), Perturb(), True),
+    "Evolution(2)": Line(Evolution(2), compares_trainers=True),
 }
-"""The rule and the mutation of each line of the table."""
+"""The lines of the table by name; None: no tournament."""
 
 
 class Split(NamedTuple):
@@ -66,14 +91,20 @@ class Split(NamedTuple):
     digits: torch.Tensor
 
 
-def split_of(seed: int, trainer: int) -> tuple[Split, Split, Split]:
-    """Return a trainer's images to train and to validate, and all images for tests."""
+def split_of(
+    seed: int, trainer: int, *, is_shared: bool = False
+) -> tuple[Split, Split, Split]:
+    """Return a trainer's images to train and to validate, and all images for tests.
+
+    With ``is_shared`` all trainers validate on the same images, as many as otherwise.
+    """
     pixels, digits = load_tensors()
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(pixels), generator=generator)
     ends = NUM_TRAIN, NUM_TRAIN + NUM_VALIDATION
     train, validation = order[: ends[0]], order[ends[0] : ends[1]]
-    chosen = train[trainer::TRAINERS], validation[trainer::TRAINERS], order[ends[1] :]
+    judged = validation[0 if is_shared else trainer :: TRAINERS]
+    chosen = train[trainer::TRAINERS], judged, order[ends[1] :]
     train_split, validation_split, test_split = (
         Split(pixels[each].flatten(1), digits[each]) for each in chosen
     )
@@ -113,14 +144,15 @@ def trained(
     Collective over the ranks.
     """
     rule = RULES[name]
-    selection, mutate = rule or (None, None)
+    selection, mutate, is_shared = rule or (None, None, False)
     taken = 0
     with Tournament(
         comm, TRAINERS, selection=selection, seed=seed, mutate=mutate
     ) as tournament:
         inner = tournament.trainer_comm
-        train, validation, test = split_of(seed, tournament.trainer)
-        generator = torch.Generator().manual_seed(TRAINERS * seed + tournament.trainer)
+        trainer = tournament.trainer
+        train, validation, test = split_of(seed, trainer, is_shared=is_shared)
+        generator = torch.Generator().manual_seed(TRAINERS * seed + trainer)
         model = perceptron(generator)
         optimizer = torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
         low, high = even_ranges(BATCH, inner.size)[inner.rank]

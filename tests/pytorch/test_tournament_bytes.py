@@ -63,7 +63,7 @@ def test_a_round_sends_the_bytes_of_its_formula(
         found = run(ranks, main)
     for (nbytes, outcome), log in zip(found, recording.logs(), strict=True):
         sent = sent_between_barriers(log)
-        meetings = (48 + 32 + 8) * ranks if ranks > 1 else 0
+        meetings = (48 + 16 + 32 + 16 + 8) * ranks if ranks > 1 else 0
         assert sent.pop("allgather", 0) == meetings
         copies = outcome.partner is not None
         if rule in ("truncation", "evolution"):
@@ -122,11 +122,14 @@ def test_a_state_travels_while_its_trainer_judges(
         def __init__(self, comm: Any, *args: Any) -> None:
             super().__init__(comm, *args)
             self.is_first_rank = comm.rank == 0
-            self.note("start")
 
         def note(self, event: str) -> None:
             if self.is_first_rank:
                 events.append(event)
+
+        def start(self) -> None:
+            self.note("start")
+            super().start()
 
         def wait(self) -> Any:
             self.note("wait")

@@ -8,16 +8,16 @@ import io
 from typing import Any
 
 import pytest
-import torch
+from tournament_cases import threads_of_torch
 
 from commrt.examples import tournament
+from commrt.layers.tournament import Draws
 from commrt.local import run
 
 DEADLINE_S = 300.0
 
 
 def gained(comm: Any) -> tuple[float, float]:
-    torch.set_num_threads(1)
     alone, played = (
         tournament.trained(comm, name, 0, 240, 20)[0]
         for name in ("alone", "Pairwise()")
@@ -27,7 +27,8 @@ def gained(comm: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_trainers_in_tournaments_learn_more(ranks: int) -> None:
-    found = run(ranks, gained, timeout_s=240)
+    with threads_of_torch(1):
+        found = run(ranks, gained, timeout_s=240)
     assert all(each == found[0] for each in found)
     alone, played = found[0]
     assert played > alone + 0.01
@@ -44,6 +45,20 @@ def test_trainers_have_different_images() -> None:
     ]
     assert len({*rows}) == len(rows) == 600
     assert not {*rows} & {tuple(row) for row in splits[0][2].pixels.tolist()}
+
+
+def test_trainers_whose_scores_are_compared_judge_by_the_same_images() -> None:
+    """As many as a trainer has of its own otherwise, which nobody trains on."""
+    splits = [tournament.split_of(3, trainer, is_shared=True) for trainer in range(4)]
+    first = splits[0][1].pixels.tolist()
+    assert len(first) == 50
+    assert all(split.pixels.tolist() == first for _, split, _ in splits)
+    others = [row for each in splits for kind in (0, 2) for row in each[kind].pixels]
+    assert not {tuple(row) for row in first} & {tuple(row.tolist()) for row in others}
+    for line in tournament.RULES.values():
+        if line is not None:
+            judged_alone = line.selection.partners(Draws(0, 0), 4) == (0, 1, 2, 3)
+            assert line.compares_trainers == judged_alone
 
 
 def table(arguments: list[str]) -> list[Any]:

@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     """Bytes of a candidate's messages."""
 
     structure: int
-    """Of all that is no tensor."""
+    """Of the structure."""
     host: int
     """Of tensors in memory of the host."""
     device: int
@@ -42,7 +42,7 @@ class Candidate:
     """One rank's part of a model with its optimizers' state, as bytes."""
 
     structure: bytes
-    """What is no tensor, and the facts of the optimizers' tensors, pickled."""
+    """The optimizers' numbers, and the facts of their tensors, pickled."""
     buffers: Buffers
     """The bytes of all tensors, by type of device."""
 

@@ -10,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from commrt.comm import Communicator
-from commrt.errors import RefusedError, UsageError
+from commrt.errors import CommError, RefusedError, RevokedError, UsageError
 from commrt.group.agreed_calls import fact_number
 
 __all__ = ["check_equal", "meet", "number_of"]
+
+_IS_WELL, _IS_WRONG, _FOLLOWS = range(3)
+"""A rank has no error; has one; has one that another rank's may have caused."""
 
 _POSITIVE = (1 << 63) - 1
 """Keeps a number of 64 bits within int64."""
@@ -29,6 +32,7 @@ def meet(
     what: str,
     error: BaseException | None,
     numbers: Sequence[int],
+    hint: str = "",
 ) -> npt.NDArray[np.int64]:
     """Return the numbers of all ranks, (ranks, numbers); collective.
 
@@ -37,23 +41,32 @@ def meet(
         what: the call, for errors.
         error: this rank's; None: it has none.
         numbers: as many on all ranks.
+        hint: what a program may do about another rank's error.
 
     Raises this rank's error; without one of its own, RefusedError where another rank
-    has one. Bytes: an ``allgather`` of 8 for each number, and of 8 more.
+    has one. A RevokedError gives way to the error of a rank that has another one: it
+    follows from that. Bytes: an ``allgather`` of 8 for each number, and of 8 more.
     """
-    said = np.array([error is not None, *numbers], np.int64)
+    kind = _FOLLOWS if isinstance(error, RevokedError) else _IS_WRONG
+    said = np.array([_IS_WELL if error is None else kind, *numbers], np.int64)
     every = said[None]
     if comm.size > 1:
         every = np.empty((comm.size, len(said)), np.int64)
-        comm.allgather(said, out=every)
-    if error is not None:
+        try:
+            comm.allgather(said, out=every)
+        except CommError as lost:
+            if error is None:
+                raise
+            raise error from lost
+    first = [*np.flatnonzero(every[:, 0] == _IS_WRONG)]
+    if error is not None and (kind == _IS_WRONG or not first):
         raise error
-    wrong = np.flatnonzero(every[:, 0])
-    if len(wrong):
+    wrong = first or [*np.flatnonzero(every[:, 0])]
+    if wrong:
         raise RefusedError(
             f"{what} on {comm.name}: rank {wrong[0]} raised an error, so the call "
-            f"happened on no rank; the error on rank {wrong[0]} says why"
-        )
+            f"happened on no rank; the error on rank {wrong[0]} says why{hint}"
+        ) from error
     return every[:, 1:]
 
 

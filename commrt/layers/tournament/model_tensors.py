@@ -96,8 +96,32 @@ def _check(name: str, tensor: Any) -> None:
         kind = f"is stored as {tensor.layout}; expected a dense tensor"
     elif tensor.is_meta:
         kind = "is on the meta device and has no values; move it to a real one"
+    elif tensor.is_inference():
+        kind = (
+            "was made in torch.inference_mode(), and cannot be changed outside of it; "
+            "clone it outside"
+        )
+    elif _may_overlap(tensor):
+        kind = (
+            f"has strides {tensor.stride()} for shape {tuple(tensor.shape)}, so that "
+            f"elements share memory, as expand() makes them; clone() it first"
+        )
     if kind:
         raise UsageError(f"Tournament.step: {name} {kind}")
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Return whether two elements may lie at one address.
+
+    Dimensions must nest: a step along one must leave the extent of all finer ones.
+    """
+    extent = 1
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, length in sorted((s, n) for s, n in pairs if n > 1):
+        if stride < extent:
+            return tensor.numel() > 1
+        extent += stride * (length - 1)
+    return False
 
 
 def _grids(model: nn.Module, parameters: Collection[Tensor]) -> Iterator[ProcessGrid]:

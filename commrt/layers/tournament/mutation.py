@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, is_dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["Mutation", "Perturb"]
+__all__ = ["Mutation", "Perturb", "settings_of"]
 
 Mutation: TypeAlias = Callable[[torch.optim.Optimizer, random.Random], None]
 """Changes an optimizer in place, by a generator that is equal on a trainer's ranks."""
@@ -51,7 +52,12 @@ class Perturb:
     def __call__(
         self, optimizer: torch.optim.Optimizer, generator: random.Random
     ) -> None:
-        """Multiply the named entries; UsageError where no group has one of them."""
+        """Multiply the named entries.
+
+        Raises UsageError, and changes none, where no group has one of the names, and
+        where an entry is no number, such as the pair ``betas``.
+        """
+        changes: list[tuple[dict[str, Any], str, Any]] = []
         for name in self.names:
             # random() alone draws the same numbers in every version of Python.
             factor = self.factors[int(generator.random() * len(self.factors))]
@@ -62,4 +68,40 @@ class Perturb:
                     f"{name!r}; they have {', '.join(optimizer.defaults)}"
                 )
             for group in groups:
-                group[name] = group[name] * factor
+                if not _is_number(group[name]):
+                    raise UsageError(
+                        f"Perturb: {name} of {type(optimizer).__name__} is "
+                        f"{shown(group[name])}; expected a number that a factor can "
+                        f"change. Write a mutation for it: a function of the optimizer "
+                        f"and a generator"
+                    )
+                changes.append((group, name, group[name] * factor))
+        for group, name, value in changes:
+            group[name] = value
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number; a tensor may have one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def settings_of(mutate: Mutation | None) -> object:
+    """Return the settings of a mutation that ranks can compare, by their ``repr``.
+
+    A dataclass, such as ``Perturb``, has its fields, a ``functools.partial`` its
+    arguments. Of all else the name is known alone: objects that a function refers to
+    may differ between ranks without any effect, such as a communicator.
+    """
+    if isinstance(mutate, functools.partial):
+        simple = (bool, int, float, str, tuple)
+        named = sorted(mutate.keywords.items())
+        return (
+            settings_of(mutate.func),
+            [each if isinstance(each, simple) else type(each) for each in mutate.args],
+            [(k, v if isinstance(v, simple) else type(v)) for k, v in named],
+        )
+    named_by: Any = mutate if hasattr(mutate, "__qualname__") else type(mutate)
+    name = f"{named_by.__module__}.{named_by.__qualname__}"
+    return name, repr(mutate) if is_dataclass(mutate) else ""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +17,9 @@ __all__ = ["OptimizerState", "facts_of", "load", "optimizers_of", "split_off"]
 
 Tensor: TypeAlias = torch.Tensor
 Optimizer: TypeAlias = torch.optim.Optimizer
+
+_SEQUENCES = (list, tuple, deque)
+"""Sequences in a state whose tensors move apart from the numbers."""
 
 
 class _Place(NamedTuple):
@@ -60,11 +64,11 @@ def optimizers_of(given: Any, model: ModelTensors) -> tuple[Optimizer, ...]:
 
 
 def facts_of(optimizers: Sequence[Optimizer], model: ModelTensors) -> object:
-    """Return the kinds of optimizers and the numbers of their parameters."""
+    """Return the classes of optimizers and the numbers of their parameters."""
     numbers = {id(each): at for at, each in enumerate(model.parameters)}
     return [
         (
-            type(optimizer).__qualname__,
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             [
                 [numbers[id(each)] for each in group["params"]]
                 for group in optimizer.param_groups
@@ -111,21 +115,39 @@ def load(
 def _keep_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Restore tensors that torch has converted to the type of their parameter.
 
-    An optimizer may keep sums in float32 for parameters in bfloat16.
+    An optimizer may keep sums in float32 for parameters in bfloat16, or on the host for
+    parameters on a device.
     """
     numbers = [at for group in state["param_groups"] for at in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        entries = state["state"].get(number)
-        held = optimizer.state.get(parameter)
-        if not isinstance(entries, dict) or not isinstance(held, dict):
-            continue
-        for name, value in entries.items():
-            mine = held.get(name)
-            if not isinstance(value, torch.Tensor):
-                continue
-            if isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
-                held[name] = value.to(mine.device)
+        if number in state["state"] and parameter in optimizer.state:
+            held = optimizer.state[parameter]
+            optimizer.state[parameter] = _kept(held, state["state"][number])
+
+
+def _kept(held: Any, sent: Any) -> Any:
+    """Return what an optimizer holds, with the types and devices that were sent."""
+    if isinstance(sent, torch.Tensor) and isinstance(held, torch.Tensor):
+        is_same = (held.dtype, held.device) == (sent.dtype, sent.device)
+        return held if is_same else sent
+    if isinstance(sent, dict) and isinstance(held, dict):
+        for key in held.keys() & sent.keys():
+            held[key] = _kept(held[key], sent[key])
+    elif type(sent) in _SEQUENCES and type(held) is type(sent):
+        if len(held) == len(sent):
+            pairs = zip(held, sent, strict=True)
+            return _filled(sent, (_kept(*each) for each in pairs))
+    elif isinstance(sent, str):
+        return sent  # torch takes it for a sequence, and makes another text of it
+    return held
+
+
+def _filled(like: Any, items: Iterable[Any]) -> Any:
+    """Return a sequence of the same kind with other items."""
+    if isinstance(like, deque):
+        return deque(items, like.maxlen)
+    return type(like)(items)
 
 
 def _without(value: Any, found: list[Tensor]) -> Any:
@@ -145,8 +167,8 @@ def _without(value: Any, found: list[Tensor]) -> Any:
         return _Place(len(found) - 1)
     if isinstance(value, dict):
         return {key: _without(each, found) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without(each, found) for each in value)
+    if type(value) in _SEQUENCES:
+        return _filled(value, (_without(each, found) for each in value))
     return value
 
 
@@ -156,6 +178,6 @@ def _with(value: Any, tensors: Sequence[Tensor]) -> Any:
         return tensors[value.number].clone()
     if isinstance(value, dict):
         return {key: _with(each, tensors) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with(each, tensors) for each in value)
+    if type(value) in _SEQUENCES:
+        return _filled(value, (_with(each, tensors) for each in value))
     return value

@@ -19,12 +19,12 @@ class Outcome:
     trainer: int
     """This rank's."""
     partners: tuple[int | None, ...]
-    """For each trainer whose model it judged beside its own: itself, none beside it;
-    None, it judged none."""
+    """The partner of each trainer, whose model it judged beside its own. The trainer
+    itself: it judged its own model alone. None: it judged no model."""
     judgements: tuple[Judgement, ...]
-    """The scores that each trainer gave."""
+    """The scores of each trainer."""
     sources: tuple[int, ...]
-    """For each trainer whose model it goes on with."""
+    """The trainer whose model each trainer goes on with."""
 
     @property
     def partner(self) -> int | None:
@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def source(self) -> int:
-        """The trainer whose model this one goes on with."""
+        """The trainer whose model this rank's trainer goes on with."""
         return self.sources[self.trainer]
 
     @property

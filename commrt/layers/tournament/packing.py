@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Buffers", "Slot", "nbytes_of", "pack", "slot_of", "unpack"]
+__all__ = ["Buffers", "Slot", "pack", "slot_of", "unpack"]
 
 Tensor: TypeAlias = torch.Tensor
 Buffers: TypeAlias = Mapping[str, Tensor]
@@ -38,11 +38,6 @@ class Slot(NamedTuple):
 def slot_of(tensor: Tensor) -> Slot:
     """Return the facts of a tensor."""
     return Slot(tensor.dtype, tuple(tensor.shape), tensor.device.type)
-
-
-def nbytes_of(slots: Sequence[Slot], device: str) -> int:
-    """Return the bytes of the tensors on one type of device."""
-    return sum(slot.nbytes for slot in slots if slot.device == device)
 
 
 def pack(tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -12,11 +13,11 @@ import torch
 from torch import nn
 
 from commrt.comm import Communicator, core_of
-from commrt.errors import UsageError, shown
+from commrt.errors import CommError, UsageError, shown
 from commrt.layers.tournament.candidate import Candidate, Contestant, Sizes
 from commrt.layers.tournament.draws import Draws
 from commrt.layers.tournament.meeting import check_equal, meet, number_of
-from commrt.layers.tournament.mutation import Mutation
+from commrt.layers.tournament.mutation import Mutation, settings_of
 from commrt.layers.tournament.outcome import Outcome
 from commrt.layers.tournament.selection import Pairwise, Selection
 from commrt.layers.tournament.standing import MODES, Judgement, Standing, mean_score
@@ -62,7 +63,7 @@ class Tournament:
 
     Pattern of a round, on p ranks, for a rank whose model and optimizers have S bytes:
 
-    - an ``allgather`` of 48 p bytes, one of 32 p and one of 8 p, over all ranks;
+    - five ``allgather`` over all ranks, of 120 p bytes together;
     - ``Pairwise`` and ``Consensus``: a rank with a partner sends S bytes to the rank of
       the same place there, and gets its state. It judges its own model meanwhile;
     - ``Truncation`` and ``Evolution``: ranks of a trainer whose model is taken send S
@@ -92,9 +93,9 @@ class Tournament:
         settings = 0
         try:
             _check(comm.size, trainers, self._rule, mode, seed, mutate)
-            is_mutated = mutate is not None
             numbers = as_integer(trainers), as_integer(seed)
-            settings = number_of((numbers, repr(self._rule), mode, is_mutated))
+            mutation = settings_of(mutate)
+            settings = number_of((numbers, repr(self._rule), mode, mutation))
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
         every = meet(comm, "Tournament", error, [settings])
@@ -106,7 +107,11 @@ class Tournament:
         self._seed, self._round, self._mutate = int(seed), 0, mutate
         self._comm = comm.dup(name=f"{comm.name}.tournament")
         self._width = comm.size // self._num_trainers
-        made = comm.split(self.trainer, name=f"{comm.name}.trainer{self.trainer}")
+        try:
+            made = comm.split(self.trainer, name=f"{comm.name}.trainer{self.trainer}")
+        except BaseException:
+            self._comm.free()
+            raise
         assert made is not None  # each rank has a trainer
         self._trainer_comm = made
 
@@ -145,10 +150,11 @@ class Tournament:
             evaluate: returns the score of a model. A trainer's score is the mean of its
                 ranks'. It is called for ``model`` with this trainer's values, and with
                 the partner's, on all ranks of a trainer alike; it may use
-                ``trainer_comm``. Values that move are restored.
+                ``trainer_comm``. Values that move are restored, and ``training`` of
+                each module.
             optimizers: of the model's parameters: one, or a list. Their states and
                 hyperparameters move with the model; without any, each trainer keeps
-                its own.
+                its own. A tournament with ``mutate`` needs one.
 
         A NaN is worse than any number. A model on a grid of ``trainer_comm`` moves part
         by part. Gradients stay: call ``zero_grad()`` before the next backward pass.
@@ -156,8 +162,26 @@ class Tournament:
         A round happens on all ranks or on none. Where one rank raises an error, such as
         its ``evaluate``'s, the others raise RefusedError. All have the states then that
         they came with, and the call may be made again. Raises UsageError on all ranks
-        where models, optimizers, rounds or seeds do not fit each other.
+        where models, optimizers, rounds or seeds do not fit each other, and where a
+        rule returns different things on two ranks.
+
+        Where a rank of a trainer of several fails while models are evaluated, the step
+        revokes ``trainer_comm``, for others may wait there. All that was made from it
+        ends with it: make a new tournament, and load this one's state.
         """
+        try:
+            return self._step(model, evaluate, optimizers)
+        except BaseException as wrong:
+            if not isinstance(wrong, Exception):  # the other ranks wait for this one
+                self._end_trainer(wrong)
+                with suppress(CommError):
+                    self._comm.revoke(f"{type(wrong).__name__} in Tournament.step")
+            raise
+
+    def _step(
+        self, model: nn.Module, evaluate: Evaluate, optimizers: Optimizers
+    ) -> Outcome:
+        """Play a round, which raises errors of any rank on all ranks; collective."""
         what = "Tournament.step"
         error, contestant, mine = None, None, Candidate(b"", {})
         numbers = [0] * 5
@@ -166,6 +190,11 @@ class Tournament:
                 raise UsageError(f"{what}: evaluate={shown(evaluate)} must be callable")
             ranks = core_of(self._trainer_comm).world_ranks
             contestant = Contestant(model, optimizers, ranks)
+            if self._mutate is not None and not contestant.optimizers:
+                raise UsageError(
+                    f"{what}: the tournament has mutate={shown(self._mutate)}, and the "
+                    f"call has no optimizer to change; pass the optimizer, too"
+                )
             mine = contestant.packed()
             ours = number_of((self._seed, self._round))
             numbers = [ours, number_of(contestant.facts), *mine.sizes()]
@@ -206,17 +235,24 @@ class Tournament:
         evaluate: Evaluate,
     ) -> Outcome:
         """Return the outcome of a round; the contestant has its new state."""
-        number = self._num_trainers
         draws = Draws(self._seed, self._round)
-        partners: tuple[int | None, ...] = (None,) * number
-        if number > 1:
-            partners = tuple(self._rule.partners(draws, number))
-            self._check_rule("partners", partners, {None, *range(number)})
-        offered = [at if each is None else each for at, each in enumerate(partners)]
-        way = self._comm, mine, offered, sizes, contestant.device
-        error, other, judgement = None, mine, Judgement()
-        coming = Transfer(*way)
+        device = contestant.device
+        error, coming = None, None
+        partners: tuple[int | None, ...] = (None,) * self._num_trainers
+        offered: list[int] = []
         try:
+            if self._num_trainers > 1:
+                found = self._rule.partners(draws, self._num_trainers)
+                partners = self._checked("partners", found)
+            offered = [at if each is None else each for at, each in enumerate(partners)]
+            coming = Transfer(self._comm, mine, offered, sizes, device)
+        except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
+            error = wrong
+        self._agree(error, "partners", partners)
+        assert coming is not None  # or there is an error, which has been raised
+        error, other, judgement = None, mine, Judgement()
+        try:
+            coming.start()
             try:
                 if partners[self.trainer] is not None:
                     judgement = Judgement(_score(evaluate, model))
@@ -226,32 +262,69 @@ class Tournament:
                 contestant.take_model(other)
                 judgement = judgement._replace(other=_score(evaluate, model))
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
+            self._end_trainer(wrong)
             error = wrong
         standing = self._met(error, judgement)
-        sources: Sequence[int] = range(number)
-        if number > 1:
-            sources = tuple(self._rule.sources(draws, standing))
-            self._check_rule("sources", sources, {*range(number)})
-        self._change(contestant, mine, other, offered, sources, sizes)
+        sources = self._change(contestant, mine, other, offered, standing, sizes)
         return Outcome(
-            *(self._round, self.trainer, partners),
-            *(standing.judgements, tuple(sources)),
+            self._round, self.trainer, partners, standing.judgements, sources
         )
 
-    def _check_rule(self, method: str, found: Any, allowed: set[int | None]) -> None:
-        """Raise UsageError unless a rule names a trainer for each trainer."""
-        if len(found) != self._num_trainers or not allowed.issuperset(found):
+    def _end_trainer(self, error: BaseException) -> None:
+        """End the communicators of this rank's trainer; local.
+
+        Its other ranks may wait for this one in ``evaluate``.
+        """
+        if self._width > 1:
+            with suppress(CommError):  # the program may have freed it
+                self._trainer_comm.revoke(
+                    f"{type(error).__name__} on rank {self._comm.rank} of "
+                    f"{self._comm.name}, while models were evaluated"
+                )
+
+    def _checked(self, method: str, found: Any) -> tuple[Any, ...]:
+        """Return the trainers that a rule names; UsageError where it names others."""
+        given = tuple(found)
+        named = tuple(as_integer(each) for each in given)
+        may_idle = method == "partners"
+        is_known = [
+            number in range(self._num_trainers) or (each is None and may_idle)
+            for number, each in zip(named, given, strict=True)
+        ]
+        if len(given) != self._num_trainers or not all(is_known):
             raise UsageError(
                 f"Tournament.step: {method}() of {self._rule!r} returned "
-                f"{shown(found)}; expected the number of a trainer for each of "
+                f"{shown(given)}; expected the number of a trainer for each of "
                 f"{self._num_trainers}"
             )
+        return named
+
+    def _agree(
+        self, error: Exception | None, method: str, named: Sequence[int | None]
+    ) -> None:
+        """Raise an error of any rank, and UsageError where a rule differs; collective.
+
+        Ranks whose rules differ would wait for messages that nobody sends.
+        """
+        numbers = [number_of(tuple(named))]
+        every = meet(self._comm, "Tournament.step", error, numbers)[:, 0].tolist()
+        check_equal(
+            *("Tournament.step", every, [0] * self._comm.size),
+            name=f"results of {method}()",
+            advice="a rule must return the same on all ranks",
+        )
 
     def _met(self, error: Exception | None, judgement: Judgement) -> Standing:
         """Return the scores of all trainers; collective."""
         is_there = sum((each is not None) << at for at, each in enumerate(judgement))
         said = [is_there, *(_bits_of(each) for each in judgement)]
-        every = meet(self._comm, "Tournament.step", error, said).tolist()
+        hint = ""
+        if self._width > 1:
+            hint = (
+                ". The trainer_comm of that rank has ended, for others may have waited "
+                "there: make a new tournament, and load the state of this one"
+            )
+        every = meet(self._comm, "Tournament.step", error, said, hint).tolist()
         found = []
         for trainer in range(self._num_trainers):
             rows = every[trainer * self._width :][: self._width]
@@ -270,33 +343,50 @@ class Tournament:
         mine: Candidate,
         other: Candidate,
         offered: Sequence[int],
-        sources: Sequence[int],
+        standing: Standing,
         sizes: Sequence[Sizes],
-    ) -> None:
-        """Give this rank the state that its trainer goes on with; collective."""
-        # A partner's state is here already.
-        missing = [
-            trainer if source == there else source
-            for trainer, (source, there) in enumerate(
-                zip(sources, offered, strict=True)
-            )
-        ]
-        error = None
-        way = self._comm, mine, missing, sizes, contestant.device
-        coming = Transfer(*way).wait()
+    ) -> tuple[int, ...]:
+        """Give this rank the state that its trainer goes on with; collective.
+
+        Returns for each trainer whose model it goes on with.
+        """
+        draws = Draws(self._seed, self._round)
+        error, coming = None, None
+        sources = (*range(self._num_trainers),)
+        missing: list[int] = []
         try:
+            if self._num_trainers > 1:
+                sources = self._checked("sources", self._rule.sources(draws, standing))
+            # A partner's state is here already.
+            missing = [
+                trainer if source == there else source
+                for trainer, (source, there) in enumerate(
+                    zip(sources, offered, strict=True)
+                )
+            ]
+            device = contestant.device
+            coming = Transfer(self._comm, mine, missing, sizes, device)
+        except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
+            error = wrong
+        self._agree(error, "sources", sources)
+        assert coming is not None  # or there is an error, which has been raised
+        error = None
+        try:
+            coming.start()
+            arrived = coming.wait()
             if sources[self.trainer] == self.trainer:
                 contestant.take_model(mine)  # evaluate may have changed it
             else:
                 is_here = missing[self.trainer] == self.trainer
-                contestant.take(other if is_here else coming)
-                generator = Draws(self._seed, self._round).generator(self.trainer)
+                contestant.take(other if is_here else arrived)
+                generator = draws.generator(self.trainer)
                 for optimizer in contestant.optimizers:
                     if self._mutate is not None:
                         self._mutate(optimizer, generator)
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
         meet(self._comm, "Tournament.step", error, [])
+        return sources
 
     # -- state -------------------------------------------------------------------------
 
@@ -386,8 +476,17 @@ def _check(
 
 
 def _score(evaluate: Evaluate, model: nn.Module) -> float:
-    """Return the score of a model; UsageError where it is no number."""
-    value: Any = evaluate(model)
+    """Return the score of a model, whose modules keep their modes."""
+    modes = [(each, each.training) for each in model.modules()]
+    try:
+        return _number_in(evaluate(model))
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _number_in(value: Any) -> float:
+    """Return a score as a number; UsageError where it is none."""
     try:
         if value is None or isinstance(value, bool | str):
             raise TypeError

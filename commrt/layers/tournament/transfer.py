@@ -16,7 +16,10 @@ __all__ = ["Transfer"]
 
 
 class Transfer:
-    """Candidates that are under way.
+    """Candidates that travel: room for one that comes, then the messages.
+
+    The constructor makes room, and is local. So ranks can tell each other of a lack of
+    memory before a message goes.
 
     Args:
         comm: all ranks, trainer by trainer.
@@ -25,9 +28,9 @@ class Transfer:
         sizes: bytes of each rank's candidate.
         device: where tensors that come from devices go; None: there are none.
 
-    Collective over the ranks of trainers that send or get one. A message goes for the
-    structure, for tensors on the host and for tensors on a device, where there are any:
-    together the bytes of the candidate, to each trainer that gets it.
+    A message goes for the structure, for tensors on the host and for tensors on a
+    device, where there are any: together the bytes of the candidate, to each trainer
+    that gets it.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Transfer:
             for each, source in enumerate(sources)
             if source == trainer != each
         ]
+        self._comm = comm
+        self._batches: list[tuple[list[tuple[Any, int]], list[tuple[Any, int]]]] = []
         self._requests: list[Any] = []
         self._structure: Any = np.empty(0, np.uint8)
         self._buffers: dict[str, torch.Tensor] = {}
@@ -70,10 +75,15 @@ class Transfer:
                 self._buffers[kind] = buffer
                 recvs.append((buffer, source))
             if sends or recvs:
-                self._requests.append(
-                    comm.multi_sendrecv(sends=sends, recvs=recvs, nonblocking=True)
-                )
+                self._batches.append((sends, recvs))
             sends, recvs = [], []
+
+    def start(self) -> None:
+        """Start the messages; collective over ranks that send or get a candidate."""
+        for sends, recvs in self._batches:
+            self._requests.append(
+                self._comm.multi_sendrecv(sends=sends, recvs=recvs, nonblocking=True)
+            )
 
     def wait(self) -> Candidate:
         """Return the candidate that has come; an empty one where none comes."""

@@ -10,7 +10,7 @@ side, too, and is received into them, without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,17 +53,21 @@ class Records:
 
     def read(self, places: Ints) -> dict[str, Any]:
         """Return new arrays of the samples at some places, in their order."""
-        if len(self.columns.columns) == 1:
-            (column,) = self.columns.columns
-            rows = self._rows.take(places, axis=0, mode="clip")
-            return {column.name: column.from_bytes(rows)}
-        return {
-            column.name: column.from_bytes(self._bytes_of(column, places))
-            for column in self.columns.columns
-        }
+        return self.read_parts(places, (len(places),))[0]
+
+    def read_parts(self, places: Ints, ends: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the same in parts, each of the places up to one of ``ends``."""
+        found: list[dict[str, Any]] = [{} for _ in ends]
+        for column in self.columns.columns:
+            parts = column.parts(self._bytes_of(column, places), ends)
+            for into, part in zip(found, parts, strict=True):
+                into[column.name] = part
+        return found
 
     def _bytes_of(self, column: Column, places: Ints) -> Bytes:
         """Return the bytes (places, nbytes) of one column, copied once."""
+        if len(self.columns.columns) == 1:
+            return self._rows.take(places, axis=0, mode="clip")
         if column.nbytes == 0 or not len(places):
             return np.empty((len(places), column.nbytes), np.uint8)
         # One element for each row: numpy copies it whole, and reads only this column.

@@ -39,6 +39,8 @@ class Records:
     ) -> None:
         self.columns = columns
         self.num_samples = num_samples
+        self.is_whole = True
+        """False while samples move, until the caller has taken their new places."""
         self._offsets = columns.offsets
         self._rows: Bytes = np.empty((num_samples + room, columns.nbytes), np.uint8)
         for column in columns.columns:
@@ -88,7 +90,9 @@ class Records:
             leaving: places of the samples, in the order in which they leave.
 
         Returns the new place of each place, the message (bytes), and where as many
-        others are to be received. Those places are the last ones before the room.
+        others are to be received. Those places are the last ones before the room. The
+        caller sets ``is_whole`` once it uses the new places; after an error before that
+        nobody knows which samples have moved.
         """
         number, end = len(leaving), self.num_samples
         cleared = end - number
@@ -100,6 +104,7 @@ class Records:
         holes = np.flatnonzero(has_left[:cleared])
         movers = cleared + np.flatnonzero(~has_left[cleared:])
         new_places[movers] = holes
+        self.is_whole = False
         self._copy(movers, holes)
         return new_places, message.reshape(-1), self._rows[cleared:end].reshape(-1)
 

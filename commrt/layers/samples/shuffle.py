@@ -129,7 +129,6 @@ class PartialShuffle:
             )
         self._comm = comm.dup(name=f"{comm.name}.samples")
         self._exchange: _Exchange | None = None
-        self._is_whole = True
         self._failure: str | None = None
         self._is_closed = False
         # A loader's thread reads while the program may call next_epoch().
@@ -192,10 +191,9 @@ class PartialShuffle:
         # Samples that stay would lie between those for the ranks around this one.
         leaving = np.delete(drawn, slice(first, first + int(sends[rank])))
         sends[rank] = recvs[rank] = 0
-        self._is_whole = False
         new_places, message, into = self._records.move_out(self._places[leaving])
         self._places = new_places[self._places]
-        self._is_whole = True
+        self._records.is_whole = True
         del new_places
         staying = self._places[self._places < number]
         coming = np.arange(number - len(leaving), number)
@@ -291,7 +289,7 @@ class PartialShuffle:
     def _read(self, which: slice | Ints, ends: Sequence[int] | None) -> list[Any]:
         with self._lock:
             self._check_open()
-            if not self._is_whole:
+            if not self._records.is_whole:
                 raise RevokedError(
                     f"PartialShuffle.read: samples of this rank were lost when an "
                     f"exchange failed ({self._failure}); begin again from a saved state"
@@ -314,8 +312,8 @@ class PartialShuffle:
             is_rising = all(low <= high for low, high in pairwise((0, *ends)))
             if not is_rising or len(ends) == 0 or ends[-1] != number:
                 raise UsageError(
-                    f"PartialShuffle.read_parts: ends={shown(ends)}; expected ascending "
-                    f"numbers, the last of them {number}, for all samples"
+                    f"PartialShuffle.read_parts: ends={shown(ends)}; expected "
+                    f"ascending numbers, the last of them {number}, for all samples"
                 )
             found = self._records.read_parts(places, ends)
         if self._records.columns.is_mapping:
@@ -464,9 +462,9 @@ class PartialShuffle:
         if self._failure is not None:
             raise RevokedError(
                 f"PartialShuffle: an exchange failed in epoch {self.epoch} "
-                f"({self._failure}), and none is possible any more; make another object, "
-                f"of the samples of this epoch with epoch={self.epoch}, or of the first "
-                f"ones"
+                f"({self._failure}), and none is possible any more; make another "
+                f"object: of the samples of this epoch, with epoch={self.epoch}, or of "
+                f"the first ones"
             )
 
 

@@ -368,7 +368,8 @@ def test_totals_are_those_of_integers_of_any_size(
     if drop_last:
         assert found.tolist() == [size * len(counts)] * (min(counts) // size)
         return
-    assert len(found) == (number := -(-max(counts) // size))
+    number = -(-max(counts) // size)
+    assert len(found) == number
     for step in {0, 1, number // 2, number - 1}:
         ends = [sum(n * each // number for n in counts) for each in (step, step + 1)]
         assert found[step] == ends[1] - ends[0]
@@ -491,7 +492,7 @@ def test_a_state_of_other_batches_is_refused_though_steps_are_as_many(
         with PartialShuffle(np.arange(number), comm) as again:
             another = BatchLoader(again, **other)
             assert len(another) == len(loader)
-            with pytest.raises(UsageError, match="state has (batch_size|drop_last)"):
+            with pytest.raises(UsageError, match=r"has (batch_size|drop_last)"):
                 another.load_state_dict(state)
             assert again.epoch == 0
 

@@ -315,6 +315,6 @@ def test_a_shuffle_that_is_closed_beside_an_iteration_says_so() -> None:
         next(epoch)
         shuffle.close()
         with pytest.raises(CommError):
-            [*epoch]
+            next(epoch)
 
     run(2, main)

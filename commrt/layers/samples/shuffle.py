@@ -79,7 +79,7 @@ class PartialShuffle:
     samples that all ranks draw, on average. Bytes: one ``alltoallv`` of (d - s) * b for
     samples of b bytes, all arrays included. Memory: n + d samples, and 8 bytes for the
     place of each of the n. While samples travel, a place takes 16 bytes; while the
-    exchange is started, up to 40.
+    exchange is started, up to 48.
 
     Collective when it is made: an ``allgather`` of 24 bytes for each rank. It has a
     communicator of its own, so other operations may be under way beside an exchange.
@@ -425,11 +425,14 @@ class PartialShuffle:
             try:
                 if request is not None and self._failure is None:
                     request.wait()
-                    self._exchange = None
             except BaseException as error:
                 self._fail(f"close() on rank {self.rank}: {type(error).__name__}")
                 raise
             finally:
+                if request is not None and self._failure is not None:
+                    # It has ended by now; a request that nobody waits for is a leak.
+                    with contextlib.suppress(CommError):
+                        request.wait()
                 self._comm.free()
 
     def __enter__(self) -> PartialShuffle:

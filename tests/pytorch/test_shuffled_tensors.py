@@ -84,14 +84,37 @@ def test_a_tensor_alone_is_a_batch_alone() -> None:
     run(1, main)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        torch.zeros((2, 3), device="meta"),
-        torch.zeros((2, 3)).to_sparse(),
-    ],
-)
-def test_tensors_that_are_no_samples_are_refused_by_all(wrong: Any) -> None:
+def freed() -> Any:
+    x = torch.zeros((2, 3))
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def nested(layout: Any) -> Any:
+    rows = [torch.zeros(3), torch.zeros(2)]
+    return torch.nested.nested_tensor(rows, layout=layout)
+
+
+NO_SAMPLES: dict[str, Any] = {
+    "meta": lambda: torch.zeros((2, 3), device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "rows": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.zeros((2, 3)).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(
+        torch.zeros((2, 3)), 0.1, 0, torch.quint8
+    ),
+    "nested": lambda: nested(torch.strided),
+    "jagged": lambda: nested(torch.jagged),
+    "masked": lambda: torch.masked.masked_tensor(torch.ones(3), torch.eye(3)[0] > 0),
+    "freed": freed,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of its prototypes
+@pytest.mark.parametrize("kind", NO_SAMPLES)
+def test_tensors_that_are_no_samples_are_refused_by_all(kind: str) -> None:
+    wrong = NO_SAMPLES[kind]()
+
     def main(comm: Any) -> None:
         x = wrong if comm.rank == 1 else torch.zeros((2, 3))
         kind = BufferError_ if comm.rank == 1 else UsageError
@@ -99,6 +122,50 @@ def test_tensors_that_are_no_samples_are_refused_by_all(wrong: Any) -> None:
             PartialShuffle(x, comm)
 
     run(2, main)
+
+
+@pytest.mark.parametrize(
+    "name", ["int4", "uint3", "bits8", "float8_e5m2", "float8_e8m0fnu", "bits16"]
+)
+def test_tensors_of_types_that_torch_hardly_knows_are_samples(name: str) -> None:
+    dtype = getattr(torch, name)
+    width = dtype.itemsize
+    memory = torch.arange(24 * width, dtype=torch.uint8)
+
+    def main(comm: Any) -> None:
+        x = memory.view(dtype).view(6, 4)
+        x = x.t() if width == 1 else x
+        with PartialShuffle(x, comm, seed=2) as shuffle:
+            found = shuffle.read(slice(None))
+            assert found.dtype == dtype
+            rows = memory.view(6, 4 * width)
+            rows = rows.t() if width == 1 else rows
+            assert torch.equal(found.view(torch.uint8), rows)
+
+    run(1, main)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_batch_may_be_changed_before_the_backward_pass_of_another(
+    prefetch: bool,
+) -> None:
+    """Both are of one block; as views of one tensor they would have one version."""
+
+    def main(comm: Any) -> None:
+        with PartialShuffle(torch.arange(6.0).view(6, 1), comm) as shuffle:
+            weight = torch.ones(1, requires_grad=True)
+            first, second, third = BatchLoader(shuffle, 2, prefetch=prefetch)
+            loss = (first.samples * weight).sum()
+            wanted = first.samples.sum()
+            second.samples.zero_()
+            loss.backward()
+            assert weight.grad == wanted
+            third.samples.add_(1)
+            for each in (first, second, third):
+                assert each.samples._version <= 1
+                assert each.samples.untyped_storage().nbytes() == 8
+
+    run(1, main)
 
 
 def test_an_array_is_no_tensor_on_another_rank() -> None:

@@ -23,17 +23,19 @@ _POSITIVE = (1 << 63) - 1
 def agreed(
     what: str, comm: Communicator, check: Callable[[], tuple[T, int, Sequence[str]]]
 ) -> tuple[T, tuple[int, ...]]:
-    """Return what ``check`` returns, and the number of each rank; collective.
+    """Return the result of ``check``, and the numbers of all ranks; collective.
 
     Args:
         what: the call, for errors.
         comm: the ranks.
-        check: returns a result, a number that ranks may have different ones of, and
-            texts that must be equal on all ranks; or raises an error.
+        check: looks at this rank's arguments. It returns a result, which stays here; a
+            number, which may differ between ranks; and texts, which must be equal on
+            all ranks. Where the arguments are wrong, it raises an error.
 
-    Raises UsageError on all ranks where one of them raises an error, that rank the
-    error itself, and where texts differ. Bytes: an ``allgather`` of 24 for each rank.
-    Only where texts differ they are sent, too, as objects.
+    Where one rank's ``check`` raises an error, that rank raises it, and all others
+    raise UsageError. Where texts differ, all ranks raise UsageError. Bytes: an
+    ``allgather`` of 24 for each rank. Texts are sent, as objects, only where they
+    differ.
     """
     result: T | None = None
     refusal: Exception | None = None

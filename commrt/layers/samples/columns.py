@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commrt.arrays.foreign import asking
-from commrt.arrays.tensors import is_dense, is_tensor, of_own_class
+from commrt.arrays.tensors import check_memory, is_dense, is_tensor, of_own_class
 from commrt.errors import BufferError_, UsageError, shown
 
 __all__ = ["Bytes", "Column", "Columns"]
@@ -63,7 +63,10 @@ class Column:
         if self.nbytes == 0 or number == 0:
             return np.empty((number, self.nbytes), np.uint8)
         if self.is_tensor:
-            flat = array.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
+            uint8 = sys.modules["torch"].uint8
+            if array.dtype.itemsize == 1:
+                array = array.view(uint8)  # torch cannot copy some types, such as int4
+            flat = array.contiguous().view(-1).view(uint8).numpy()
         else:
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         rows: Bytes = flat.reshape(number, self.nbytes)
@@ -80,6 +83,22 @@ class Column:
         if self.nbytes == 0 or not len(rows):
             return np.empty(shape, self.dtype)
         return rows.reshape(-1).view(self.dtype).reshape(shape)
+
+    def parts(self, rows: Bytes, ends: Sequence[int]) -> list[Any]:
+        """Return arrays of consecutive rows, each up to one of ``ends``.
+
+        Arrays of numpy are views of one array. Tensors share none of torch's memory:
+        views of one tensor count their changes together, so a change of one would stop
+        the backward pass of another (torch's "modified by an inplace operation").
+        """
+        starts = (0, *ends[:-1])
+        if self.is_tensor:
+            return [
+                self.from_bytes(rows[low:high])
+                for low, high in zip(starts, ends, strict=True)
+            ]
+        whole = self.from_bytes(rows)
+        return [whole[low:high] for low, high in zip(starts, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,11 @@ class Columns:
 
 
 def _plain(name: object, array: Any) -> Any:
-    """Return an array of numpy, or a tensor of torch's own class on the host."""
+    """Return an array of numpy, or a tensor of torch's own class on the host.
+
+    Subclasses are taken by their memory. So those are refused whose values are more
+    than that: masks, sparse and nested tensors, and elements that lie elsewhere.
+    """
     if not isinstance(name, str):
         raise UsageError(
             f"PartialShuffle: {shown(name)} is a key of samples; expected names"
@@ -149,17 +172,27 @@ def _plain(name: object, array: Any) -> Any:
     if is_tensor(array):
         found = of_own_class(array, what).detach()
         if not is_dense(found) or found.device.type != "cpu":
+            kind = "nested" if found.is_nested else str(found.layout)
+            kind = "quantized" if found.is_quantized else kind
             raise BufferError_(
-                f"{what} is a tensor on {found.device} ({found.layout}); samples are "
-                f"kept in the host's memory: pass a dense one, as x.cpu() returns it"
+                f"{what} is a tensor on {found.device} ({kind}); samples are kept in "
+                f"the host's memory, dense: pass it as x.cpu(), x.to_dense(), "
+                f"x.dequantize() or x.to_padded_tensor(...) returns it"
             )
+        check_memory(found, what)
         return found.resolve_conj().resolve_neg()
     if not hasattr(array, "__array__"):
         raise BufferError_(
             f"{what} is {shown(array)}; expected an array of numpy or a tensor of torch"
         )
     with asking(array, what):
-        made = np.asarray(array)
+        made = np.asanyarray(array)
+    if isinstance(made, np.ma.MaskedArray):
+        raise BufferError_(
+            f"{what} is a masked array, whose mask would stay behind: pass "
+            f"x.filled(value), or x.data and numpy.ma.getmaskarray(x) as two arrays"
+        )
+    made = np.asarray(made)
     if made.dtype.hasobject:
         raise BufferError_(
             f"{what} has the type {made.dtype}, whose elements lie elsewhere; expected "

@@ -10,7 +10,7 @@ side, too, and is received into them, without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class Records:
     ) -> None:
         self.columns = columns
         self.num_samples = num_samples
+        self.is_whole = True
+        """False while samples move, until the caller has taken their new places."""
         self._offsets = columns.offsets
         self._rows: Bytes = np.empty((num_samples + room, columns.nbytes), np.uint8)
         for column in columns.columns:
@@ -53,17 +55,21 @@ class Records:
 
     def read(self, places: Ints) -> dict[str, Any]:
         """Return new arrays of the samples at some places, in their order."""
-        if len(self.columns.columns) == 1:
-            (column,) = self.columns.columns
-            rows = self._rows.take(places, axis=0, mode="clip")
-            return {column.name: column.from_bytes(rows)}
-        return {
-            column.name: column.from_bytes(self._bytes_of(column, places))
-            for column in self.columns.columns
-        }
+        return self.read_parts(places, (len(places),))[0]
+
+    def read_parts(self, places: Ints, ends: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the same in parts, each of the places up to one of ``ends``."""
+        found: list[dict[str, Any]] = [{} for _ in ends]
+        for column in self.columns.columns:
+            parts = column.parts(self._bytes_of(column, places), ends)
+            for into, part in zip(found, parts, strict=True):
+                into[column.name] = part
+        return found
 
     def _bytes_of(self, column: Column, places: Ints) -> Bytes:
         """Return the bytes (places, nbytes) of one column, copied once."""
+        if len(self.columns.columns) == 1:
+            return self._rows.take(places, axis=0, mode="clip")
         if column.nbytes == 0 or not len(places):
             return np.empty((len(places), column.nbytes), np.uint8)
         # One element for each row: numpy copies it whole, and reads only this column.
@@ -84,7 +90,9 @@ class Records:
             leaving: places of the samples, in the order in which they leave.
 
         Returns the new place of each place, the message (bytes), and where as many
-        others are to be received. Those places are the last ones before the room.
+        others are to be received. Those places are the last ones before the room. The
+        caller sets ``is_whole`` once it uses the new places; after an error before that
+        nobody knows which samples have moved.
         """
         number, end = len(leaving), self.num_samples
         cleared = end - number
@@ -96,6 +104,7 @@ class Records:
         holes = np.flatnonzero(has_left[:cleared])
         movers = cleared + np.flatnonzero(~has_left[cleared:])
         new_places[movers] = holes
+        self.is_whole = False
         self._copy(movers, holes)
         return new_places, message.reshape(-1), self._rows[cleared:end].reshape(-1)
 

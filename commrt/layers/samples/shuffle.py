@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from commrt.comm import Communicator
-from commrt.errors import ClosedError, UsageError, shown
+from commrt.errors import (
+    ClosedError,
+    CommError,
+    RevokedError,
+    TimeoutError_,
+    UsageError,
+    shown,
+)
 from commrt.layers.samples.agreement import agreed
 from commrt.layers.samples.columns import Columns
 from commrt.layers.samples.draws import (
@@ -28,6 +37,9 @@ from commrt.request import Request
 __all__ = ["PartialShuffle"]
 
 T = TypeVar("T")
+
+_NUMPY = ".".join(np.__version__.split(".")[:2])
+"""Only a new one of these may draw other numbers by a seed (NEP 19)."""
 
 
 class _Exchange(NamedTuple):
@@ -54,8 +66,8 @@ class PartialShuffle:
 
     Args:
         samples: this rank's, one to each index of the first dimension: an array, a
-            tensor of torch in the host's memory, or a mapping of such. They are copied,
-            so the caller may let them go.
+            tensor of torch in the host's memory, or a mapping of such. They are copied:
+            later changes of the caller's arrays have no effect.
         comm: the ranks; with a ``ProcessGrid`` that of its axis, as ``grid["data"]``.
         fraction: Q, the part of its samples that a rank draws for an exchange.
         seed: with the epoch it decides everything that is random.
@@ -66,12 +78,18 @@ class PartialShuffle:
     change places at random, so s of them come back to where they were: d² over the
     samples that all ranks draw, on average. Bytes: one ``alltoallv`` of (d - s) * b for
     samples of b bytes, all arrays included. Memory: n + d samples, and 8 bytes for the
-    place of each; twice that during an exchange.
+    place of each of the n. While samples travel, a place takes 16 bytes; while the
+    exchange is started, up to 48.
 
     Collective when it is made: an ``allgather`` of 24 bytes for each rank. It has a
     communicator of its own, so other operations may be under way beside an exchange.
     Raises UsageError on all ranks where one rank's arguments are wrong, and where
     names, types or shapes of arrays, or other arguments, differ.
+
+    An exchange that fails on one rank, for want of memory or by a dead peer, fails on
+    all: the others raise RevokedError. Then no exchange is possible any more. The
+    samples of this rank's epoch can still be read. Where all ranks are in the same
+    epoch, a new object of these samples, with ``epoch=``, goes on.
     """
 
     def __init__(
@@ -89,26 +107,29 @@ class PartialShuffle:
                 f"commrt.init() returns it; with a ProcessGrid pass grid['data']"
             )
 
-        def check() -> tuple[Records, int, list[str]]:
+        def check() -> tuple[tuple[Records, Ints], int, list[str]]:
             _check_numbers(fraction, seed, epoch)
             columns, number, arrays = Columns.of(samples)
             room = num_drawn(fraction, number) if comm.size > 1 else 0
             texts = [str(columns), f"fraction={float(fraction)}", f"seed={int(seed)}"]
             texts += [f"epoch={int(epoch)}", f"numpy {np.__version__}"]
-            return Records(columns, arrays, number, room), number, texts
+            records = Records(columns, arrays, number, room)
+            return (records, np.arange(number)), number, texts
 
-        self._records, self.counts = agreed("PartialShuffle", comm, check)
+        made, self.counts = agreed("PartialShuffle", comm, check)
+        self._records: Records = made[0]
+        self._places: Ints = made[1]
         self.fraction, self.seed, self.epoch = float(fraction), int(seed), int(epoch)
         self._drawn = tuple(num_drawn(fraction, number) for number in self.counts)
-        if sum(self._drawn) > MOST_DRAWN:
+        if comm.size > 1 and sum(self._drawn) > MOST_DRAWN:
             raise UsageError(
                 f"PartialShuffle: ranks draw {sum(self._drawn)} samples for an "
                 f"exchange; at most {MOST_DRAWN} can be: choose a smaller fraction, or "
                 f"let a sample be several"
             )
         self._comm = comm.dup(name=f"{comm.name}.samples")
-        self._places: Ints = np.arange(self._records.num_samples)
         self._exchange: _Exchange | None = None
+        self._failure: str | None = None
         self._is_closed = False
         # A loader's thread reads while the program may call next_epoch().
         self._lock = threading.Lock()
@@ -119,6 +140,8 @@ class PartialShuffle:
         """Exchange samples and shuffle them; collective.
 
         It ends an exchange that ``start_next_epoch`` has started, and else does all.
+        After a TimeoutError_ the exchange is still under way, and another call waits
+        for it again. After any other error of an exchange, see the class.
         """
         with self._lock:
             self._start()
@@ -137,43 +160,47 @@ class PartialShuffle:
         """Make a little progress with an exchange that is under way."""
         exchange = self._exchange
         if exchange is not None and exchange.request is not None:
-            exchange.request.test()
+            with self._ends_all_ranks():
+                exchange.request.test()
 
     @property
     def is_exchanging(self) -> bool:
         """True between ``start_next_epoch`` and ``next_epoch``."""
-        return self._exchange is not None
+        is_over = self._is_closed or self._failure is not None
+        return self._exchange is not None and not is_over
 
     def _start(self) -> None:
-        self._check_open()
+        self._check_usable()
         if self._exchange is not None:
             return
-        rank, number, epoch = self._comm.rank, len(self), self.epoch + 1
-        if self._comm.size == 1 or not any(self._drawn):
-            arrived, request = self._places, None
-        else:
-            sends, recvs = num_between(self._drawn, rank, self.seed, epoch)
-            drawn = drawn_of(number, self._drawn[rank], rank, self.seed, epoch)
-            first = int(sends[:rank].sum())
-            # Samples that stay would lie between those for the ranks around this one.
-            leaving = np.delete(drawn, slice(first, first + int(sends[rank])))
-            sends[rank] = recvs[rank] = 0
-            arrived, request = self._send(leaving, sends, recvs)
-        order = order_of(number, rank, self.seed, epoch)
-        self._exchange = _Exchange(request, arrived[order])
+        number, epoch = len(self), self.epoch + 1
+        if self._comm.size > 1 and any(self._drawn):
+            with self._ends_all_ranks():
+                self._exchange = self._sent(number, epoch)
+            return
+        # Nobody waits for this rank: after an error the call can be made again.
+        order = order_of(number, self.rank, self.seed, epoch)
+        self._exchange = _Exchange(None, self._places[order])
 
-    def _send(
-        self, leaving: Ints, sends: Ints, recvs: Ints
-    ) -> tuple[Ints, Request | None]:
-        """Start to send; return the places of what stays and of what comes.
-
-        Args:
-            leaving: places in the order of this epoch, by the rank that they go to.
-            sends, recvs: samples for each rank, and from each.
-        """
-        each = self.sample_nbytes
+    def _sent(self, number: int, epoch: int) -> _Exchange:
+        """Start to send; the order is drawn before, since memory may be missing."""
+        rank = self.rank
+        sends, recvs = num_between(self._drawn, rank, self.seed, epoch)
+        drawn = drawn_of(number, self._drawn[rank], rank, self.seed, epoch)
+        first = int(sends[:rank].sum())
+        # Samples that stay would lie between those for the ranks around this one.
+        leaving = np.delete(drawn, slice(first, first + int(sends[rank])))
+        sends[rank] = recvs[rank] = 0
         new_places, message, into = self._records.move_out(self._places[leaving])
         self._places = new_places[self._places]
+        self._records.is_whole = True
+        del new_places
+        staying = self._places[self._places < number]
+        coming = np.arange(number - len(leaving), number)
+        arrived = np.concatenate([staying, coming])
+        del staying, coming
+        places = arrived[order_of(number, rank, self.seed, epoch)]
+        each = self.sample_nbytes
         request: Request = self._comm.alltoallv(
             message,
             send_counts=tuple((sends * each).tolist()),
@@ -181,18 +208,55 @@ class PartialShuffle:
             out=into,
             nonblocking=True,
         )
-        number = len(self)
-        staying = self._places[self._places < number]
-        coming = np.arange(number - len(leaving), number)
-        return np.concatenate([staying, coming]), request
+        return _Exchange(request, places)
 
     def _finish(self) -> None:
         exchange = self._exchange
         assert exchange is not None
         if exchange.request is not None:
-            exchange.request.wait()
+            with self._ends_all_ranks():
+                exchange.request.wait()
         self._places, self._exchange = exchange.places, None
         self.epoch += 1
+
+    # -- errors of one rank ------------------------------------------------------------
+
+    def revoke(self, why: str = "") -> None:
+        """End exchanges on all ranks, as one of them sees fit; local.
+
+        For errors of this rank that the others would wait for: their exchanges raise
+        RevokedError, those under way and all later ones. ``with`` calls it, too, where
+        an error leaves the block, and so does a loader that cannot read a batch.
+        Where nothing is exchanged (``fraction=0``) the others do not hear of it.
+        """
+        if self._is_closed:
+            return
+        said = f"revoke() was called on rank {self.rank}"
+        self._fail(f"{said}: {why}" if why else said)
+
+    @contextlib.contextmanager
+    def _ends_all_ranks(self) -> Iterator[None]:
+        """Let the other ranks hear of an error, who wait for this one in an exchange.
+
+        After a timeout, as after Ctrl-C in a wait, an exchange is still under way.
+        """
+        try:
+            yield
+        except TimeoutError_:
+            raise
+        except Exception as error:
+            self._fail(f"on rank {self.rank}: {type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            if self._exchange is None:  # it was being started
+                self._fail(f"rank {self.rank} was interrupted")
+            raise
+
+    def _fail(self, why: str) -> None:
+        if self._failure is None:
+            self._failure = why
+        with contextlib.suppress(CommError):  # it has failed by itself, as a rule
+            self._comm.revoke(f"PartialShuffle: {why}")
 
     # -- samples -----------------------------------------------------------------------
 
@@ -208,11 +272,31 @@ class PartialShuffle:
 
         Raises UsageError for numbers that no sample has.
         """
+        return self._read(which, None)[0]
+
+    def read_parts(self, which: slice | Ints, ends: Sequence[int]) -> list[Any]:
+        """Return the same in parts: each has the samples up to one of ``ends``.
+
+        Args:
+            which: as for ``read``.
+            ends: numbers of samples, in ascending order; the last is that of all.
+
+        Parts of an array are views of one array. Parts of a tensor are tensors that
+        share no memory, so that one may be changed in place and another one saved.
+        """
+        return self._read(which, ends)
+
+    def _read(self, which: slice | Ints, ends: Sequence[int] | None) -> list[Any]:
         with self._lock:
             self._check_open()
+            if not self._records.is_whole:
+                raise RevokedError(
+                    f"PartialShuffle.read: samples of this rank were lost when an "
+                    f"exchange failed ({self._failure}); begin again from a saved state"
+                )
             try:
                 places = self._places[which]
-            except IndexError as error:
+            except (IndexError, TypeError, ValueError) as error:
                 raise UsageError(
                     f"PartialShuffle.read: {shown(which)} is no choice of this rank's "
                     f"{len(self)} samples; pass a slice, or an array of numbers"
@@ -223,10 +307,18 @@ class PartialShuffle:
                     f"several dimensions; pass a slice, or an array (samples,) of "
                     f"numbers"
                 )
-            found = self._records.read(places)
+            number = len(places)
+            ends = (number,) if ends is None else ends
+            is_rising = all(low <= high for low, high in pairwise((0, *ends)))
+            if not is_rising or len(ends) == 0 or ends[-1] != number:
+                raise UsageError(
+                    f"PartialShuffle.read_parts: ends={shown(ends)}; expected "
+                    f"ascending numbers, the last of them {number}, for all samples"
+                )
+            found = self._records.read_parts(places, ends)
         if self._records.columns.is_mapping:
             return found
-        return next(iter(found.values()))
+        return [next(iter(part.values())) for part in found]
 
     @property
     def samples(self) -> Any:
@@ -252,24 +344,35 @@ class PartialShuffle:
         self, what: str, check: Callable[[], tuple[T, int, Sequence[str]]]
     ) -> tuple[T, tuple[int, ...]]:
         """Compare arguments of all ranks, as ``agreed`` does; collective."""
-        self._check_open()
+        self._check_usable()
         return agreed(what, self._comm, check)
 
     # -- state and end -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to come to this epoch again from the same samples."""
-        return {"epoch": self.epoch, "seed": self.seed, "fraction": self.fraction}
+        """Return all that decides how the first samples come to this epoch.
+
+        It has the ``epoch``, the ``seed`` and the ``fraction``, the ``counts`` of
+        samples on all ranks, and the release of ``numpy``, which draws the numbers.
+        """
+        return {
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "fraction": self.fraction,
+            "counts": [*self.counts],
+            "numpy": _NUMPY,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Repeat exchanges up to the epoch of a state; collective.
 
-        The object has the samples that the first one had, on as many ranks. Bytes:
-        those of each exchange. To send nothing, pass the saved ``samples`` and
-        ``epoch`` when the object is made.
+        The object has the samples that the first one had, on the same ranks. Bytes: an
+        ``allgather`` of 24 for each rank, and those of each exchange. To repeat no
+        exchange, pass the saved ``samples`` and ``epoch`` when the object is made.
 
-        Raises UsageError on all ranks for a state of other arguments, or of an epoch
-        that is over.
+        Raises UsageError on all ranks for a state of other arguments, of other numbers
+        of samples, or of an epoch that is over; and for one of another release of
+        numpy, where exchanges must be repeated.
         """
 
         def check() -> tuple[int, int, list[str]]:
@@ -279,19 +382,26 @@ class PartialShuffle:
                     f"PartialShuffle.load_state_dict: {shown(state)} is no state; "
                     f"expected what state_dict() returns, with {', '.join(own)}"
                 )
-            for name in ("seed", "fraction"):
+            for name in ("seed", "fraction", "counts"):
                 if state[name] != own[name]:
                     raise UsageError(
                         f"PartialShuffle.load_state_dict: the state has {name} "
-                        f"{shown(state[name])}, and this object {own[name]}; make the "
-                        f"object with the state's"
+                        f"{shown(state[name])}, and this object {shown(own[name])}; "
+                        f"make the object with the state's"
                     )
             wanted = state["epoch"]
-            if not isinstance(wanted, int) or wanted < self.epoch:
+            is_integer = isinstance(wanted, int) and not isinstance(wanted, bool)
+            if not is_integer or wanted < self.epoch:
                 raise UsageError(
                     f"PartialShuffle.load_state_dict: the state is of epoch "
                     f"{shown(wanted)}, and this object is in epoch {self.epoch}, from "
                     f"which none leads back; load it into a new object"
+                )
+            if wanted > self.epoch and state["numpy"] != _NUMPY:
+                raise UsageError(
+                    f"PartialShuffle.load_state_dict: the state is of numpy "
+                    f"{shown(state['numpy'])}, and this is {_NUMPY}, which may draw "
+                    f"other numbers; use that numpy, or pass saved samples and epoch="
                 )
             return wanted, 0, [f"a state of epoch {wanted}"]
 
@@ -303,16 +413,27 @@ class PartialShuffle:
     def close(self) -> None:
         """Wait for an exchange under way, and release the communicator.
 
-        All ranks call it. A second call does nothing.
+        All ranks call it. A second call does nothing. Where the wait raises an error,
+        also a TimeoutError_, the exchange ends on all ranks, and the communicator is
+        released all the same. After an exchange that failed, there is no wait.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            exchange, self._exchange = self._exchange, None
-            if exchange is not None and exchange.request is not None:
-                exchange.request.wait()
-            self._comm.free()
+            request = None if self._exchange is None else self._exchange.request
+            try:
+                if request is not None and self._failure is None:
+                    request.wait()
+            except BaseException as error:
+                self._fail(f"close() on rank {self.rank}: {type(error).__name__}")
+                raise
+            finally:
+                if request is not None and self._failure is not None:
+                    # It has ended by now; a request that nobody waits for is a leak.
+                    with contextlib.suppress(CommError):
+                        request.wait()
+                self._comm.free()
 
     def __enter__(self) -> PartialShuffle:
         return self
@@ -323,9 +444,10 @@ class PartialShuffle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # After an error other ranks may not come to the end of an exchange.
-        if error is None:
-            self.close()
+        if error is not None:
+            # Other ranks may wait for this one in an exchange that it never starts.
+            self.revoke(f"{type(error).__name__} in its block")
+        self.close()
 
     def __repr__(self) -> str:
         return (
@@ -337,6 +459,16 @@ class PartialShuffle:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("PartialShuffle: it was closed; make another one")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._failure is not None:
+            raise RevokedError(
+                f"PartialShuffle: an exchange failed in epoch {self.epoch} "
+                f"({self._failure}), and none is possible any more; make another "
+                f"object: of the samples of this epoch, with epoch={self.epoch}, or of "
+                f"the first ones"
+            )
 
 
 def _check_numbers(fraction: float, seed: int, epoch: int) -> None:

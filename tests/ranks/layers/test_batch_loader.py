@@ -16,6 +16,7 @@ import commrt.trace
 from commrt.errors import UsageError
 from commrt.layers.data import GradientReducer
 from commrt.layers.samples import Batch, BatchLoader, PartialShuffle, batches
+from commrt.layers.samples.records import Records
 from commrt.local import run
 
 NEAR = 1e-12
@@ -172,16 +173,16 @@ def test_a_thread_reads_the_next_batch_while_one_is_used(monkeypatch: Any) -> No
     """The second batch is read before the first one has been given back."""
     was_read = threading.Event()
     readers: list[str] = []
-    read = PartialShuffle.read
+    read = PartialShuffle.read_parts
 
-    def noted(self: PartialShuffle, which: Any) -> Any:
-        found = read(self, which)
+    def noted(self: PartialShuffle, which: Any, ends: Any) -> Any:
+        found = read(self, which, ends)
         readers.append(threading.current_thread().name)
         if len(readers) == 2:
             was_read.set()
         return found
 
-    monkeypatch.setattr(PartialShuffle, "read", noted)
+    monkeypatch.setattr(PartialShuffle, "read_parts", noted)
     monkeypatch.setattr(batches, "_BLOCK_NBYTES", 1)
 
     def main(comm: Any) -> None:
@@ -209,8 +210,45 @@ def test_an_iteration_that_ends_early_leaves_no_thread() -> None:
             assert shuffle.epoch == 2
 
     run(2, main)
-    names = [each.name for each in threading.enumerate()]
-    assert not [name for name in names if name.startswith("commrt-batches")]
+    for each in threading.enumerate():
+        if each.name.startswith("commrt-batches"):
+            each.join(300)  # its last read may go on for a moment
+            assert not each.is_alive()
+
+
+def test_an_iteration_may_be_collected_while_its_thread_waits(monkeypatch: Any) -> None:
+    """Within the shuffle's lock, as the garbage collector may do: nobody waits."""
+    comes = threading.Event()
+    read, move_out = PartialShuffle.read_parts, Records.move_out
+
+    def late(self: PartialShuffle, which: Any, ends: Any) -> Any:
+        if which.start > 0:
+            assert comes.wait(300)
+        return read(self, which, ends)
+
+    monkeypatch.setattr(PartialShuffle, "read_parts", late)
+    monkeypatch.setattr(batches, "_BLOCK_NBYTES", 1)
+
+    iterations: dict[int, Any] = {}
+
+    def collecting(self: Records, leaving: Any) -> Any:
+        if threading.get_ident() in iterations:
+            comes.set()
+            del iterations[threading.get_ident()]
+        return move_out(self, leaving)
+
+    monkeypatch.setattr(Records, "move_out", collecting)
+
+    def main(comm: Any) -> list[int]:
+        with PartialShuffle(np.arange(6), comm, 1.0) as shuffle:
+            epoch = iter(BatchLoader(shuffle, 2, overlap_steps=0))
+            next(epoch)
+            iterations[threading.get_ident()] = epoch
+            del epoch
+            shuffle.next_epoch()
+            return sorted(shuffle.samples.tolist())
+
+    assert sum(map(len, run(2, main))) == 12
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 7])
@@ -243,6 +281,108 @@ def test_a_loader_goes_on_at_the_next_batch(counts: tuple[int, ...], stop: int) 
             run_on.close()
 
     run(len(counts), main)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_loader_goes_on_from_the_samples_of_its_epoch(stop: int) -> None:
+    """Without an exchange again."""
+
+    def main(comm: Any) -> None:
+        own = np.arange(6) + 6 * comm.rank
+        with PartialShuffle(own, comm, 0.5) as shuffle:
+            loader = BatchLoader(shuffle, 2)
+            epoch = iter(loader)
+            for _ in range(stop):
+                next(epoch)
+            state, saved = loader.state_dict(), shuffle.samples
+            rest = [each.samples.tolist() for each in epoch]
+            wanted = rest + [each.samples.tolist() for each in loader]
+        with PartialShuffle(saved, comm, 0.5, epoch=1) as again:
+            loader = BatchLoader(again, 2)
+            loader.load_state_dict(state)
+            if stop < 3:
+                found = [each.samples.tolist() for each in loader]
+                assert again.epoch == 1
+            else:
+                found = []  # nothing is left of the epoch
+            assert found == rest
+            assert found + [each.samples.tolist() for each in loader] == wanted
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_the_step_of_a_state_is_of_its_epoch(moved: int) -> None:
+    """Also where other calls have ended the epoch of the last batch."""
+
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.arange(8), comm, 0.5) as shuffle:
+            loader = BatchLoader(shuffle, 2)
+            fresh = loader.state_dict()
+            assert (fresh["step"], fresh["shuffle"]["epoch"]) == (4, 0)
+            for batch in loader:
+                if batch.step == 1:
+                    break
+            for _ in range(moved):
+                shuffle.next_epoch()
+            state = loader.state_dict()
+            left = 2 if moved == 0 else 4
+            assert state["step"] == (2 if moved == 0 else 4)
+            wanted = None
+            if moved:
+                wanted = [each.samples.tolist() for each in loader]
+        with PartialShuffle(np.arange(8), comm, 0.5) as again:
+            loader = BatchLoader(again, 2)
+            loader.load_state_dict(state)
+            found = [each.samples.tolist() for each in loader]
+            assert len(found) == left
+            assert again.epoch == 1 + moved + (moved > 0)
+            assert wanted is None or found == wanted
+
+    run(2, main)
+
+
+def test_an_epoch_that_ends_before_a_state_is_used_is_not_resumed() -> None:
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.arange(8), comm, 0.5) as shuffle:
+            loader = BatchLoader(shuffle, 2)
+            next(iter(loader))
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            shuffle.next_epoch()
+            assert [each.step for each in loader] == [0, 1, 2, 3]
+            assert shuffle.epoch == 3
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "counts", [(7,), (5, 5, 5), (4, 9, 4, 1), (2**40 + 1, 2**40 + 7, 2**21)]
+)
+def test_totals_are_those_of_integers_of_any_size(
+    counts: tuple[int, ...], drop_last: bool
+) -> None:
+    size = max(3, max(counts) >> 21)
+    found = batches._totals(counts, size, drop_last)
+    if drop_last:
+        assert found.tolist() == [size * len(counts)] * (min(counts) // size)
+        return
+    number = -(-max(counts) // size)
+    assert len(found) == number
+    for step in {0, 1, number // 2, number - 1}:
+        ends = [sum(n * each // number for n in counts) for each in (step, step + 1)]
+        assert found[step] == ends[1] - ends[0]
+
+
+def test_totals_of_a_long_epoch_need_more_than_64_bits_on_the_way() -> None:
+    """A step times a number of samples does."""
+    counts = (2**45 - 1, 2**45 - 3)
+    found = batches._totals(counts, 2**24, False)
+    step, number = len(found) - 1, len(found)
+    assert step * counts[0] > 2**63
+    assert found[step] == sum(n - n * step // number for n in counts)
+    assert found.sum() == sum(counts)
 
 
 # -- misuse ----------------------------------------------------------------------------
@@ -309,7 +449,10 @@ def test_an_epoch_that_another_call_ends_is_an_error() -> None:
     [
         ({"step": 9}, "has step 9"),
         ({"step": None}, "has step"),
-        ({"num_steps": 3}, "3 steps in an epoch, and this loader 4"),
+        ({"step": True}, "has step True"),
+        ({"num_steps": 3}, "has num_steps 3, and this loader 4"),
+        ({"batch_size": 3}, "has batch_size 3, and this loader 2"),
+        ({"drop_last": True}, "has drop_last True, and this loader False"),
         ({"other": 1}, "is no state"),
     ],
 )
@@ -328,3 +471,45 @@ def test_all_ranks_refuse_a_place_that_does_not_fit(
     first, second = run(2, main)
     assert says in second
     assert "rank 1 refused its arguments" in first
+
+
+@pytest.mark.parametrize(
+    ("number", "first", "other"),
+    [
+        (5, {"batch_size": 3}, {"batch_size": 4}),
+        (7, {"batch_size": 3, "drop_last": True}, {"batch_size": 4}),
+        (6, {"batch_size": 3}, {"batch_size": 3, "drop_last": True}),
+    ],
+)
+def test_a_state_of_other_batches_is_refused_though_steps_are_as_many(
+    number: int, first: dict[str, Any], other: dict[str, Any]
+) -> None:
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.arange(number), comm) as shuffle:
+            loader = BatchLoader(shuffle, **first)
+            next(iter(loader))
+            state = loader.state_dict()
+        with PartialShuffle(np.arange(number), comm) as again:
+            another = BatchLoader(again, **other)
+            assert len(another) == len(loader)
+            with pytest.raises(UsageError, match=r"has (batch_size|drop_last)"):
+                another.load_state_dict(state)
+            assert again.epoch == 0
+
+    run(2, main)
+
+
+def test_a_state_that_is_loaded_ends_an_iteration() -> None:
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.arange(8), comm, 0.5) as shuffle:
+            loader = BatchLoader(shuffle, 2)
+            epoch = iter(loader)
+            next(epoch)
+            state = loader.state_dict()
+            next(epoch)
+            loader.load_state_dict(state)
+            with pytest.raises(UsageError, match="a state was loaded"):
+                next(epoch)
+            assert [each.step for each in loader] == [1, 2, 3]
+
+    run(2, main)

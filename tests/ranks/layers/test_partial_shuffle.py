@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,28 @@ def test_some_samples_are_read_by_their_numbers() -> None:
             assert found == [order[each] for each in some.tolist()]
             assert check_samples(shuffle.read(slice(2, 100))) == order[2:]
             assert check_samples(shuffle.read(slice(0, 0))) == []
-            for wrong in (np.array([9]), 3, np.zeros((1, 1), int), "all", None):
+            wrong: list[Any] = [np.array([9]), 3, np.zeros((1, 1), int), "all", None]
+            wrong += [slice("a", "b"), slice(0, 9, 0), np.array([0.5])]
+            for each in wrong:
                 with pytest.raises(UsageError, match=r"PartialShuffle\.read"):
-                    shuffle.read(wrong)
+                    shuffle.read(each)
+
+    run(1, main)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_parts_are_consecutive_samples(alone: bool) -> None:
+    def main(comm: Any) -> None:
+        samples: Any = samples_of(range(9))
+        with PartialShuffle(samples["id"] if alone else samples, comm) as shuffle:
+            shuffle.next_epoch()
+            order = shuffle.samples if alone else shuffle.samples["id"]
+            parts = shuffle.read_parts(slice(1, 8), [2, 2, 7])
+            found = parts if alone else [check_samples(part) for part in parts]
+            assert [[*each] for each in found] == [[*order[1:3]], [], [*order[3:8]]]
+            for wrong in ([2], [2, 1, 7], [], [-1, 7], [2, 8]):
+                with pytest.raises(UsageError, match="the last of them 7"):
+                    shuffle.read_parts(slice(1, 8), wrong)
 
     run(1, main)
 
@@ -136,14 +156,22 @@ def test_a_run_goes_on_where_another_has_ended(counts: tuple[int, ...]) -> None:
             state, saved = shuffle.state_dict(), shuffle.samples
             shuffle.next_epoch()
             wanted = check_samples(shuffle.samples)
-        assert state == {"epoch": 3, "seed": 7, "fraction": 0.5}
+        release = ".".join(np.__version__.split(".")[:2])
+        assert state == {
+            "epoch": 3,
+            "seed": 7,
+            "fraction": 0.5,
+            "counts": [*counts],
+            "numpy": release,
+        }
         with PartialShuffle(first, comm, 0.5, 7) as again:
             again.load_state_dict(state)
             assert check_samples(again.samples) == saved["id"].tolist()
             again.next_epoch()
             assert check_samples(again.samples) == wanted
         with PartialShuffle(saved, comm, 0.5, 7, epoch=3) as resumed:
-            resumed.load_state_dict(state)
+            # Nothing is drawn again, so any numpy will do.
+            resumed.load_state_dict({**state, "numpy": "1.17"})
             resumed.next_epoch()
             assert check_samples(resumed.samples) == wanted
 
@@ -247,6 +275,10 @@ def test_a_communicator_is_asked_for() -> None:
     [
         ({"seed": 2}, "has seed 2"),
         ({"fraction": 0.1}, "has fraction 0.1"),
+        ({"counts": [3, 4]}, r"has counts [3, 4], and this object [3, 3]"),
+        ({"counts": [3]}, "has counts [3]"),
+        ({"epoch": 2, "numpy": "1.17"}, "of numpy '1.17'"),
+        ({"epoch": True}, "of epoch True"),
         ({"epoch": 0}, "from which none leads back"),
         ({"epoch": "2"}, "of epoch"),
         ({"more": 1}, "is no state"),
@@ -270,6 +302,22 @@ def test_a_state_that_does_not_fit_is_refused_by_all(
     assert "rank 1 refused its arguments" in first
 
 
+def test_a_state_of_other_numbers_of_samples_is_refused_by_all() -> None:
+    """Though ranks have as many of them in all."""
+
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.zeros(4 - comm.rank), comm, 0.5) as shuffle:
+            shuffle.next_epoch()
+            state = shuffle.state_dict()
+        with (
+            PartialShuffle(np.zeros(3 + comm.rank), comm, 0.5) as other,
+            pytest.raises(UsageError, match=r"counts \[4, 3\], and .* \[3, 4\]"),
+        ):
+            other.load_state_dict(state)
+
+    run(2, main)
+
+
 def test_states_of_different_epochs_are_refused_by_all() -> None:
     def main(comm: Any) -> None:
         with PartialShuffle(np.zeros(3), comm, 0.5, 1) as shuffle:
@@ -286,6 +334,44 @@ def test_too_many_samples_for_an_exchange_are_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "MOST_DRAWN", 5)
     for found in refused(2, lambda comm: PartialShuffle(np.zeros(3), comm, 1.0)):
         assert "draw 6 samples" in found
+
+
+def test_one_rank_has_any_number_of_samples(monkeypatch: Any) -> None:
+    """It exchanges none, so the limit of an exchange is not its own."""
+    from commrt.layers.samples import shuffle as module
+
+    monkeypatch.setattr(module, "MOST_DRAWN", 5)
+
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.arange(9), comm, 1.0) as shuffle:
+            shuffle.next_epoch()
+            assert sorted(shuffle.samples.tolist()) == [*range(9)]
+
+    run(1, main)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_places_take_the_memory_that_the_page_says(fraction: float) -> None:
+    """Bytes of each sample: 8, while samples travel 16, at the start at most 48."""
+    number = 100_000
+    slack = 0.5  # bytes of a sample: the engine's plans, and objects of Python
+
+    def main(comm: Any) -> None:
+        own = np.zeros(number if comm.rank == 0 else 1000, np.uint8)
+        with PartialShuffle(own, comm, fraction) as shuffle:
+            shuffle.next_epoch()  # plans are made
+            comm.barrier()
+            if comm.rank == 0:
+                tracemalloc.start()
+                shuffle.start_next_epoch()
+                kept, most = tracemalloc.get_traced_memory()
+                tracemalloc.stop()
+                # Both places of this epoch and of the next are new; the first were 8.
+                assert kept <= (16 + slack) * number
+                assert most + 8 * number <= (48 + slack) * number
+            shuffle.next_epoch()
+
+    run(2, main)
 
 
 def test_a_closed_shuffle_says_so() -> None:

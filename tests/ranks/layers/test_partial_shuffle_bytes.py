@@ -11,7 +11,7 @@ import pytest
 from shuffle_cases import CASES, FRACTIONS, ids_of, samples_of
 
 import commrt.trace
-from commrt.layers.samples import PartialShuffle
+from commrt.layers.samples import BatchLoader, PartialShuffle
 from commrt.local import run
 
 EPOCHS = 3
@@ -80,3 +80,25 @@ def test_making_a_shuffle_sends_24_bytes_for_each_rank() -> None:
     for log in recording.logs():
         sent = [(call.op, call.nbytes) for call in log.operations if call.nbytes]
         assert sent == [("allgather", 24 * 3)]
+
+
+@pytest.mark.parametrize(("what", "number"), [("loader", 2), ("shuffle", 1)])
+def test_loading_a_state_sends_24_bytes_for_each_rank(what: str, number: int) -> None:
+    """Twice for a loader; then the exchanges are repeated."""
+
+    def main(comm: Any) -> None:
+        with PartialShuffle(np.arange(6), comm, 0.5) as shuffle:
+            loader = BatchLoader(shuffle, 2, num_epochs=1)
+            next(iter(loader))
+            state = loader.state_dict() if what == "loader" else shuffle.state_dict()
+        with PartialShuffle(np.arange(6), comm, 0.5) as shuffle:
+            loader = BatchLoader(shuffle, 2)
+            comm.barrier()
+            (loader if what == "loader" else shuffle).load_state_dict(state)
+
+    with commrt.trace.record() as recording:
+        run(3, main)
+    for log in recording.logs():
+        calls = calls_of(log)
+        assert calls[:-1] == [("allgather", 24 * 3)] * number
+        assert calls[-1][0] == "alltoallv"

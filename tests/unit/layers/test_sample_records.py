@@ -105,6 +105,10 @@ def test_the_order_of_keys_is_no_matter() -> None:
         ({"x": np.zeros(3), "y": np.zeros(4)}, "different numbers"),
         ({1: np.zeros(3)}, "expected names"),
         (np.array([None, 1]), "fixed number of bytes"),
+        (np.array([(1, None)], [("a", "i4"), ("b", object)]), "fixed number of bytes"),
+        (np.ma.masked_array([1, 2], [0, 1]), r"samples is a masked array.*x\.filled"),
+        ({"x": np.ma.masked_array([1, 2])}, "x is a masked array"),
+        (np.ma.masked_array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), "masked"),
     ],
 )
 def test_samples_of_other_kinds_are_refused(samples: Any, says: str) -> None:
@@ -119,3 +123,20 @@ def test_an_array_that_fails_is_named() -> None:
 
     with pytest.raises(BufferError_, match=r"samples is a Broken.*no file"):
         Columns.of(Broken())
+
+
+def test_a_mask_of_another_library_is_not_lost() -> None:
+    class Variable:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            return np.ma.masked_array([1, 2], [0, 1])
+
+    with pytest.raises(BufferError_, match="samples is a masked array"):
+        Columns.of(Variable())
+
+
+def test_subclasses_of_arrays_are_taken_by_their_memory() -> None:
+    given = np.zeros((3, 2), [("a", "i2"), ("b", "f4")]).view(np.recarray)
+    columns, number, arrays = Columns.of(given)
+    (found,) = Records(columns, arrays, number, 0).read(np.arange(3)).values()
+    assert type(found) is np.ndarray
+    np.testing.assert_array_equal(found["b"], given["b"])

@@ -19,12 +19,12 @@ def test_ranks_train_the_model_of_one_process(
     kind: str, ranks: int, workers: int, loss: str
 ) -> None:
     settings: dict[str, Any] = {
-        **{"inverse_every": 3, "factor_every": 2, "weight_decay": 0.01},
+        "inverse_every": 3,
+        "factor_every": 2,
+        "weight_decay": 0.01,
         "lr": 0.05,
     }
     right = serial_run(kind, ranks, 6, **settings)
-    found = ranks_run(
-        kind, ranks, 6, loss=loss, gradient_workers=workers, **settings
-    )
+    found = ranks_run(kind, ranks, 6, loss=loss, gradient_workers=workers, **settings)
     for model in found:
         assert distance(model, right) < NEAR

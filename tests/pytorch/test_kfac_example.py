@@ -42,7 +42,13 @@ def test_the_example_of_kfac_prints_all_settings(
     torch.set_num_threads(threads)
     lines = said.getvalue().splitlines()
     assert "on 2 ranks; mean of 1 seeds" in lines[0]
-    assert [line[:5] for line in lines[1:]] == ["SGD, ", "K-FAC", "the b", "SGD, ", "K-FAC"]
+    assert [line[:5] for line in lines[1:]] == [
+        "SGD, ",
+        "K-FAC",
+        "the b",
+        "SGD, ",
+        "K-FAC",
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["--target", "--most", "--seeds", "--last"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_checkpointed_layers_count_once() -> None:
         return inner
 
     for is_reentrant in (False, True):
-        for model in run(2, lambda comm: main(comm, is_reentrant)):
+        for model in run(2, functools.partial(main, is_reentrant=is_reentrant)):
             assert distance(model, right) < NEAR
 
 
@@ -182,9 +183,7 @@ def scaled_run(comm: Any, overflow_on: int | None) -> tuple[nn.Module, float]:
 def test_scaled_losses_train_alike(overflow_on: int | None) -> None:
     """Scales may differ between ranks; a step with an overflow happens on none."""
     right = serial_run("perceptron", 2, 4, **SETTINGS)
-    for rank, found in enumerate(
-        run(2, lambda comm: scaled_run(comm, overflow_on))
-    ):
+    for rank, found in enumerate(run(2, lambda comm: scaled_run(comm, overflow_on))):
         model, scale = found
         assert distance(model, right) < NEAR
         assert scale == 2.0 ** (10 + rank - (overflow_on == rank))
@@ -308,9 +307,9 @@ def test_narrow_weights_have_factors_in_float32(dtype: torch.dtype) -> None:
                     if isinstance(value, torch.Tensor):
                         assert value.dtype == other.dtype
                         assert torch.equal(value, other)
-            assert {each.dtype for pair in optimizer.factors().values() for each in pair} == {
-                torch.float32
-            }
+            assert {
+                each.dtype for pair in optimizer.factors().values() for each in pair
+            } == {torch.float32}
         return [*model.parameters()]
 
     first, second = run(2, main)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of one rank with K-FAC are told on all, change nothing, and keep none waiting."""
+"""Faults of one rank with K-FAC are told on all ranks, and change nothing."""
 
 from __future__ import annotations
 
@@ -250,7 +250,9 @@ def test_gradients_summed_before_are_refused() -> None:
         parameters = [*model.parameters()]
         with KFAC(model, comm) as optimizer:
             backward(model, comm)
-            with GradientReducer(comm, [each.detach() for each in parameters]) as reduce:
+            with GradientReducer(
+                comm, [each.detach() for each in parameters]
+            ) as reduce:
                 reduce([each.grad for each in parameters])
             with pytest.raises(UsageError, match="have been summed already"):
                 optimizer.step()

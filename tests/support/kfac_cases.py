@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,9 +100,7 @@ def windows_of(layer: nn.Conv2d, x: Array) -> Array:
             pads.append((layer.padding[dim], layer.padding[dim]))
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = np.pad(x, [(0, 0), *pads], mode=mode)
-    spans = [
-        layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1 for dim in range(2)
-    ]
+    spans = [layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1 for dim in range(2)]
     found = []
     for row in range(0, padded.shape[1] - spans[0] + 1, layer.stride[0]):
         for column in range(0, padded.shape[2] - spans[1] + 1, layer.stride[1]):
@@ -118,8 +116,13 @@ class SerialKFAC:
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self.model = model
         self.set = {
-            **{"lr": 0.1, "damping": 0.003, "momentum": 0.9, "weight_decay": 0.0},
-            **{"factor_decay": 0.95, "factor_every": 1, "inverse_every": 10},
+            "lr": 0.1,
+            "damping": 0.003,
+            "momentum": 0.9,
+            "weight_decay": 0.0,
+            "factor_decay": 0.95,
+            "factor_every": 1,
+            "inverse_every": 10,
             "kl_clip": 0.001,
             **settings,
         }
@@ -139,13 +142,7 @@ class SerialKFAC:
         """Take a step on the mean loss of a batch."""
         self.seen = []
         handles = [
-            module.register_forward_hook(
-                lambda module, args, out: (
-                    out.retain_grad(),
-                    self.seen.append((module, args[0].detach(), out)),
-                )
-                and None
-            )
+            module.register_forward_hook(self.note)
             for module in self.model.modules()
             if isinstance(module, nn.Linear | nn.Conv2d)
         ]
@@ -165,6 +162,11 @@ class SerialKFAC:
         self.move()
         self.number += 1
         return float(loss.detach())
+
+    def note(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Keep the input and the output of a use of a layer."""
+        out.retain_grad()
+        self.seen.append((module, args[0].detach(), out))
 
     def fold(self, at: int, layer: Any, samples: int) -> None:
         """Put this step's factors into the averages."""

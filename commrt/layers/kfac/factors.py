@@ -56,9 +56,7 @@ def averaged(
     """
     if not sums.places or not samples:
         return before
-    new = Pair(
-        sums.inputs / samples, sums.gradients * (gradient_factor / sums.places)
-    )
+    new = Pair(sums.inputs / samples, sums.gradients * (gradient_factor / sums.places))
     updates = 1 if before is None else before.updates + 1
     if before is None:
         return Averages(new, updates)

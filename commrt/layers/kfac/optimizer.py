@@ -21,7 +21,7 @@ from commrt.errors import (
     shown,
 )
 from commrt.layers.kfac.capture import Capture
-from commrt.layers.kfac.factors import Averages, Pair, averaged
+from commrt.layers.kfac.factors import Averages, averaged
 from commrt.layers.kfac.gradients import Gradients, bits_of
 from commrt.layers.kfac.inverses import GROUP, RECEIVERS, Inverses, Task
 from commrt.layers.kfac.memory import Memory
@@ -117,9 +117,13 @@ class KFAC(torch.optim.Optimizer):
                 f"returns it"
             )
         values = {
-            **{"lr": lr, "damping": damping, "momentum": momentum},
-            **{"weight_decay": weight_decay, "factor_decay": factor_decay},
-            **{"factor_every": factor_every, "inverse_every": inverse_every},
+            "lr": lr,
+            "damping": damping,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "factor_decay": factor_decay,
+            "factor_every": factor_every,
+            "inverse_every": inverse_every,
             "kl_clip": kl_clip,
         }
         self._is_made = False
@@ -217,9 +221,7 @@ class KFAC(torch.optim.Optimizer):
             self._check_said(columns, is_inverting)
         except Exception as raised:
             is_refusal = isinstance(raised, RefusedError | UsageError)
-            if raised is error or (
-                is_refusal and not isinstance(raised, ClosedError)
-            ):
+            if raised is error or (is_refusal and not isinstance(raised, ClosedError)):
                 self._capture.finish()
                 self._begin()
             raise
@@ -323,10 +325,10 @@ class KFAC(torch.optim.Optimizer):
 
     def _make_room(self, settings: Settings) -> None:
         for _, parameter in self._named:
-            if settings.momentum and parameter.grad is not None:
-                if "momentum_buffer" not in self.state[parameter]:
-                    made = torch.zeros_like(parameter)
-                    self.state[parameter]["momentum_buffer"] = made
+            has_step = settings.momentum and parameter.grad is not None
+            if has_step and "momentum_buffer" not in self.state[parameter]:
+                made = torch.zeros_like(parameter)
+                self.state[parameter]["momentum_buffer"] = made
 
     # -- parts of a step ---------------------------------------------------------------
 
@@ -376,7 +378,9 @@ class KFAC(torch.optim.Optimizer):
             return
         advice = 'average them before step(), or give gradients="local"'
         everywhere = [0] * len(samples)
-        check_equal("KFAC.step", present, everywhere, "parameters with gradients", advice)
+        check_equal(
+            "KFAC.step", present, everywhere, "parameters with gradients", advice
+        )
         check_equal("KFAC.step", gradients, everywhere, "gradients", advice)
 
     def _check_finite(self, new: Mapping[int, Averages]) -> None:

@@ -49,13 +49,14 @@ def test_a_step_of_kfac_sends_the_bytes_of_its_formula(
         ) as optimizer:
             for number in range(step + 1):
                 x, y, _ = own_part(kind, ranks, comm.rank, number)
-                if gradients == "synchronised":  # the same samples: equal gradients
-                    x, y, _ = own_part(kind, ranks, 1, 0)
                 optimizer.zero_grad()
                 if number == step:
                     comm.barrier()
                 if len(x):
                     loss_of(model(x), y, "mean", 1).backward()
+                if gradients == "synchronised":  # as somebody else would leave them
+                    for each in model.parameters():
+                        each.grad = torch.full_like(each, 0.1)
                 optimizer.step()
                 if number == step:
                     comm.barrier()

@@ -48,15 +48,16 @@ class Part:
         outer = rows.gradients(gradient)
         if factor != 1:
             outer = outer * factor
-        new = sum(part.t() @ part for part in rows.inputs(x)), outer.t() @ outer
-        self.places += len(outer)
-        if not len(outer):
-            return
         if self._sums is None:
-            self._sums = new
-        else:
-            for total, more in zip(self._sums, new, strict=True):
-                total += more
+            inner_side, outer_side = rows.sides
+            self._sums = (
+                outer.new_zeros(inner_side, inner_side),
+                outer.new_zeros(outer_side, outer_side),
+            )
+        for part in rows.inputs(x):
+            self._sums[0].addmm_(part.t(), part)
+        self._sums[1].addmm_(outer.t(), outer)
+        self.places += len(outer)
 
     def flat(self, gradient_factor: float) -> Tensor:
         """Return both triangles and the number of places, as they travel."""

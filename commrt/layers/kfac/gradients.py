@@ -121,7 +121,6 @@ class Gradients:
             sums = self._reducer(given)
             for (_, parameter), total in zip(self._named, sums, strict=True):
                 parameter.grad = total
-        if self._are_local:
             mark_summed(self._named)
 
     def close(self) -> None:

@@ -14,9 +14,9 @@ from torch import nn
 from commrt.comm import Communicator
 from commrt.errors import (
     ClosedError,
+    CommError,
     MismatchError,
     NotFiniteError,
-    RefusedError,
     UsageError,
     shown,
 )
@@ -45,6 +45,8 @@ Tensor: TypeAlias = torch.Tensor
 
 LOSSES = ("mean", "sum", "global_mean")
 GRADIENTS = ("local", "synchronised")
+_OVERFLOW, _GRADIENTS, _SUMMING = 1, 2, 4
+"""Flags that ranks tell each other."""
 
 
 class KFAC(torch.optim.Optimizer):
@@ -155,8 +157,10 @@ class KFAC(torch.optim.Optimizer):
         workers = self._placement.gradient_workers
         with contextlib.ExitStack() as made:
             axes = {RECEIVERS: comm.size // workers, GROUP: workers}
-            self._grid = made.enter_context(_freed(ProcessGrid(comm, axes)))
-            sums = made.enter_context(_freed(comm.dup(name=f"{comm.name}.factors")))
+            self._grid = ProcessGrid(comm, axes)
+            made.callback(self._grid.free)
+            sums = comm.dup(name=f"{comm.name}.factors")
+            made.callback(sums.free)
             self._gradients = Gradients(comm, self._named, self._are_local, loss)
             made.callback(self._gradients.close)
             self._inverses = Inverses(self._grid, self._layers, self._placement)
@@ -181,22 +185,28 @@ class KFAC(torch.optim.Optimizer):
         before, where those of "synchronised" differ between ranks, and where ranks have
         other settings. NotFiniteError: factors have NaN or infinity.
         """
-        found = None
-        if closure is not None:
-            with torch.enable_grad():
-                found = closure()
         if not self._is_made:
             raise ClosedError("KFAC.step: the optimizer was freed")
-        self._step()
+        found, error = None, None
+        if closure is not None:
+            try:
+                with torch.enable_grad():
+                    found = closure()
+            except CommError:
+                raise
+            except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
+                error = wrong
+        self._step(error)
         return found
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _step(self) -> None:
+    def _step(self, error: Exception | None) -> None:
         group = self.param_groups[0]
-        is_inverting = False
-        error: Exception | None = None
-        settings, said = None, [0] * 8
+        is_inverting, is_same_kind = False, True
+        settings, said = None, [0] * 7
         try:
+            if error is not None:
+                raise error
             self._capture.check()
             settings = Settings.of("KFAC.step", group)
             is_inverting = group["steps"] % settings.inverse_every == 0
@@ -204,31 +214,34 @@ class KFAC(torch.optim.Optimizer):
             self._gradients.check()
             present = self._gradients.present()
             said = [
-                number_of((group["steps"], self._capture.is_summing)),
+                group["steps"],
                 number_of(tuple(settings)),
                 number_of(present) if not self._are_local else 0,
                 self._gradients.bits() if is_inverting else 0,
                 bits_of([p for _, p in self._named]) if self._is_first else 0,
-                self._has_overflow(),
+                self._has_overflow() * _OVERFLOW
+                + any(present) * _GRADIENTS
+                + self._capture.is_summing * _SUMMING,
                 self._capture.samples,
-                any(present),
             ]
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
         try:
             every = meet(self._grid.comm, "KFAC.step", error, said)
             columns = [column.tolist() for column in every.T]
+            flags, samples = columns[5], sum(columns[6])
+            is_same_kind = len({each & _SUMMING for each in flags}) == 1
             self._check_said(columns, is_inverting)
         except Exception as raised:
-            is_refusal = isinstance(raised, RefusedError | UsageError)
-            if raised is error or (is_refusal and not isinstance(raised, ClosedError)):
+            is_refusal = isinstance(raised, MismatchError | UsageError)
+            is_known = raised is error or is_refusal
+            if is_known and is_same_kind and not isinstance(raised, ClosedError):
                 self._capture.finish()
                 self._begin()
             raise
         assert settings is not None
         sums = self._capture.finish()
-        samples = sum(columns[6])
-        if any(columns[5]) or not samples:
+        if any(each & _OVERFLOW for each in flags) or not samples:
             self._begin()  # an overflow somewhere, or no samples anywhere
             return
         new: dict[int, Averages] = {}
@@ -353,15 +366,17 @@ class KFAC(torch.optim.Optimizer):
 
     def _check_said(self, columns: Sequence[Sequence[int]], is_inverting: bool) -> None:
         """Raise an error, the same on all ranks, where ranks do not fit together."""
-        steps, settings, present, gradients, parameters, _, samples, has_any = columns
-        if len({*steps}) > 1:
+        steps, settings, present, gradients, parameters, flags, samples = columns
+        are_summing = {each & _SUMMING for each in flags}
+        has_any = any(each & _GRADIENTS for each in flags)
+        if len({*steps}) > 1 or len(are_summing) > 1:
             raise MismatchError(
                 "KFAC.step: the ranks have taken different numbers of steps, or sum "
                 "factors in different ones; load the same state on all of them"
             )
         _check_same("KFAC.step", settings, "settings")
         _check_same("KFAC.step", parameters, "values of parameters")
-        if any(has_any) and not sum(samples):
+        if has_any and not sum(samples):
             raise UsageError(
                 "KFAC.step: there are gradients, and no call of the model has been "
                 "seen; give KFAC the module that is called, and let samples_of return "
@@ -385,8 +400,8 @@ class KFAC(torch.optim.Optimizer):
 
     def _check_finite(self, new: Mapping[int, Averages]) -> None:
         for number, averages in new.items():
-            sums = [each.sum() for each in averages.factors]
-            if not bool(torch.isfinite(torch.stack(sums)).all()):
+            are_finite = [torch.isfinite(each).all() for each in averages.factors]
+            if not all(map(bool, are_finite)):
                 raise NotFiniteError(
                     f"KFAC.step: factors of {self._layers[number].name} have NaN or "
                     f"infinity in step {self.param_groups[0]['steps']}; nothing has "
@@ -517,14 +532,6 @@ class KFAC(torch.optim.Optimizer):
     ) -> None:
         if error is None:
             self.free()
-
-
-@contextlib.contextmanager
-def _freed(resource: Any) -> Iterator[Any]:
-    try:
-        yield resource
-    finally:
-        resource.free()
 
 
 def _check_same(what: str, values: Sequence[int], name: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from commrt.errors import (
     shown,
 )
 from commrt.layers.kfac.capture import Capture
+from commrt.layers.kfac.factor_sums import LayerSums
 from commrt.layers.kfac.factors import Averages, averaged
 from commrt.layers.kfac.gradients import Gradients, bits_of
 from commrt.layers.kfac.inverses import GROUP, RECEIVERS, Inverses, Task
@@ -47,6 +48,17 @@ LOSSES = ("mean", "sum", "global_mean")
 GRADIENTS = ("local", "synchronised")
 _OVERFLOW, _GRADIENTS, _SUMMING = 1, 2, 4
 """Flags that ranks tell each other."""
+
+
+class _Agreed(NamedTuple):
+    """What all ranks know of a step."""
+
+    settings: Settings
+    is_inverting: bool
+    is_overflow: bool
+    """True if a scaled gradient of any rank has an infinity or NaN."""
+    samples: int
+    """Of all ranks."""
 
 
 class KFAC(torch.optim.Optimizer):
@@ -201,36 +213,45 @@ class KFAC(torch.optim.Optimizer):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _step(self, error: Exception | None) -> None:
+        agreed = self._agreed(error)
+        try:
+            sums = self._capture.finish()
+            # After an overflow somewhere, or without samples anywhere, nothing moves.
+            if agreed.samples and not agreed.is_overflow:
+                new = self._averaged(sums, agreed)
+                own = self._capture.samples
+                self._gradients.finish(own, agreed.samples, self._unscale())
+                self._move(agreed, new)
+                self.param_groups[0]["steps"] += 1
+                self._is_first = self._is_loaded = False
+        finally:
+            self._begin()
+
+    def _agreed(self, error: Exception | None) -> _Agreed:
+        """Return what all ranks know of a step; collective.
+
+        Raises this rank's error, RefusedError where another one has any, and UsageError
+        or MismatchError where ranks do not fit together.
+        """
         group = self.param_groups[0]
-        is_inverting, is_same_kind = False, True
-        settings, said = None, [0] * 7
+        settings, said, is_same_kind = None, [0] * 7, True
         try:
             if error is not None:
                 raise error
             self._capture.check()
             settings = Settings.of("KFAC.step", group)
-            is_inverting = group["steps"] % settings.inverse_every == 0
             self._check_scaler()
             self._gradients.check()
-            present = self._gradients.present()
-            said = [
-                group["steps"],
-                number_of(tuple(settings)),
-                number_of(present) if not self._are_local else 0,
-                self._gradients.bits() if is_inverting else 0,
-                bits_of([p for _, p in self._named]) if self._is_first else 0,
-                self._has_overflow() * _OVERFLOW
-                + any(present) * _GRADIENTS
-                + self._capture.is_summing * _SUMMING,
-                self._capture.samples,
-            ]
+            said = self._facts(settings)
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
         try:
             every = meet(self._grid.comm, "KFAC.step", error, said)
             columns = [column.tolist() for column in every.T]
-            flags, samples = columns[5], sum(columns[6])
+            flags = columns[5]
             is_same_kind = len({each & _SUMMING for each in flags}) == 1
+            assert settings is not None
+            is_inverting = group["steps"] % settings.inverse_every == 0
             self._check_said(columns, is_inverting)
         except Exception as raised:
             is_refusal = isinstance(raised, MismatchError | UsageError)
@@ -239,37 +260,50 @@ class KFAC(torch.optim.Optimizer):
                 self._capture.finish()
                 self._begin()
             raise
-        assert settings is not None
-        sums = self._capture.finish()
-        if any(each & _OVERFLOW for each in flags) or not samples:
-            self._begin()  # an overflow somewhere, or no samples anywhere
-            return
-        new: dict[int, Averages] = {}
-        if sums is not None:
-            scale = float(samples) ** 2 if self._loss == "global_mean" else 1.0
-            for number, each in enumerate(sums):
-                before = averages_in(self._state_of(number))
-                decay = settings.factor_decay
-                found = averaged(before, each, samples, scale, decay)
-                if found is not None and found is not before:
-                    new[number] = found
-        try:
-            self._check_finite(new)
-        except NotFiniteError:
-            self._begin()
-            raise
-        self._gradients.finish(self._capture.samples, samples, self._unscale())
-        try:
-            self._move(settings, new, is_inverting)
-        finally:
-            self._begin()
-        group["steps"] += 1
-        self._is_first = self._is_loaded = False
+        is_overflow = any(each & _OVERFLOW for each in flags)
+        return _Agreed(settings, is_inverting, is_overflow, sum(columns[6]))
 
-    def _move(
-        self, settings: Settings, new: Mapping[int, Averages], is_inverting: bool
-    ) -> None:
+    def _facts(self, settings: Settings) -> list[int]:
+        """Return what this rank tells the others before a step."""
+        steps = self.param_groups[0]["steps"]
+        is_inverting = steps % settings.inverse_every == 0
+        present = self._gradients.present()
+        parameters = [parameter for _, parameter in self._named]
+        return [
+            *(steps, number_of(tuple(settings))),
+            0 if self._are_local else number_of(present),
+            self._gradients.bits() if is_inverting else 0,
+            bits_of(parameters) if self._is_first else 0,
+            self._has_overflow() * _OVERFLOW
+            + any(present) * _GRADIENTS
+            + self._capture.is_summing * _SUMMING,
+            self._capture.samples,
+        ]
+
+    def _averaged(
+        self, sums: Sequence[LayerSums] | None, agreed: _Agreed
+    ) -> dict[int, Averages]:
+        """Return the averages with this step in them, by layer; NotFiniteError."""
+        samples, decay = agreed.samples, agreed.settings.factor_decay
+        scale = float(samples) ** 2 if self._loss == "global_mean" else 1.0
+        new: dict[int, Averages] = {}
+        for number, each in enumerate(sums or ()):
+            before = averages_in(self._state_of(number))
+            found = averaged(before, each, samples, scale, decay)
+            if found is None or found is before:
+                continue
+            if not all(bool(torch.isfinite(x).all()) for x in found.factors):
+                raise NotFiniteError(
+                    f"KFAC.step: factors of {self._layers[number].name} have NaN or "
+                    f"infinity in step {self.param_groups[0]['steps']}; nothing has "
+                    f"changed. Lower lr, or pass grad_scaler where a loss is scaled"
+                )
+            new[number] = found
+        return new
+
+    def _move(self, agreed: _Agreed, new: Mapping[int, Averages]) -> None:
         """Change averages, inverses and parameters: all, or none."""
+        settings = agreed.settings
         tasks: dict[int, Task] = {}
         known: dict[int, Averages] = {}
         for number in range(len(self._layers)):
@@ -279,7 +313,7 @@ class KFAC(torch.optim.Optimizer):
                 continue
             known[number] = averages
             inverted = inverted_in(state)
-            if is_inverting or inverted is None:
+            if agreed.is_inverting or inverted is None:
                 tasks[number] = Task(averages.factors, settings.damping)
             elif self._is_loaded:
                 tasks[number] = inverted
@@ -397,16 +431,6 @@ class KFAC(torch.optim.Optimizer):
             "KFAC.step", present, everywhere, "parameters with gradients", advice
         )
         check_equal("KFAC.step", gradients, everywhere, "gradients", advice)
-
-    def _check_finite(self, new: Mapping[int, Averages]) -> None:
-        for number, averages in new.items():
-            are_finite = [torch.isfinite(each).all() for each in averages.factors]
-            if not all(map(bool, are_finite)):
-                raise NotFiniteError(
-                    f"KFAC.step: factors of {self._layers[number].name} have NaN or "
-                    f"infinity in step {self.param_groups[0]['steps']}; nothing has "
-                    f"changed. Lower lr, or pass grad_scaler where a loss is scaled"
-                )
 
     # -- scaled losses -----------------------------------------------------------------
 

@@ -214,14 +214,14 @@ class Mixed(nn.Module):
         self.frozen.requires_grad_(False)
         self.skipped = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.depthwise = nn.Conv1d(4, 4, 1, groups=4)
-        self.half = nn.Linear(3, 3)
-        self.half.bias.requires_grad_(False)
+        self.part = nn.Linear(3, 3)
+        self.part.bias.requires_grad_(False)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, tokens: Any) -> Any:
         x = self.skipped(self.frozen(self.table(tokens)))
         x = self.depthwise(x[:, :, None])[:, :, 0]
-        return self.half(self.tied(x))
+        return self.part(self.tied(x))
 
 
 def test_other_parameters_take_steps_of_sgd() -> None:
@@ -237,7 +237,7 @@ def test_other_parameters_take_steps_of_sgd() -> None:
         with KFAC(
             model, comm, skip=["skipped"], momentum=0.5, weight_decay=0.1
         ) as optimizer:
-            assert optimizer.layer_names == ("half", "unused")
+            assert optimizer.layer_names == ("part", "unused")
             tokens = torch.tensor([0, 1, 2, 2]) if comm.rank else torch.tensor([1])
             loss = functional.cross_entropy(model(tokens), tokens)
             loss.backward()
@@ -251,7 +251,7 @@ def test_other_parameters_take_steps_of_sgd() -> None:
             expected = dict(before.named_parameters())
             for name, found in model.named_parameters():
                 is_near = torch.allclose(found, expected[name], rtol=1e-12, atol=1e-14)
-                assert is_near == (name != "half.weight"), name
+                assert is_near == (name != "part.weight"), name
 
     run(2, main)
 

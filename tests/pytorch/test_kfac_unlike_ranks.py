@@ -445,3 +445,46 @@ def test_states_that_do_not_fit_are_refused(change: Any, text: str) -> None:
                 optimizer.load_state_dict(state)
 
     run(2, main, timeout_s=SHORT_S)
+
+
+def test_copies_of_a_model_have_no_part_in_its_steps() -> None:
+    """Such as one whose parameters are averages over steps."""
+    right = serial_run("perceptron", 2, 2)
+
+    def main(comm: Any) -> nn.Module:
+        model = model_of("perceptron")
+        with KFAC(model, comm) as optimizer:
+            for step in range(2):
+                copied = copy.deepcopy(model)
+                backward(copied, comm, 7)
+                optimizer.zero_grad()
+                backward(model, comm, step)
+                backward(copied, comm, 8)
+                optimizer.step()
+        return model
+
+    for model in run(2, main, timeout_s=SHORT_S):
+        assert distance(model, right) < NEAR
+
+
+def test_an_error_of_a_closure_is_told_on_all() -> None:
+    right = serial_run("perceptron", 2, 2)
+
+    def main(comm: Any) -> nn.Module:
+        model = model_of("perceptron")
+        with KFAC(model, comm) as optimizer:
+
+            def wrong() -> None:
+                backward(model, comm)
+                if comm.rank == 1:
+                    raise KeyError("batch")
+
+            with pytest.raises(KeyError if comm.rank == 1 else RefusedError):
+                optimizer.step(wrong)
+            for step in range(2):
+                optimizer.zero_grad()
+                optimizer.step(lambda step=step: backward(model, comm, step))
+        return model
+
+    for model in run(2, main, timeout_s=SHORT_S):
+        assert distance(model, right) < NEAR

@@ -21,6 +21,24 @@ __all__ = ["Capture"]
 Tensor: TypeAlias = torch.Tensor
 
 
+class _Hook:
+    """A hook of one model, which does nothing in copies of this model.
+
+    Args:
+        call: what it calls; None: nothing.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()  # of copies, and of models that are pickled
+
+
 class _Pass:
     """One forward pass of the model.
 
@@ -69,12 +87,12 @@ class Capture:
         self._current: _Pass | None = None
         self._begin(False)
         self._handles = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            model.register_forward_hook(self._leave),
+            model.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._leave)),
         ]
         for number, layer in enumerate(layers):
             for module in layer.modules:
-                hook = partial(self._used, number)
+                hook = _Hook(partial(self._used, number))
                 self._handles.append(
                     module.register_forward_hook(hook, with_kwargs=True)
                 )

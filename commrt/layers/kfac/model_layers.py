@@ -76,7 +76,7 @@ def layers_of(model: nn.Module, skip: Collection[str]) -> list[Layer]:
             f"KFAC: skip={shown(skip)} must be a collection of names of modules, as "
             f"model.named_modules() has them"
         )
-    uses: dict[int, set[tuple[type, int, int]]] = {}
+    uses: dict[int, set[tuple[object, ...]]] = {}
     for module in model.modules():
         pair = (getattr(module, name, None) for name in ("weight", "bias"))
         use = (type(module), *map(id, pair))

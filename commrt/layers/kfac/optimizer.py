@@ -61,7 +61,7 @@ class _Agreed(NamedTuple):
     """Of all ranks."""
 
 
-class KFAC(torch.optim.Optimizer):
+class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
     """Gradient descent along gradients that are multiplied by an inverse Fisher matrix.
 
         optimizer = KFAC(model, comm, lr=0.1)

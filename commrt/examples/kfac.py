@@ -52,9 +52,9 @@ class Setting(NamedTuple):
         return f"K-FAC, lr {self.lr}, damping {self.damping}"
 
 
-SGD = [Setting(lr) for lr in (0.02, 0.05, 0.1, 0.2, 0.4)]
+SGD = [Setting(lr) for lr in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)]
 K_FAC = [
-    Setting(*each) for each in itertools.product((0.1, 0.2, 0.4), (0.01, 0.03, 0.1))
+    Setting(*each) for each in itertools.product((0.1, 0.2, 0.4), (0.03, 0.1, 0.3))
 ]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running averages of a layer's two factors, their damping and their inverses; local.
 
-Inverses come from Cholesky factors, not from eigenvectors. They take about a tenth of
-the time, and are symmetric, so half of their elements travel. Damping is then split
+Inverses come from Cholesky factors, not from eigenvectors. They take fewer operations,
+and are symmetric, so half of their elements travel. Damping is then split
 between both factors (Martens and Grosse 2015, arXiv 1503.05671, section 6.3).
 """
 
@@ -82,9 +82,8 @@ def damping_of(factors: Pair, damping: float) -> tuple[float, float]:
 def inverse_of(name: str, triangle: Tensor, shift: float) -> Tensor:
     """Return the triangle of the inverse of a factor plus ``shift`` times identity.
 
-    It is computed in float64: in float32 the factorisation fails where eigenvalues
-    differ by 10⁷, as those of pixels that are nearly always 0 do. Raises UsageError
-    where the matrix is not positive definite.
+    It is computed in float64: in float32 a factorisation fails where eigenvalues differ
+    by more than about 10⁷. Raises UsageError where the matrix is not positive definite.
     """
     matrix = unpacked(triangle.double())
     matrix.diagonal().add_(shift)

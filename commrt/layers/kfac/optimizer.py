@@ -347,7 +347,7 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         """Move all parameters; local."""
         clip = 1.0
         if settings.kl_clip is not None:
-            # Ba et al. 2017; Pauloski et al. 2020, arXiv 2007.00784, equation 18
+            # Ba et al., ICLR 2017; Pauloski et al. 2020, arXiv 2007.00784
             parts = [(moves[at].double() * matrices[at]).sum() for at in moves]
             norm = settings.lr**2 * sum(float(each) for each in parts)
             if norm > settings.kl_clip:

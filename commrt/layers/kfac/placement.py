@@ -3,7 +3,7 @@
 
 Ranks form p / g groups of g neighbours. A layer belongs to one group, whose ranks keep
 its inverses and precondition its gradient ("gradient workers" of Pauloski et al. 2021,
-"KAISA", arXiv 2107.01739, section 3). Longest tasks are placed first, each on what has
+"KAISA", arXiv 2107.01739). Longest tasks are placed first, each on what has
 least to do (Graham 1969, "Bounds on multiprocessing timing anomalies").
 """
 

@@ -45,7 +45,8 @@ __all__ = ["KFAC"]
 Tensor: TypeAlias = torch.Tensor
 
 LOSSES = ("mean", "sum", "global_mean")
-GRADIENTS = ("local", "synchronised")
+GRADIENTS = {"local": True, "synchronised": False}
+"""Whether each rank has gradients of its own samples alone."""
 _OVERFLOW, _GRADIENTS, _SUMMING = 1, 2, 4
 """Flags that ranks tell each other."""
 
@@ -165,7 +166,7 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         for which, name in enumerate(("parameters", "settings", "choices", "layers")):
             _check_same("KFAC", said[:, which].tolist(), name)
         self._scaler = grad_scaler
-        self._loss, self._are_local = loss, gradients == "local"
+        self._loss, self._are_local = loss, GRADIENTS[gradients]
         workers = self._placement.gradient_workers
         with contextlib.ExitStack() as made:
             axes = {RECEIVERS: comm.size // workers, GROUP: workers}
@@ -577,7 +578,7 @@ def _check_choices(
                 f"KFAC: {name}={shown(value)} must be one of {', '.join(known)}"
             )
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    if is_ddp and gradients == "local":
+    if is_ddp and GRADIENTS[gradients]:
         raise UsageError(
             "KFAC: the model is in DistributedDataParallel, which averages gradients; "
             'give gradients="synchronised", or the bare model'

@@ -119,7 +119,7 @@ def _may_overlap(tensor: Tensor) -> bool:
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, length in sorted((s, n) for s, n in pairs if n > 1):
         if stride < extent:
-            return tensor.numel() > 1
+            return bool(tensor.numel() > 1)
         extent += stride * (length - 1)
     return False
 

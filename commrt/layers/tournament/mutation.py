@@ -83,7 +83,7 @@ class Perturb:
 def _is_number(value: Any) -> bool:
     """Return whether a value is a real number; a tensor may have one."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.is_floating_point()
+        return bool(value.numel() == 1 and value.is_floating_point())
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -2264,6 +2264,11 @@ class TcpLinks:
         frames, and that for payloads.
         """
 
+    def num_late() -> int:
+        """How often the thread that receives while nobody looks found something by its
+        clock, as nobody had handed the looking over.
+        """
+
     @property
     def num_open(self) -> int:
         """Connections that have not ended."""

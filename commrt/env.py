@@ -302,7 +302,8 @@ VARIABLES: tuple[Variable, ...] = (
         "Progress thread, which goes on with operations while the program computes; on "
         "needs MPI with THREAD_MULTIPLE; auto starts one only where at least 2 cores "
         "per on-node rank are available, and elsewhere lets the thread that receives "
-        "by TCP go on with operations between nodes; off: they move only in calls.",
+        "by TCP go on with operations between nodes (it needs the same of MPI); off: "
+        "they move only in calls.",
         True,
         _choice("off", "on", "auto"),
     ),

@@ -35,7 +35,7 @@ from commrt.layers.tournament.transfer import Transfer
 from commrt.local import run
 
 Change = Callable[[Any, Any], Any]
-LIMIT_S = 20.0
+LIMIT_S = 240.0
 """Of runs whose ranks would wait for each other if an error were not told."""
 
 

@@ -95,6 +95,9 @@ void bind_relay(nb::module_& m) {
            "Take over connected sockets: for each rank its number, the descriptor for frames, and that "
            "for payloads.")
       .def_prop_ro("num_open", &TcpLinks::num_open, "Connections that have not ended.")
+      .def_static("num_late", [] { return TcpPoller::instance().num_late(); },
+                  "How often the thread that receives while nobody looks found something by its "
+                  "clock, as nobody had handed the looking over.")
       .def("stop", &TcpLinks::stop, nb::call_guard<ReleasedGil>(), "End all connections at once.");
 
   nb::class_<RelayCarrier>(m, "RelayCarrier", "Gives a relay's frames to gloo.")

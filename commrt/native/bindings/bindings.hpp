@@ -20,6 +20,7 @@ void bind_device_work(nb::module_& m);
 void bind_end(nb::module_& m);
 void bind_flight(nb::module_& m);
 void bind_flows(nb::module_& m);
+void bind_engine(nb::module_& m);
 void bind_group(nb::module_& m);
 void bind_faults(nb::module_& m);
 void bind_waiting(nb::module_& m);

@@ -15,6 +15,7 @@ NB_MODULE(_native, m) {
   commrt::bind_kernels(m);
   commrt::bind_plan(m);
   commrt::bind_relay(m);
+  commrt::bind_engine(m);
   commrt::bind_group(m);
   commrt::bind_faults(m);
   commrt::bind_flight(m);

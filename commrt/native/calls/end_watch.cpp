@@ -53,6 +53,7 @@ Backoff& EndWatch::backoff(const std::vector<Watched>& watched) {
 
 std::vector<size_t> EndWatch::wait(const std::vector<Watched>& watched, bool is_curious,
                                    double limit_s) {
+  const Engine::HandsOver hands_over(*engine_);
   constexpr double kLongestNap_s = 5e-4;
   // A process that ends rings nobody.
   constexpr double kBetweenLooks_s = 0.1;

@@ -101,12 +101,13 @@ void send(Bucket& bucket) {
     Py_DECREF(arrays);
     throw;
   }
+  const bool has_more = Engine::may_have_more(*op);
   make_request_in(request, bucket.group, std::move(op), nb::none(),
                   nb::handle(name_of_allreduce()), group.timeout_s);
   bucket.request = std::move(request);
   bucket.sent = nb::inst_ptr<Request>(bucket.request);
   bucket.sent->be_quiet();
-  if (engine.goes_on_alone()) engine.wake();
+  if (engine.goes_on_alone()) engine.wake(has_more);
   if (engine.has_ended()) drop_ended(engine);
   if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
 }

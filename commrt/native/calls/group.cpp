@@ -112,6 +112,7 @@ bool ask_gloo(Group& group, const Op& op, double seconds) {
 
 WaitResult wait_for(Group& group, const std::shared_ptr<Op>& op, double timeout_s, bool spun) {
   const GiveAtEnd give;
+  const Engine::HandsOver hands_over(*group.engine);
   constexpr int kPassesWithGil = 24;  // about 2 us
   // Ranks that share cores go straight to the loop below, which yields.
   const int spins = group.comm->spins_of(op->plan.get());
@@ -299,7 +300,7 @@ nb::object Request::wait(nb::object stream, nb::object timeout) {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Group& group = nb::cast<Group&>(group_);
     switch (wait_for(group, op_, seconds)) {
-      case WaitResult::Done: group.engine->wake_for_others(); break;
+      case WaitResult::Done: break;
       case WaitResult::Interrupted: throw nb::python_error();
       case WaitResult::TimedOut: return outcome_after(WaitResult::TimedOut, seconds);
     }
@@ -312,6 +313,7 @@ bool Request::test() {
     if (Engine::forked.load(std::memory_order_relaxed)) group_.attr(group_methods::kCheckUsable)();
     Engine& engine = *nb::cast<Group&>(group_).engine;
     const GiveAtEnd give;
+    const Engine::HandsOver hands_over(engine);
     // A thread that looks at devices waits for locks whose holder may wait for the GIL.
     auto step = [&] {
       if (is_long(*op_) || engine.has_device_work()) {
@@ -329,10 +331,7 @@ bool Request::test() {
     }
     if (engine.is_timed_due() && !look_at_timed(engine)) throw nb::python_error();
   }
-  if (!op_->finished() && !peers_gave_up()) {
-    nb::cast<Group&>(group_).engine->wake_for_others();
-    return false;
-  }
+  if (!op_->finished() && !peers_gave_up()) return false;
   outcome();
   return true;
 }
@@ -510,7 +509,7 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
   if (Relay::is_due()) RelayCarrier::give_everything();
   if (nonblocking) {
     if (wants_gil(engine) && !run_wanted(engine)) throw nb::python_error();
-    if (engine.has_thread() || !op->finished()) engine.wake(is_long(*op));
+    if (engine.has_thread() || !op->finished()) engine.wake(Engine::may_have_more(*op));
     const bool guarded = op->in_flight != nullptr;
     nb::object made = make_request(group_object, std::move(op), result, operation, timeout_s);
     if (guarded) nb::inst_ptr<Request>(made)->note_site();
@@ -543,7 +542,6 @@ nb::object finish_call(nb::handle group_object, std::shared_ptr<Op> op, nb::hand
       group.comm->recycle(std::move(op));
       engine.mutex.unlock();
     }
-    engine.wake_for_others();
     return value;
   }
   if (!op->finished() || op->held) keep_while_needed();

@@ -5,6 +5,7 @@
 #include "engine/backoff.hpp"
 #include "engine/device_work.hpp"
 #include "engine/mpi_turn.hpp"
+#include "engine/p2p.hpp"
 #include "engine/relay.hpp"
 #include "engine/tcp_poller.hpp"
 #include "engine/stand_ins.hpp"
@@ -311,6 +312,7 @@ void Engine::start_thread() {
   if (thread_.joinable()) return;
   stopping_ = false;
   thread_ = without_signals([this] { thread_main(); });
+  has_thread_.store(true, std::memory_order_release);
 }
 
 void Engine::start_watch() {
@@ -342,6 +344,10 @@ void Engine::watch_main() {
 
 void Engine::stop_thread() {
   if (forked.load(std::memory_order_relaxed)) return;
+  {
+    const std::lock_guard<std::mutex> outer(engines().going_on);  // the last pass has ended
+    by_arrivals_.store(false, std::memory_order_release);
+  }
   if (watch_.joinable()) {
     {
       const std::lock_guard<std::mutex> lock(watch_mutex_);
@@ -358,44 +364,56 @@ void Engine::stop_thread() {
   parked_->notify_all();
   ring();
   thread_.join();
+  has_thread_.store(false, std::memory_order_release);
+}
+
+bool Engine::goes_on_by_arrivals() const {
+  return by_arrivals_.load(std::memory_order_acquire) && TcpPoller::is_used();
 }
 
 void Engine::wake(bool has_more) {
-  if (thread_.joinable()) {
+  if (has_thread()) {
     parked_->notify_one();
     ring();
-  } else if (by_arrivals_.load(std::memory_order_relaxed) && TcpPoller::is_used()) {
+  } else if (goes_on_by_arrivals()) {
     TcpPoller::instance().hand_over(has_more);
   }
 }
 
-void Engine::wake_for_others() {
-  if (thread_.joinable() || !by_arrivals_.load(std::memory_order_relaxed)) return;
+bool Engine::may_have_more(const Op& op) {
+  if (op.finished()) return false;
+  if (op.p2p != nullptr) return op.p2p->nbytes > kSliceBytes;
+  const int64_t elems = op.plan->in_elems + op.plan->out_elems;
+  return static_cast<uint64_t>(elems) * op.plan->itemsize > kSliceBytes;
+}
+
+void Engine::hand_over_rest() {
+  if (has_thread() || !goes_on_by_arrivals()) return;
   const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
   if (!lock.owns_lock() || busy_locked()) wake();
 }
 
 bool Engine::go_on_everywhere() {
   const std::lock_guard<std::mutex> outer(engines().going_on);
-  std::vector<Engine*> mine;
-  {
-    const std::lock_guard<std::mutex> lock(engines().mutex);
-    for (Engine* engine : engines().all) {
-      if (!engine->has_thread() && engine->goes_on_alone()) mine.push_back(engine);
-    }
-  }
   bool is_busy = false;
-  for (Engine* engine : mine) {
-    for (bool advanced = true; advanced;) {
-      // Between passes the lock is free, so that callers can submit and wait.
-      const std::lock_guard<std::mutex> lock(engine->mutex);
-      try {
-        advanced = engine->busy_locked() && engine->step_locked(kSliceBytes);
-      } catch (const std::bad_alloc&) {
-        advanced = false;  // waiting threads learn of it by themselves; later there may be memory
+  try {
+    std::vector<Engine*> mine;
+    {
+      const std::lock_guard<std::mutex> lock(engines().mutex);
+      for (Engine* engine : engines().all) {
+        if (!engine->has_thread() && engine->goes_on_by_arrivals()) mine.push_back(engine);
       }
-      if (!advanced) is_busy = is_busy || engine->busy_locked();
     }
+    for (Engine* engine : mine) {
+      for (bool advanced = true; advanced;) {
+        // Between passes the lock is free, so that callers can submit and wait.
+        const std::lock_guard<std::mutex> lock(engine->mutex);
+        advanced = engine->busy_locked() && engine->step_locked(kSliceBytes);
+        if (!advanced) is_busy = is_busy || engine->busy_locked();
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    is_busy = true;  // waiting threads learn of it by themselves; the next pass may have memory
   }
   return is_busy;
 }
@@ -406,7 +424,7 @@ int Engine::spins_locked(int own) const {
 }
 
 bool Engine::only_gloo_locked() const {
-  if (thread_.joinable()) return true;
+  if (has_thread()) return true;
   return !has_device_work() &&
          std::all_of(comms_.begin(), comms_.end(), [](const Comm* comm) { return comm->only_gloo(); });
 }

@@ -56,23 +56,32 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Progress thread: runs while operations are in flight, parks when there are none.
   void start_thread();
   void stop_thread();
-  bool has_thread() const { return thread_.joinable(); }
+  bool has_thread() const { return has_thread_.load(std::memory_order_acquire); }
   // True while the thread sleeps until there is something to do.
   bool is_parked() const { return is_parked_.load(std::memory_order_acquire); }
   // Instead of that thread, where a rank has no core for it: the thread that receives from other
   // nodes goes on with operations as their messages come (TcpPoller).
   void go_on_by_arrivals() { by_arrivals_.store(true, std::memory_order_release); }
   // True if operations go on while the program does something else.
-  bool goes_on_alone() const {
-    return has_thread() || by_arrivals_.load(std::memory_order_acquire);
-  }
+  bool goes_on_alone() const { return has_thread() || goes_on_by_arrivals(); }
   // Goes on with them on all engines of this process that do so; true while there are some.
   static bool go_on_everywhere();
   // Called after something was started, or left in flight, that its caller does not wait for.
   // `has_more`: it could go on now.
   void wake(bool has_more = false);
-  // The same for a caller whose wait has ended, which may leave others in flight.
-  void wake_for_others();
+  // True if one slice may have left something of an operation that could go on.
+  static bool may_have_more(const Op& op);
+  // The same at the end of what looks for what comes, and may leave operations in flight.
+  class HandsOver {
+   public:
+    explicit HandsOver(Engine& engine) : engine_(engine) {}
+    ~HandsOver() { engine_.hand_over_rest(); }
+    HandsOver(const HandsOver&) = delete;
+    HandsOver& operator=(const HandsOver&) = delete;
+
+   private:
+    Engine& engine_;
+  };
   bool idle();
 
   // Tells the ranks of the node, on each communicator, what this one waits for; null: nothing.
@@ -161,6 +170,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::atomic<bool> forked;
 
  private:
+  bool goes_on_by_arrivals() const;
+  void hand_over_rest();
   bool busy_locked() const;
   void thread_main();
   void watch_main();
@@ -183,6 +194,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> wants_python_{false};
   std::atomic<bool> by_arrivals_{false};
   std::thread thread_;
+  std::atomic<bool> has_thread_{false};
   // On the heap: in a forked process it is left alone, as the thread that waits on it does
   // not exist there.
   std::unique_ptr<std::condition_variable> parked_ = std::make_unique<std::condition_variable>();

@@ -195,27 +195,25 @@ bool TcpPoller::look() {
 void TcpPoller::take_over() {
   num_looks_.fetch_add(1, std::memory_order_relaxed);
   if (is_handed_over_.load(std::memory_order_relaxed)) is_handed_over_.store(false);
-  if (run_ == nullptr || !is_armed_.load(std::memory_order_relaxed)) return;
-  if (!is_armed_.exchange(false)) return;
-  epoll_event event = event_of(0, nullptr);
-  epoll_ctl(run_->quiet, EPOLL_CTL_MOD, run_->all, &event);
+  if (run_ == nullptr || !run_->is_armed.load(std::memory_order_relaxed)) return;
+  const std::lock_guard<std::mutex> lock(interrupting_);
+  arm(*run_, false);
 }
 
-// Until something comes, once.
-void TcpPoller::arm(const Run& run) {
-  is_armed_.store(true);
-  epoll_event event = event_of(EPOLLIN | EPOLLONESHOT, nullptr);
+// Once, until something comes. The caller has `interrupting_`.
+void TcpPoller::arm(Run& run, bool is_armed) {
+  epoll_event event = event_of(is_armed ? EPOLLIN | EPOLLONESHOT : 0u, nullptr);
   epoll_ctl(run.quiet, EPOLL_CTL_MOD, run.all, &event);
+  run.is_armed.store(is_armed);
 }
 
 void TcpPoller::hand_over(bool has_more) {
   is_handed_over_.store(true);
-  if (!has_more && is_armed_.load()) return;
   const std::lock_guard<std::mutex> lock(interrupting_);
   if (run_ == nullptr) return;
   const uint64_t one = 1;
   if (has_more) static_cast<void>(!write(run_->interrupts, &one, sizeof one));
-  if (!is_armed_.load()) arm(*run_);
+  if (!run_->is_armed.load()) arm(*run_, true);
 }
 
 TcpPoller::Held TcpPoller::try_hold() {
@@ -261,22 +259,32 @@ void TcpPoller::run(const std::shared_ptr<Run>& mine) {
     const bool is_eager = goes_on && Relay::expects_neighbors();
     epoll_event event;
     const int most_ms = is_eager ? kBetweenLooksAtNeighbors_ms : kBetweenLooks_ms;
-    if (epoll_wait(mine->quiet, &event, 1, most_ms) > 0) is_armed_.store(false);
+    const bool comes = epoll_wait(mine->quiet, &event, 1, most_ms) > 0;
+    if (comes) {
+      const std::lock_guard<std::mutex> lock(interrupting_);
+      mine->is_armed.store(false);
+    }
     const uint64_t looks = num_looks_.load(std::memory_order_relaxed);
     if (looks != before && !is_handed_over_.exchange(false)) {  // others look
       before = looks;
       goes_on = false;
       continue;
     }
+    bool has_found = false;
     if (num_holding_.load() == 0) {
       if (const Held held(mutex_, std::try_to_lock); held.owns_lock() && run_ == mine) {
-        while (look() && !is_wanted_.exchange(false)) {
+        while (look()) {
+          has_found = true;
+          if (is_wanted_.exchange(false)) break;
         }
       }
     }
+    if (has_found && !comes) num_late_.fetch_add(1, std::memory_order_relaxed);
+    if (mine->is_over.load()) return;
     goes_on = Engine::go_on_everywhere();
     before = num_looks_.load(std::memory_order_relaxed);
-    arm(*mine);
+    const std::lock_guard<std::mutex> lock(interrupting_);
+    arm(*mine, true);
   }
 }
 

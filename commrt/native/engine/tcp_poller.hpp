@@ -51,6 +51,8 @@ class TcpPoller {
   // The caller looks no more: the poller's own thread is to look as soon as something comes.
   // `has_more`: there is something to send, too, so it goes on at once.
   void hand_over(bool has_more);
+  // How often that thread found something by its clock, as nobody had handed over.
+  uint64_t num_late() const { return num_late_.load(std::memory_order_relaxed); }
 
  private:
   // From the first link to the last one.
@@ -64,6 +66,7 @@ class TcpPoller {
     int quiet = -1;  // of epoll: tells the poller's own thread of `all`, where it is armed
     int interrupts = -1;
     std::atomic<bool> is_over{false};
+    std::atomic<bool> is_armed{false};  // with `quiet`; changed under interrupting_
   };
 
   TcpPoller();
@@ -72,23 +75,22 @@ class TcpPoller {
   void end();
   bool look();
   void take_over();
-  void arm(const Run& run);
+  static void arm(Run& run, bool is_armed);
   void run(const std::shared_ptr<Run>& mine);
   static void forget_in_child();
 
   static std::atomic<bool> used_, in_child_;
   std::mutex mutex_;  // of whoever looks
   std::shared_ptr<Run> run_;
-  std::mutex interrupting_;  // run_ stays meanwhile
+  std::mutex interrupting_;  // the inner one; run_ stays meanwhile
   std::mutex descriptors_mutex_;
   std::vector<int> descriptors_;  // that children close
   int num_links_ = 0;
   std::atomic<bool> is_sleeping_{false};
-  std::atomic<bool> is_armed_{false};
   std::atomic<bool> is_handed_over_{false};  // and nobody has looked since
   std::atomic<bool> is_wanted_{false};  // by one who would look, while another thread does
   std::atomic<int> num_holding_{0};
-  std::atomic<uint64_t> num_looks_{0};
+  std::atomic<uint64_t> num_looks_{0}, num_late_{0};
 };
 
 }  // namespace commrt

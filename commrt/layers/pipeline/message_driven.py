@@ -167,14 +167,17 @@ class MessageDrivenPipeline:
         self._seconds: tuple[float, ...] | None = None
         self._most_in_flight = 0
         self._is_broken = False
-        self._comm = given.dup(name=f"{given.name}.pipeline")
         self._data: Communicator | None = None
-        if isinstance(comm, ProcessGrid) and len(ranks) > 1:
-            self._data = comm["data"].dup()
+        self._comm = given.dup(name=f"{given.name}.pipeline")
         links = Links(self._comm, column, self._stage_number, _device_of(stage))
         self._links = links
-        if self._data is not None:
-            broadcast_from_first(self._data, stage)
+        try:
+            if isinstance(comm, ProcessGrid) and len(ranks) > 1:
+                self._data = comm["data"].dup()
+                broadcast_from_first(self._data, stage)
+        except BaseException:
+            self.free()
+            raise
 
     # -- facts -------------------------------------------------------------------------
 
@@ -265,8 +268,8 @@ class MessageDrivenPipeline:
             every = meet(self._comm, what, error, start)
             starts = [_Start(*row) for row in every.tolist()]
             self._check_fit(what, mode, starts)
-        except CommError:
-            self._is_broken = False
+        except Exception:
+            self._is_broken = False  # all ranks know, and nothing has begun
             raise
         parameters = [
             each

@@ -178,7 +178,7 @@ def test_only_the_ends_need_micro_batches_and_targets() -> None:
 
 def test_shapes_of_other_steps_are_learnt_and_remembered() -> None:
     """Also where modes and frozen parameters change between them."""
-    first, second = batch((3, 2)), batch((1, 1, 4))
+    first, second = batch((3, 2)), batch((2, 2, 4))
     expected = []
     model = plain()
     for given in (first, second, first, second):

@@ -96,8 +96,12 @@ def test_too_many_kinds_in_any_order_are_refused() -> None:
 
 
 def test_small_costs_behind_large_ones_count() -> None:
-    costs = [1e17, 3.0, 1.0, 1.0, 1.0]
-    assert partition(costs, [1e17, 1.0, 1.0]).ranges[1:] == (range(1, 2), range(2, 5))
+    found = partition(
+        *([1e17, 3.0, 1.0, 1.0, 1.0], [1e17, 1.0, 1.0]),
+        nbytes=[9, 1, 1, 1, 1],
+        limits=[9, 9, 9],
+    )
+    assert found.ranges == (range(0, 1), range(1, 2), range(2, 5))
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

@@ -112,7 +112,7 @@ class MessageDrivenPipeline:
 
     Pattern of a step on p ranks, for a pipeline of s stages and m micro-batches:
 
-    - an ``allgather`` of 48 p bytes before it, 88 p after it, and with "mean" a message
+    - an ``allgather`` of 56 p bytes before it, 80 p after it, and with "mean" a message
       of 8 m bytes from the first stage to the last;
     - at each boundary a message of each micro-batch's tensors, and one back of the
       gradients. Of several tensors, or empty ones, it has a byte more for each
@@ -382,7 +382,6 @@ class MessageDrivenPipeline:
             pass
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
-        # The graph of what did not go back holds this frame's error, and it the graph.
         loss, seconds = sum(flow.losses), flow.seconds / max(count, 1)
         self._most_in_flight = flow.most_in_flight
         try:

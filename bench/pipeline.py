@@ -4,16 +4,17 @@
     torchrun --nproc-per-node 4 -m commrt.bench.pipeline
     torchrun --nproc-per-node 2 -m commrt.bench.pipeline --workload compute
 
-A step is forward and back of 16 micro-batches, without an optimizer. Stages of ``even``,
-``unequal`` and ``varying`` sleep instead of computing, as a rank does whose device
-computes: a forward pass of 2 ms and a backward pass of 4 ms; in ``unequal`` times 1, 2,
-0.5 and 1.5 by stage; in ``varying`` times 0.25 to 1.75, drawn for each stage and
-micro-batch. Stages of ``compute`` are perceptrons with 3, 1, 2 and 1 layers of 512
-features, which need a core for each rank. Ways: ``MessageDrivenPipeline``, also with
-twice the micro-batches in flight; torch's ``Schedule1F1B`` on commrt's process group and
-on one of gloo. All ways take turns, block by block. Losses and gradients are compared
-before anything is timed. Times are medians over blocks, in microseconds, of rank 0.
-``ratio`` is that of the first way's time to each other one's, the median over blocks.
+A step is forward and back of 16 micro-batches, without an optimizer. Stages sleep
+instead of computing, as a rank does whose device computes, but for ``compute``. In
+``even`` a forward pass takes 2 ms and a backward pass 4 ms; in ``unequal`` 1, 2, 0.5
+and 1.5 times that by stage; in ``varying`` 0.25 to 1.75 times, drawn for each stage and
+micro-batch; in ``tiny`` a hundredth. Stages of ``compute`` are perceptrons with 3, 1, 2
+and 1 layers of 512 features, which need a core for each rank. Ways:
+``MessageDrivenPipeline``, also with twice the micro-batches in flight; torch's
+``Schedule1F1B`` on commrt's process group, and on one of gloo. All ways take turns,
+block by block. Gradients are compared before anything is timed. Times are medians over
+blocks, in microseconds, of rank 0. ``ratio`` is that of the first way's time to each
+other one's, the median over blocks.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Outcome(NamedTuple):
 
 
 Search = Callable[[Platform, int, int], list[float]]
-"""Takes a platform, a number of trials and a seed; returns each trial's slowest time."""
+"""Takes a platform, a number of trials and a seed; returns each trial's time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first platform")
     given = parser.parse_args(argv)
     if given.platforms < 1 or not 1 <= given.places <= given.layers:
-        parser.error("expected a platform at least, and a layer at least for each place")
+        parser.error(
+            "expected a platform at least, and a layer at least for each place"
+        )
     number = num_cuts(given.layers, given.places)
     print(
         f"{given.platforms} platforms, {given.layers} layers on {given.places} places: "
@@ -113,9 +115,7 @@ def measure(
         for name, search in SEARCHES.items():
             times = search(platform, most, seed + number)
             good = (at for at, each in enumerate(times, 1) if best / each >= GOAL)
-            found[name].append(
-                Outcome(best / min(times), len(times), next(good, None))
-            )
+            found[name].append(Outcome(best / min(times), len(times), next(good, None)))
     return found
 
 

@@ -13,6 +13,7 @@ InterleavedZeroBubble, which run with the same cut over commrt or gloo.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser("python -m commrt.examples.pipeline", None, about)
     parser.add_argument("--backend", default="commrt", help="commrt, or gloo")
-    parser.add_argument("--schedule", default=MESSAGE, help="message, or one of torch's")
+    parser.add_argument(
+        "--schedule", default=MESSAGE, help="message, or one of torch's"
+    )
     parser.add_argument("--steps", type=int, default=60, help="of the optimizer")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     given = parser.parse_args(argv)
@@ -79,7 +82,7 @@ def layers() -> nn.Sequential:
     torch.manual_seed(SEED)
     widths = 64, 256, 256, 96, 96, 48, 48, 32, 10
     found: list[nn.Module] = []
-    for before, behind in zip(widths, widths[1:], strict=False):
+    for before, behind in itertools.pairwise(widths):
         found += [nn.Linear(before, behind), nn.Tanh()]
     return nn.Sequential(*found[:-1]).double()
 
@@ -154,7 +157,9 @@ def _batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     pixels = torch.from_numpy(images.reshape(len(images), -1) / 16.0).double()
     target = torch.from_numpy(digits.astype("int64"))
     draws = torch.Generator().manual_seed(SEED)
-    chosen = (torch.randint(len(pixels), (BATCH,), generator=draws) for _ in range(steps))
+    chosen = (
+        torch.randint(len(pixels), (BATCH,), generator=draws) for _ in range(steps)
+    )
     return [(pixels[own], target[own]) for own in chosen]
 
 

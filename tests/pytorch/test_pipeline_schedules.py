@@ -88,7 +88,9 @@ def all_schedules() -> list[str]:
         if num_stages - 1 in numbers:
             more = {"target": target, "losses": losses}
         runner.step(*((x,) if 0 in numbers else ()), **more)
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(1).double()
+        loss = (
+            torch.stack(losses).mean().detach() if losses else torch.zeros(1).double()
+        )
         total = loss.reshape(1).clone()
         dist.all_reduce(total)
         found += wrong_ones(name, parts, float(total), right)

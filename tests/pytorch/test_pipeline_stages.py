@@ -54,8 +54,8 @@ def test_stages_are_the_serial_model_under_its_names(stages: int) -> None:
 def test_a_list_of_modules_is_cut_alike() -> None:
     layers = [*plain()]
     for each in (layers, tuple(layers), nn.ModuleList(layers)):
-        found = split(each, [range(0, 2), range(2, 10)], 1)
-        assert [*found.state_dict()][0] == "2.weight"
+        found = split(each, [range(2), range(2, 10)], 1)
+        assert next(iter(found.state_dict())) == "2.weight"
         assert found[0] is layers[2]
 
 
@@ -87,7 +87,7 @@ def test_a_state_may_be_cut_anew() -> None:
         fresh = copy.deepcopy(model)
         for each in fresh.parameters():
             nn.init.zeros_(each)
-        other = split(fresh, [range(0, 7), range(7, 8), range(8, 10)], comm.rank)
+        other = split(fresh, [range(7), range(7, 8), range(8, 10)], comm.rank)
         load_state_dict(other, whole)
         return all(
             torch.equal(value, model.state_dict()[key])
@@ -98,7 +98,7 @@ def test_a_state_may_be_cut_anew() -> None:
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
-    stage = split(plain(), [range(0, 10)], 0)
+    stage = split(plain(), [range(10)], 0)
     whole = stage.state_dict()
     with pytest.raises(UsageError, match=r"has no 0.weight"):
         load_state_dict(stage, {})
@@ -110,7 +110,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
 
 def test_stages_of_one_name_are_refused_on_all_ranks() -> None:
     def main(comm: Any) -> None:
-        with pytest.raises(UsageError, match=r"rank 1 and an earlier one have"):
+        with pytest.raises(UsageError, match="rank 1 and an earlier one have"):
             state_dict(linear(1), comm)
 
     run(2, main)
@@ -131,11 +131,11 @@ def test_a_stage_without_a_state_is_told_to_all_ranks() -> None:
 
 
 WRONG_RANGES: dict[str, Any] = {
-    "gap": [range(0, 2), range(3, 10)],
-    "overlap": [range(0, 3), range(2, 10)],
-    "empty": [range(0, 0), range(0, 10)],
-    "short": [range(0, 5), range(5, 9)],
-    "long": [range(0, 11)],
+    "gap": [range(2), range(3, 10)],
+    "overlap": [range(3), range(2, 10)],
+    "empty": [range(0), range(10)],
+    "short": [range(5), range(5, 9)],
+    "long": [range(11)],
     "steps": [range(0, 10, 2)],
     "none": [],
     "pairs": [(0, 10)],
@@ -151,11 +151,11 @@ def test_ranges_that_are_no_cut_are_refused(case: str) -> None:
 
 def test_wrong_layers_and_stages_are_refused() -> None:
     for layers in (nn.Linear(1, 1), [], [3], "x", None):
-        with pytest.raises(UsageError, match="must be an nn.Sequential"):
-            split(layers, [range(0, 1)], 0)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="must be an nn"):
+            split(layers, [range(1)], 0)  # type: ignore[arg-type]
     for stage in (-1, 1, 0.5, None):
         with pytest.raises(UsageError, match=r"must be a number in 0..0"):
-            split(plain(), [range(0, 10)], stage)  # type: ignore[arg-type]
+            split(plain(), [range(10)], stage)  # type: ignore[arg-type]
 
 
 def test_shared_tensors_of_two_stages_are_refused() -> None:
@@ -163,11 +163,11 @@ def test_shared_tensors_of_two_stages_are_refused() -> None:
     last.weight = first.weight
     model = nn.Sequential(first, nn.Tanh(), last)
     with pytest.raises(UsageError, match=r"share a tensor, 0.weight and 2.weight"):
-        split(model, [range(0, 1), range(1, 3)], 1)
-    assert len(split(model, [range(0, 3)], 0)) == 3
+        split(model, [range(1), range(1, 3)], 1)
+    assert len(split(model, [range(3)], 0)) == 3
     same = nn.Sequential(first, nn.Tanh(), first)
     with pytest.raises(UsageError, match="share a tensor"):
-        split(same, [range(0, 1), range(1, 3)], 0)
+        split(same, [range(1), range(1, 3)], 0)
 
 
 # -- times -----------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_layers_are_measured_forward_and_backward() -> None:
     x = torch.ones(4)
     found = measure_layers(layers, x, clock=lambda: now[0])
     assert found == [3.0, 0.75, 3.0]
-    assert partition(found, [1, 1]).ranges == (range(0, 1), range(1, 3))
+    assert partition(found, [1, 1]).ranges == (range(1), range(1, 3))
 
 
 def test_measuring_changes_nothing() -> None:
@@ -233,7 +233,9 @@ def test_measuring_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("data", "pipe"), [(1, 2), (2, 1), (2, 2), (3, 1), (2, 4), (4, 2)]
 )
-def test_replicas_sum_gradients(data: int, pipe: int, first: str, reduction: str) -> None:
+def test_replicas_sum_gradients(
+    data: int, pipe: int, first: str, reduction: str
+) -> None:
     """They have other numbers of micro-batches; frozen parameters have none."""
     given = batch((3, 2, 3, 1, 2))
 
@@ -403,11 +405,13 @@ def test_a_step_sends_the_bytes_of_its_formula(
 
 def test_replicas_send_the_bytes_of_their_gradients() -> None:
     def main(comm: Any) -> None:
-        with ProcessGrid(comm, {"pipe": 1, "data": 2}) as grid:
-            with MessageDrivenPipeline(plain(), grid, mean_loss) as pipeline:
-                comm.barrier()
-                pipeline.step(*batch((3, 2)))
-                comm.barrier()
+        with (
+            ProcessGrid(comm, {"pipe": 1, "data": 2}) as grid,
+            MessageDrivenPipeline(plain(), grid, mean_loss) as pipeline,
+        ):
+            comm.barrier()
+            pipeline.step(*batch((3, 2)))
+            comm.barrier()
 
     numbers = [each.numel() for each in plain().parameters()]
     with commrt.trace.record() as recording:

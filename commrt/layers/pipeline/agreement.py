@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of all ranks of a pipeline: they go on together, or raise an error together.
+"""Agreement of a pipeline's ranks: all go on together, or raise an error together.
 
 An error has its type and text on the rank that raised it. The other ranks raise
 RefusedError with both in its text.

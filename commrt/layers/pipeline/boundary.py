@@ -122,7 +122,7 @@ class Signature(NamedTuple):
 
     @property
     def _num_flags(self) -> int:
-        """Bytes that say which gradients there are. A lone one need not be announced."""
+        """Bytes that say which gradients there are; a lone one needs none."""
         back = self.back
         return 0 if len(back) == 1 and back[0].nbytes else len(back)
 

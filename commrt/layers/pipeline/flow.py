@@ -24,12 +24,12 @@ from commrt.layers.pipeline.boundary import MOST_NUMBERS, Signature, as_tensors
 from commrt.layers.pipeline.lanes import Alarm, Links
 from commrt.request import Request, wait_any
 
-__all__ = ["Flow", "Judge", "Signatures", "Told"]
+__all__ = ["Flow", "Judge", "Signatures", "ToldError"]
 
 Tensor: TypeAlias = torch.Tensor
 
 
-class Told(CommError):
+class ToldError(CommError):
     """Another rank has an error, so this one stops."""
 
 
@@ -117,7 +117,7 @@ class Flow:
         self._leaving: deque[Request] = deque()
 
     def run(self) -> None:
-        """Run all micro-batches; Told where another rank raises an alarm."""
+        """Run all micro-batches; ToldError where another rank raises an alarm."""
         while self._num_forward < self._count or self._pending:
             self._ask_for_inputs()
             if self._can_go_back():
@@ -170,7 +170,7 @@ class Flow:
     def _wait(self, requests: Sequence[Request]) -> None:
         wait_any([*requests, *self._alarm.requests])
         if self._alarm.has_come:
-            raise Told("another rank has raised an error")
+            raise ToldError("another rank has raised an error")
 
     # -- forward -----------------------------------------------------------------------
 

@@ -184,11 +184,11 @@ class Links:
 
     @property
     def counts(self) -> list[int]:
-        """Messages of this step: three kinds that were sent, three that were awaited."""
+        """Messages of this step: of three kinds sent, then of three kinds awaited."""
         return [each.count for each in (*self._outgoing, *self._incoming)]
 
     def clear_away(self, every: Numbers) -> None:
-        """End what a failed step has left behind; ``every`` has the counts of all ranks.
+        """End what a failed step has left behind; ``every`` has all ranks' counts.
 
         All ranks of the pipeline call it. It waits until messages have left and come.
         """

@@ -19,7 +19,7 @@ from torch import nn
 from commrt.comm import Communicator
 from commrt.errors import CommError, UsageError, shown
 from commrt.layers.pipeline.agreement import Numbers, gathered, meet, raise_told
-from commrt.layers.pipeline.flow import Flow, Judge, Signatures, Told
+from commrt.layers.pipeline.flow import Flow, Judge, Signatures, ToldError
 from commrt.layers.pipeline.gradients import (
     GradientSums,
     KeptGradients,
@@ -301,10 +301,9 @@ class MessageDrivenPipeline:
         elif microbatches is not None:
             num_inputs = len(listed(what, "microbatches", microbatches))
         wanted = None
-        if mode != _PREDICT:
-            if links.is_last or targets is not None:
-                wanted = listed(what, "targets", targets)
-                num_targets = len(wanted)
+        if mode != _PREDICT and (links.is_last or targets is not None):
+            wanted = listed(what, "targets", targets)
+            num_targets = len(wanted)
         stage_facts = facts_of_stage(self._stage)
         numbers = num_inputs, num_targets, num_samples, facts, stage_facts
         return batches, wanted, _Start(mode, *numbers)
@@ -378,7 +377,7 @@ class MessageDrivenPipeline:
             if sums is not None:
                 sums.check()
                 sums.start()
-        except Told:
+        except ToldError:
             pass
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong

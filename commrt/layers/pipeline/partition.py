@@ -155,7 +155,7 @@ def _sums(values: Floats) -> Floats:
 
 
 def _extended(before: Floats, seconds: Floats) -> tuple[Floats, Choice]:
-    """Return the slowest stage's time with one stage more, and where that one starts."""
+    """Return the slowest stage's time with a stage more, and where that one starts."""
     with_it = np.maximum(before[:, None], seconds)
     starts = with_it.argmin(0)
     return with_it[starts, np.arange(len(before))], starts
@@ -213,7 +213,9 @@ def _given_order(kinds: Sequence[_Kind], stages: int) -> Placement | None:
     num_ends = len(kinds[0].seconds)
     best = np.full((stages + 1, num_ends), np.inf)
     best[0, 0] = 0.0
-    trails: list[Choice] = []  # [stages, layers]: where the last one starts; -1: not here
+    trails: list[
+        Choice
+    ] = []  # [stages, layers]: where the last one starts; -1: not here
     for place in range(len(at)):
         trail = np.full((stages + 1, num_ends), -1)
         for number in range(min(stages, place + 1), 0, -1):

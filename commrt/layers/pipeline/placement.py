@@ -13,7 +13,7 @@ import numpy.typing as npt
 from commrt.errors import UsageError, shown
 from commrt.vocabulary.checks import as_integer, as_items
 
-__all__ = ["Floats", "Placement", "numbers_of", "number_of_stages", "stage_seconds"]
+__all__ = ["Floats", "Placement", "number_of_stages", "numbers_of", "stage_seconds"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -38,7 +38,7 @@ def stage_seconds(
     speeds: Sequence[float],
     transfers: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """Return how long each stage takes for a micro-batch, by the costs of ``partition``.
+    """Return how long each stage takes for a micro-batch, by ``partition``'s costs.
 
     The longest of them bounds the pipeline: it is the time between two micro-batches.
     """

@@ -47,7 +47,7 @@ class Shisha:
     Args:
         layer_costs: work of each layer, of which only ratios count.
         speeds: of each place; a larger number is faster.
-        patience: trials without a better cut, from 1 (α in the paper).
+        patience: trials without a better cut, from 1 (alpha in the paper).
         stages: their number; None: as many as places. If fewer, the fastest ones.
 
     Local, and the same on all ranks that observe the same times. Raises UsageError for
@@ -159,7 +159,7 @@ def _seed(costs: Sequence[float], speeds: Sequence[float], stages: int) -> Place
 def _moves(
     cut: Placement, seconds: Sequence[float], speeds: Sequence[float]
 ) -> Iterator[Placement]:
-    """Yield the cuts in which the slowest stage has a layer less, the best guess first."""
+    """Yield cuts in which the slowest stage has a layer less, the best guess first."""
     number = len(seconds)
     slow = max(range(number), key=lambda stage: (seconds[stage], -stage))
     if len(cut.ranges[slow]) == 1:
@@ -184,7 +184,7 @@ def _moves(
 def _swaps(
     cut: Placement, seconds: Sequence[float], speeds: Sequence[float]
 ) -> Iterator[Placement]:
-    """Yield the cuts in which the slowest stage has a faster place, the best guess first.
+    """Yield cuts in which the slowest stage has a faster place, the best guess first.
 
     The other stage gets its place in return; where a place has no stage, nobody does.
     """

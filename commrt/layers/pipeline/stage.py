@@ -45,7 +45,7 @@ def split(layers: Layers, ranges: Sequence[range], stage: int) -> Stage:
         stage = split(model, placement.ranges, comm.rank)
 
     Args:
-        layers: an ``nn.Sequential``, or a list of modules, such as an ``nn.ModuleList``.
+        layers: an ``nn.Sequential``, or a list of modules as an ``nn.ModuleList`` is.
             Each layer gets the output of the one before it.
         ranges: layers of each stage, all of them, in order.
         stage: the stage to return.
@@ -71,7 +71,7 @@ def _named(layers: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Sequential | nn.ModuleList):
         # A module that stands at two places is a layer at both.
         return [*layers._modules.items()]
-    if isinstance(layers, nn.Module) or isinstance(layers, str | bytes):
+    if isinstance(layers, nn.Module | str | bytes):
         layers = None
     try:
         found = [(str(at), layer) for at, layer in enumerate(layers)]
@@ -175,7 +175,10 @@ def load_state_dict(stage: nn.Module, state: Mapping[str, Any]) -> None:
         )
     for name, value in wanted.items():
         given = state[name]
-        if isinstance(value, torch.Tensor) and getattr(given, "shape", 0) != value.shape:
+        if (
+            isinstance(value, torch.Tensor)
+            and getattr(given, "shape", 0) != value.shape
+        ):
             raise UsageError(
                 f"{what}: {name} has shape {tuple(getattr(given, 'shape', ()))} in the "
                 f"state; expected {tuple(value.shape)}"

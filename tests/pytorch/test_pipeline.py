@@ -17,6 +17,7 @@ from pipeline_cases import (
     serial,
 )
 
+from commrt.layers.pipeline import MessageDrivenPipeline
 from commrt.local import run
 
 SIZES = {
@@ -68,6 +69,75 @@ def test_loss_and_gradients_are_those_of_one_process(
                 assert is_close(gradient, gradients[key]), key
     names = [key for first, _ in found for key in first[1]]
     assert sorted(names) == sorted(gradients)
+
+
+class Counted(torch.nn.Module):
+    """Counts micro-batches that have gone forward and not back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.order: list[str] = []
+
+    def forward(self, x: Any) -> Any:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.order.append("forward")
+        y = x * 1.0
+        y.register_hook(self._back)
+        return y
+
+    def _back(self, _: Any) -> None:
+        self.now -= 1
+        self.order.append("back")
+
+
+@pytest.mark.parametrize("in_flight", [None, 1, 2, 20])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_no_more_micro_batches_are_in_flight_than_may_be(
+    ranks: int, in_flight: int | None
+) -> None:
+    given = batch((2,) * 12)
+
+    def main(comm: Any) -> tuple[int, int, list[str]]:
+        counted = Counted()
+        stage = torch.nn.Sequential(plain()[0], counted)
+        with MessageDrivenPipeline(
+            stage, comm, torch.nn.functional.mse_loss, in_flight=in_flight
+        ) as pipeline:
+            pipeline.step(*given)
+            return counted.most, pipeline.most_in_flight, counted.order
+
+    found = run(ranks, main)
+    limit = in_flight or ranks
+    assert all(1 <= most <= limit for most, _, _ in found)
+    assert all(most <= said for most, said, _ in found)
+    assert found[0][0] == (min(limit, 12) if ranks > 1 else 1)
+    # The last stage goes back at once, and the first one begins as many as it may.
+    assert found[-1][2] == ["forward", "back"] * 12
+    if ranks > 1:
+        assert found[0][2][: min(limit, 12)] == ["forward"] * min(limit, 12)
+
+
+def test_autocast_may_change_between_steps() -> None:
+    given = batch((2, 2))
+
+    def main(comm: Any) -> list[str]:
+        stage = torch.nn.Linear(5, 5)
+        found = []
+        with MessageDrivenPipeline(
+            stage, comm, lambda y, t: y.float().sum()
+        ) as pipeline:
+            for is_enabled in (False, True, False):
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+                    inputs = [x.float() for x in given.inputs]
+                    outputs = pipeline.predict(inputs)
+                    pipeline.step(inputs, given.targets)
+                if outputs is not None:
+                    found.append(str(outputs[0].dtype))
+        return found
+
+    assert run(2, main)[1] == ["torch.float32", "torch.bfloat16", "torch.float32"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

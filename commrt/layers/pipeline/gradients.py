@@ -18,7 +18,7 @@ __all__ = ["GradientSums", "KeptGradients", "broadcast_from_first"]
 Tensor: TypeAlias = torch.Tensor
 
 _BUCKET_NBYTES = 32 << 20
-"""Bytes of one sum, about: the next ones are packed while it is under way."""
+"""Bytes of one sum, about."""
 
 
 class KeptGradients:
@@ -79,7 +79,8 @@ class GradientSums:
 
     def start(self) -> None:
         """Start all sums; ranks without a gradient add zeros. Collective."""
-        self.is_started = True
+        # All memory is taken before anything starts: replicas start all sums, or none.
+        packed: list[tuple[list[Tensor], Tensor]] = []
         for parameters in _buckets(self._parameters):
             there = [each.grad is not None for each in parameters]
             parts = [
@@ -90,7 +91,9 @@ class GradientSums:
             ]
             first = parameters[0]
             flags = torch.tensor(there, device=first.device).to(first.dtype)
-            flat = torch.cat([*parts, flags])
+            packed.append((parameters, torch.cat([*parts, flags])))
+        self.is_started = True
+        for parameters, flat in packed:
             request = self._comm.allreduce(flat, nonblocking=True)
             self._buckets.append(_Bucket(parameters, flat, request))
 

@@ -154,7 +154,7 @@ class MessageDrivenPipeline:
             error = wrong
         settings: list[int] = [0, 0, 0, 0]
         if error is None:
-            facts = facts_of_stage(stage) if len(ranks) > 1 else 0
+            facts = facts_of_stage(stage, _device_of(stage)) if len(ranks) > 1 else 0
             assert limit is not None  # it has been checked
             settings = [_REDUCTIONS.index(reduction), limit, int(fixed_shapes), facts]
         every = meet(given, _CLASS, error, settings)
@@ -304,7 +304,7 @@ class MessageDrivenPipeline:
         if mode != _PREDICT and (links.is_last or targets is not None):
             wanted = listed(what, "targets", targets)
             num_targets = len(wanted)
-        stage_facts = facts_of_stage(self._stage)
+        stage_facts = facts_of_stage(self._stage, links.device)
         numbers = num_inputs, num_targets, num_samples, facts, stage_facts
         return batches, wanted, _Start(mode, *numbers)
 

@@ -67,10 +67,13 @@ def listed(what: str, name: str, given: Any) -> Sequence[Any]:
         ) from None
 
 
-def facts_of_stage(stage: nn.Module) -> int:
+def facts_of_stage(stage: nn.Module, device: torch.device) -> int:
     """Return a number for what messages may depend on: modes, and who is trained."""
     modes = tuple(each.training for each in stage.modules())
-    return _number_of((modes, *map(_facts, stage.parameters())))
+    casts = torch.is_autocast_enabled(device.type)
+    kind = torch.get_autocast_dtype(device.type) if casts else torch.float32
+    facts = modes, casts, DTYPES.index(kind)
+    return _number_of((facts, *map(_facts, stage.parameters())))
 
 
 def _facts(tensor: Tensor) -> tuple[object, ...]:

@@ -389,7 +389,7 @@ def test_a_step_sends_the_bytes_of_its_formula(
             if kind == "out":
                 # Of three, two and one numbers of 8, 4 and 4 bytes, and one of 8.
                 forward = total * (24 + 8 + 4 + 8 if several else 40)
-                shapes = m * 8 * (1 + 4 * 4 if several else 1 + 4)
+                shapes = m * 8 * (1 + 3 * 4 + 3 if several else 1 + 4)
             else:
                 back = total * (24 + 8) + 2 * m if several else total * 40
         counted = 8 * m if reduction == "mean" and rank == 0 < ranks - 1 else 0

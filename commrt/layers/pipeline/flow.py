@@ -190,7 +190,8 @@ class Flow:
                 self._post(known.coming[len(self.signatures.coming)])
             else:
                 numbers = np.empty(MOST_NUMBERS, np.int64)
-                self._shapes.append((links.shapes_in.post(numbers), numbers))
+                request = links.shapes_in.post(numbers.view(np.uint8))
+                self._shapes.append((request, numbers))
 
     def _post(self, signature: Signature) -> None:
         device = self._links.device
@@ -220,6 +221,7 @@ class Flow:
                 self._judged(number, entry, output, self._judge)
             else:
                 self._sent(number, entry, output)
+        self._room()  # counts it
         self.seconds += time.perf_counter() - start
 
     def _sent(self, number: int, entry: _Entry | None, output: Any) -> None:
@@ -229,7 +231,7 @@ class Flow:
         signature = Signature.of(tensors, self._is_training)
         self.signatures.leaving.append(signature)
         if self._known is None:
-            links.shapes_out.send(signature.numbers())
+            links.shapes_out.send(signature.numbers().view(np.uint8))
         elif (expected := self._known.leaving[number]) != signature:
             raise UsageError(
                 f"MessageDrivenPipeline: for micro-batch {number} a stage returned "

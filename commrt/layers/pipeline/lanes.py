@@ -27,7 +27,7 @@ _SHAPES, _FORWARD, _BACK, _ALARM, _SIZES = range(5)
 
 
 class Outgoing:
-    """Messages of one kind to a neighbour."""
+    """Messages of one kind to a neighbour. All are bytes, so that any fits any."""
 
     def __init__(self, comm: Communicator, peer: int, tag: int) -> None:
         self._comm, self._peer, self._tag = comm, peer, tag

@@ -36,7 +36,8 @@ class Outgoing:
 
     def send(self, x: Any) -> Request:
         """Start to send an array of bytes, which must stay as it is."""
-        request: Any = self._comm.send(x, self._peer, self._tag, nonblocking=True)
+        started: Any = self._comm.send(x, self._peer, self._tag, nonblocking=True)
+        request: Request = started
         self.count += 1
         self.requests = [*_unfinished(self.requests), request]
         return request
@@ -185,7 +186,7 @@ class Links:
     @property
     def counts(self) -> list[int]:
         """Messages of this step: of three kinds sent, then of three kinds awaited."""
-        return [each.count for each in (*self._outgoing, *self._incoming)]
+        return [each.count for each in self._lanes]
 
     def clear_away(self, every: Numbers) -> None:
         """End what a failed step has left behind; ``every`` has all ranks' counts.
@@ -206,7 +207,7 @@ class Links:
 
     def finish(self) -> None:
         """Wait for all messages of the step, and forget them."""
-        for lane in (*self._outgoing, *self._incoming):
+        for lane in self._lanes:
             wait_all(lane.requests)
             lane.clear()
 
@@ -215,6 +216,10 @@ class Links:
         return [
             request for lane in self._outgoing for request in _unfinished(lane.requests)
         ]
+
+    @property
+    def _lanes(self) -> tuple[Outgoing | Incoming, ...]:
+        return (*self._outgoing, *self._incoming)
 
     @property
     def _outgoing(self) -> tuple[Outgoing, ...]:

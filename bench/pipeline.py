@@ -10,7 +10,7 @@ instead of computing, as a rank does whose device computes, but for ``compute``.
 and 1.5 times that by stage; in ``varying`` 0.25 to 1.75 times, drawn for each stage and
 micro-batch; in ``tiny`` a hundredth. Stages of ``compute`` are perceptrons with 3, 1, 2
 and 1 layers of 512 features, which need a core for each rank. Ways:
-``MessageDrivenPipeline``, also with twice the micro-batches in flight; torch's
+``MessageDrivenPipeline``, also with half as many micro-batches in flight; torch's
 ``Schedule1F1B`` on commrt's process group, and on one of gloo. All ways take turns,
 block by block. Gradients are compared before anything is timed. Times are medians over
 blocks, in microseconds, of rank 0. ``ratio`` is that of the first way's time to each
@@ -83,8 +83,8 @@ def measure(
         comm = everyone.communicator
         size: int = comm.size
         ways = {
-            "commrt": _driven(workload, comm, size),
-            "twice in flight": _driven(workload, comm, 2 * size),
+            "commrt": _driven(workload, comm, None),
+            "half in flight": _driven(workload, comm, size),
             "1F1B on commrt": _scheduled(workload, everyone),
             "1F1B on gloo": _scheduled(workload, gloo),
         }
@@ -164,7 +164,7 @@ def _given(workload: Workload) -> tuple[Any, Any]:
     return x, target
 
 
-def _driven(workload: Workload, comm: Any, in_flight: int) -> _Way:
+def _driven(workload: Workload, comm: Any, in_flight: int | None) -> _Way:
     from torch.nn import functional
 
     from commrt.layers.pipeline import MessageDrivenPipeline

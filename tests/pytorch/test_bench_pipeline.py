@@ -26,7 +26,7 @@ def test_steps_of_pipelines_are_timed_in_turns(torchrun: Any) -> None:
         (row,) = rows
         assert row["workload"] == "tiny"
         assert [*row["us"]] == [
-            *("commrt", "twice in flight", "1F1B on commrt", "1F1B on gloo")
+            *("commrt", "half in flight", "1F1B on commrt", "1F1B on gloo")
         ]
         assert all(len(each) == 2 for each in row["us"].values())
         assert all(time > 0 for each in row["us"].values() for time in each)

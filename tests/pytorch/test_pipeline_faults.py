@@ -96,6 +96,25 @@ class Widened(nn.Module):
         return x + torch.zeros(1, dtype=x.dtype) * x.new_ones(40_000).sum()
 
 
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_what_a_failed_evaluation_has_sent_is_cleared_away(wrong: int) -> None:
+    """Short messages leave before anybody asks for them, so many wait at the end."""
+    first, second = batch((2,) * 9), batch((2,) * 9, seed=8)
+
+    def main(comm: Any) -> float:
+        failing = Failing()
+        stage = nn.Sequential(linear(comm.rank), failing)
+        with MessageDrivenPipeline(stage, comm, mean_loss, in_flight=1) as pipeline:
+            failing.fail_at = 0 if comm.rank == wrong else None
+            said = outcome_of(lambda: pipeline.evaluate(*first))
+            assert "planted in call 1" in said
+            failing.fail_at = None
+            return pipeline.evaluate(*second)
+
+    right = serial(nn.Sequential(linear(0), linear(1), linear(2)), second)[0]
+    assert all(abs(each - right) < 1e-12 for each in run(3, main, timeout_s=20))
+
+
 def test_errors_of_several_stages_are_each_ranks_own() -> None:
     def main(comm: Any) -> str:
         failing = Failing()

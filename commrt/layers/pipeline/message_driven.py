@@ -101,8 +101,8 @@ class MessageDrivenPipeline:
             first dimension of a micro-batch's first tensor counts them. "sum": losses
             are added up.
         in_flight: micro-batches that a rank may have begun and not ended, which bounds
-            the memory for activations; None: as many as stages. More hides slow
-            messages.
+            the memory for activations; None: twice as many as stages. As many as stages
+            need the memory of 1F1B, and let ranks wait for gradients.
         fixed_shapes: True: ranks tell each other types and shapes in the first step,
             and remember them for inputs alike and modules in the same mode. False: in
             each step, for stages whose shapes depend on values.
@@ -145,7 +145,7 @@ class MessageDrivenPipeline:
             )
         column = next(each for each in ranks if given.rank in each)
         self._stage_number = column.index(given.rank)
-        limit = len(column) if in_flight is None else as_integer(in_flight)
+        limit = 2 * len(column) if in_flight is None else as_integer(in_flight)
         error: Exception | None = None
         try:
             is_last = given.rank == column[-1]

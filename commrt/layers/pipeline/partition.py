@@ -56,7 +56,7 @@ def partition(
 ) -> Placement:
     """Return the cut whose slowest stage is as quick as that of any cut.
 
-        placement = partition([4, 1, 1, 6, 2], [1.0, 2.0], 2)
+        placement = partition([4, 1, 2, 6, 2], [1.0, 2.0], 2)
         placement.ranges   # (range(0, 2), range(2, 5))
         placement.places   # (0, 1)
 

@@ -30,7 +30,10 @@ from commrt.bench.step_turns import Step, in_turns, table
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import nn
+
+    from commrt.comm import Communicator
 
 __all__ = ["WORKLOADS", "main", "measure"]
 
@@ -164,7 +167,7 @@ def _given(workload: Workload) -> tuple[Any, Any]:
     return x, target
 
 
-def _driven(workload: Workload, comm: Any, in_flight: int | None) -> _Way:
+def _driven(workload: Workload, comm: Communicator, in_flight: int | None) -> _Way:
     from torch.nn import functional
 
     from commrt.layers.pipeline import MessageDrivenPipeline
@@ -177,7 +180,7 @@ def _driven(workload: Workload, comm: Any, in_flight: int | None) -> _Way:
     return _Way(stage, lambda: pipeline.step(*micro))
 
 
-def _scheduled(workload: Workload, group: Any) -> _Way:
+def _scheduled(workload: Workload, group: dist.ProcessGroup) -> _Way:
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

@@ -90,7 +90,8 @@ def layers() -> nn.Sequential:
 def trained(schedule: str, steps: int) -> list[float]:
     """Train on all ranks by a schedule's name; return the losses."""
     if schedule == MESSAGE:
-        comm: Any = getattr(dist.group.WORLD, "communicator", None)
+        comm = getattr(dist.group.WORLD, "communicator", None)
+        assert comm is not None  # it has been checked
         stage = split(layers(), _placement(comm.size).ranges, comm.rank)
         with MessageDrivenPipeline(stage, comm, functional.cross_entropy) as pipeline:
             optimizer = torch.optim.Adam(stage.parameters(), lr=0.003)

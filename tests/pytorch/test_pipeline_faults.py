@@ -79,7 +79,7 @@ def test_an_error_of_one_stage_ends_the_step_on_all_ranks(
             assert all(torch.equal(kept[key], now[key]) for key in kept)
         return said
 
-    for rank, said in enumerate(run(ranks, main, timeout_s=20)):
+    for rank, said in enumerate(run(ranks, main)):
         start = "ArithmeticError: planted"
         if rank != wrong:
             start = (
@@ -112,7 +112,7 @@ def test_what_a_failed_evaluation_has_sent_is_cleared_away(wrong: int) -> None:
             return pipeline.evaluate(*second)
 
     right = serial(nn.Sequential(linear(0), linear(1), linear(2)), second)[0]
-    assert all(abs(each - right) < 1e-12 for each in run(3, main, timeout_s=20))
+    assert all(abs(each - right) < 1e-12 for each in run(3, main))
 
 
 def test_errors_of_several_stages_are_each_ranks_own() -> None:
@@ -123,7 +123,7 @@ def test_errors_of_several_stages_are_each_ranks_own() -> None:
         with pipeline:
             return outcome_of(lambda: pipeline.step(*batch((2, 2))))
 
-    found = run(3, main, timeout_s=20)
+    found = run(3, main)
     assert found[0].startswith("ArithmeticError: planted")
     assert "rank 0 raised ArithmeticError: planted" in found[1]
     # The third one may have been told before it failed.
@@ -149,7 +149,7 @@ def test_a_failing_replica_ends_the_others() -> None:
                 assert all(torch.equal(again[1][k], right[1][k]) for k in right[1])
                 return said
 
-    found = run(4, main, timeout_s=20)
+    found = run(4, main)
     assert ["planted" in each for each in found] == [True] * 4
     assert [each.split(":")[0] for each in found] == [
         *("RefusedError", "ArithmeticError"),
@@ -172,7 +172,7 @@ def said_of(ranks: int, wrong: Any, call: str = "step") -> list[str]:
         assert abs(loss - serial(plain(), given)[0]) < 1e-12
         return said
 
-    return run(ranks, main, timeout_s=20)
+    return run(ranks, main)
 
 
 X = torch.ones(2, 5, dtype=torch.float64)
@@ -246,7 +246,7 @@ def test_outputs_that_a_next_stage_does_not_take_are_refused(case: str) -> None:
         with MessageDrivenPipeline(stage, comm, mean_loss) as pipeline:
             return outcome_of(lambda: pipeline.evaluate([X], [X]))
 
-    found = run(3, main, timeout_s=20)
+    found = run(3, main)
     assert all(text in each for each in found)
 
 
@@ -275,7 +275,7 @@ def test_shapes_that_change_for_alike_inputs_are_refused() -> None:
             said = outcome_of(lambda: pipeline.evaluate([2 * X], [X]))
             return said, pipeline.evaluate([X], [X[:1]])
 
-    for said, loss in run(2, main, timeout_s=20):
+    for said, loss in run(2, main):
         assert "pass fixed_shapes=False" in said
         assert loss == 0
 
@@ -367,7 +367,7 @@ def test_a_rank_that_ends_ends_the_others() -> None:
         return outcome_of(lambda: pipeline.step([X], [X]))
 
     with pytest.raises(OSError, match="planted end"):
-        run(3, main, timeout_s=20)
+        run(3, main)
 
 
 def test_inference_mode_is_refused() -> None:

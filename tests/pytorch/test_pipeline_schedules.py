@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 from commrt.examples import pipeline
 from commrt.layers.pipeline import MessageDrivenPipeline, partition, split
 
-DEADLINE_S = 200.0
+DEADLINE_S = 300.0
 SCHEDULES = (
     *("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"),
     *("InterleavedZeroBubble", "ZBVZeroBubble"),

@@ -149,7 +149,7 @@ def _sleeping(workload: Workload, number: int, factor: float) -> nn.Module:
             time.sleep(BACKWARD_S * ctx.scale)
             return gradient, None
 
-    class Sleeping(nn.Module):
+    class Sleeping(nn.Module):  # type: ignore[misc]
         def forward(self, x: Any) -> Any:
             off = workload.spread * draws.uniform(-1, 1)
             return Sleep.apply(x, workload.unit_s * factor * (1 + off))

@@ -364,7 +364,7 @@ class _Enter(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _received(request: Request) -> int:
-    found: int = request.received_nbytes  # type: ignore[attr-defined]
+    found: int = request.received_nbytes
     return found
 
 

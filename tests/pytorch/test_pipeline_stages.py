@@ -220,6 +220,8 @@ def test_measuring_changes_nothing() -> None:
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
     assert measure_layers(tuples(), x)
+    with pytest.raises(UsageError, match="measure_layers: layers=3 must be"):
+        measure_layers(3, x)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="repeats=0 must be an integer from 1"):
         measure_layers(model, x, repeats=0)
 

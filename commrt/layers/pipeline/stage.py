@@ -53,7 +53,7 @@ def split(layers: Layers, ranges: Sequence[range], stage: int) -> Stage:
     Raises UsageError for ranges that leave layers out or take some twice, and where
     layers of two stages share a parameter or a buffer.
     """
-    named = _named(layers)
+    named = _named("split", layers)
     bounds = _checked_ranges(ranges, len(named))
     number = as_integer(stage)
     if number is None or not 0 <= number < len(bounds):
@@ -66,7 +66,7 @@ def split(layers: Layers, ranges: Sequence[range], stage: int) -> Stage:
     return Stage(OrderedDict(named[own.start : own.stop]))
 
 
-def _named(layers: Any) -> list[tuple[str, nn.Module]]:
+def _named(what: str, layers: Any) -> list[tuple[str, nn.Module]]:
     """Return the layers with their names in the serial model."""
     if isinstance(layers, nn.Sequential | nn.ModuleList):
         # A module that stands at two places is a layer at both.
@@ -79,7 +79,7 @@ def _named(layers: Any) -> list[tuple[str, nn.Module]]:
         found = []
     if not found or not all(isinstance(layer, nn.Module) for _, layer in found):
         raise UsageError(
-            f"split: layers={shown(layers)} must be an nn.Sequential, or a list of "
+            f"{what}: layers={shown(layers)} must be an nn.Sequential, or a list of "
             f"modules"
         )
     return found
@@ -210,7 +210,7 @@ def measure_layers(
     ``comm.bcast_object(costs, 0)``.
     """
     what = "measure_layers"
-    named = _named(layers)
+    named = _named(what, layers)
     number = as_integer(repeats)
     if number is None or number < 1:
         raise UsageError(f"{what}: repeats={shown(repeats)} must be an integer from 1")

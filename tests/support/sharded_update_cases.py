@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from commrt.local import run
 
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 9), (5,), (), (0,), (3, 1, 64), (333,), (1,))
 """Uneven lengths, among them 0 and 1."""
+MATRICES: tuple[tuple[int, ...], ...] = ((40, 9), (5, 7), (1, 1), (33, 2), (3, 64))
 Make = Callable[..., optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
@@ -34,8 +34,14 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "rmsprop": (optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.5}),
     "rprop": (optim.Rprop, {"lr": 0.1}),
     "adafactor": (optim.Adafactor, {"lr": 0.1}),
+    "muon": (optim.Muon, {"lr": 0.1}),
 }
 """Factories of all optimizers of torch that can be divided, with arguments."""
+
+
+def shapes_of(kind: str) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that an optimizer takes."""
+    return MATRICES if kind in ("adafactor", "muon") else SHAPES
 
 
 def made_parameters(
@@ -75,11 +81,11 @@ def give_gradients(
 
 
 def trained_alone(
-    kind: str, ranks: int, steps: int, **more: Any
+    kind: str, ranks: int, steps: int
 ) -> tuple[list[nn.Parameter], optim.Optimizer]:
     """Train by the plain optimizer, with the gradients of all ranks."""
     factory, arguments = OPTIMIZERS[kind]
-    parameters = made_parameters(**more)
+    parameters = made_parameters(shapes_of(kind))
     optimizer = factory(parameters, **arguments)
     for step in range(steps):
         give_gradients(parameters, range(ranks), step)
@@ -92,7 +98,7 @@ def trained_together(
 ) -> tuple[list[nn.Parameter], ShardedOptimizer]:
     """Train by the sharded optimizer; each rank has gradients of its own."""
     factory, arguments = OPTIMIZERS[kind]
-    parameters = made_parameters()
+    parameters = made_parameters(shapes_of(kind))
     arguments = {"op": "sum", "bucket_nbytes": 4000, **arguments, **more}
     optimizer = ShardedOptimizer(parameters, comm, factory, **arguments)
     for step in range(first, first + steps):
@@ -120,8 +126,3 @@ def assert_equal_state(found: Any, expected: Any) -> None:
 def on_ranks(size: int, main: Callable[[Communicator], Any]) -> list[Any]:
     """Run on ranks that are threads."""
     return run(size, main, timeout_s=60)
-
-
-def copied(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of parameters' values."""
-    return [copy.deepcopy(each.detach()) for each in parameters]

@@ -389,6 +389,11 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return [view for bucket in self._buckets for _, view in bucket.pieces]
 
     @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order in which they travel."""
+        return tuple(self._buckets)
+
+    @property
     def is_reduced(self) -> bool:
         """Whether sums of gradients wait for a step."""
         return self._is_reduced

@@ -79,7 +79,9 @@ def trained(comm: Communicator | None, steps: int) -> list[float]:
         own = torch.randint(len(pixels), (BATCH,), generator=draws)[low:high]
         model.zero_grad()
         # Each rank adds its part of the loss, and gradients are summed.
-        wrong = functional.cross_entropy(model(pixels[own]), target[own], reduction="sum")
+        wrong = functional.cross_entropy(
+            model(pixels[own]), target[own], reduction="sum"
+        )
         loss = wrong / BATCH
         loss.backward()
         if sharded is not None:

@@ -103,7 +103,7 @@ def grouped(parameters: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("gradients", ["local", "summed"])
 def test_groups_types_and_schedules(ranks: int, gradients: str) -> None:
-    """Two groups, a third one later, three types, a scheduler, channels-last weights."""
+    """Two groups and a later one, three types, a scheduler, channels-last weights."""
 
     def made() -> list[Any]:
         found = made_parameters()
@@ -214,7 +214,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_parts(
                 assert torch.allclose(mine, right, rtol=1e-12, atol=1e-12)
             huge = torch.full_like(parameters[0], float("nan"))
             parameters[0].grad = huge if comm.rank == 0 else None
-            with pytest.raises(RuntimeError, match="nan|non-finite"):
+            with pytest.raises(RuntimeError, match=r"nan|non-finite"):
                 optimizer.clip_grad_norm_(1.0, norm, error_if_nonfinite=True)
             with pytest.raises(UsageError, match="summed already"):
                 optimizer.reduce_gradients()

@@ -160,7 +160,7 @@ def test_layouts_are_even_and_whole() -> None:
     for ranks in (1, 2, 3, 7, 40):
         layout = cut_evenly(counts, ranks)
         pieces = [piece for own in layout.pieces for piece in own if piece.count]
-        assert [x for x in pieces] == sorted(pieces)  # noqa: C416  a list of pieces
+        assert pieces == sorted(pieces)
         for index, count in enumerate(counts):
             own = [piece for piece in pieces if piece.index == index]
             ends = [0, *(piece.high for piece in own)] if own else [0]
@@ -233,7 +233,7 @@ def test_an_error_within_the_optimizer_of_one_rank_is_told_to_all() -> None:
             parameters[0].grad = torch.ones(256, dtype=torch.float64)
             parameters[0].grad[200:] = -1  # the second rank's part
             kind = RuntimeError if comm.rank == 1 else RefusedError
-            with pytest.raises(kind, match="negative|optimizer of another rank"):
+            with pytest.raises(kind, match=r"negative|optimizer of another rank"):
                 optimizer.step()
             parameters[0].grad = torch.ones(256, dtype=torch.float64)
             optimizer.step()
@@ -252,22 +252,22 @@ def test_ranks_that_differ_are_refused_alike() -> None:
             (((300,),), {"op": "sum" if rank else "avg"}),
             (((300,),), {"bucket_nbytes": 100 + rank}),
         ):
-            with pytest.raises(UsageError, match="rank 1 has .* rank 0 has"):
+            with pytest.raises(UsageError, match=r"rank 1 has .* rank 0 has"):
                 ShardedOptimizer(made_parameters(shapes), comm, adam, **more)
-        with pytest.raises(UsageError, match="refused its arguments|must be 'avg'"):
-            op = "avg" if rank else "mean"
+        op = "avg" if rank else "mean"
+        with pytest.raises(UsageError, match=r"refused its arguments|must be 'avg'"):
             ShardedOptimizer(made_parameters(), comm, adam, op=op)
         parameters = made_parameters()
         with ShardedOptimizer(parameters, comm, adam, lr=0.1) as optimizer:
             give_gradients(parameters, [rank], 0)
             optimizer.param_groups[0]["lr"] = 0.1 + rank
-            with pytest.raises(UsageError, match="rank 1 has .* rank 0 has"):
+            with pytest.raises(UsageError, match=r"rank 1 has .* rank 0 has"):
                 optimizer.step()
             optimizer.param_groups[0]["lr"] = 0.1
             optimizer.step()
-            with pytest.raises(UsageError, match="rank 1 has .* rank 0 has"):
+            with pytest.raises(UsageError, match=r"rank 1 has .* rank 0 has"):
                 optimizer.whole_state_dict(rank)
-            with pytest.raises(UsageError, match="rank 1 has .* rank 0 has"):
+            with pytest.raises(UsageError, match=r"rank 1 has .* rank 0 has"):
                 optimizer.add_param_group({"params": made_parameters(((3 + rank,),))})
             assert len(optimizer.param_groups) == 1
             optimizer.step()

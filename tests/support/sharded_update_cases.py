@@ -13,7 +13,15 @@ from commrt.comm import Communicator
 from commrt.layers.sharded_update import ShardedOptimizer
 from commrt.local import run
 
-SHAPES: tuple[tuple[int, ...], ...] = ((40, 9), (5,), (), (0,), (3, 1, 64), (333,), (1,))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (40, 9),
+    (5,),
+    (),
+    (0,),
+    (3, 1, 64),
+    (333,),
+    (1,),
+)
 """Uneven lengths, among them 0 and 1."""
 MATRICES: tuple[tuple[int, ...], ...] = ((40, 9), (5, 7), (1, 1), (33, 2), (3, 64))
 Make = Callable[..., optim.Optimizer]

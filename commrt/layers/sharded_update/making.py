@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -161,7 +162,9 @@ class Maker:
             alike.setdefault((parameter.dtype, parameter.device), []).append(at)
         nbytes = [each.nbytes for each in parameters]
         found = [
-            bucket for order in alike.values() for bucket in cut(order, nbytes, self._nbytes)
+            bucket
+            for order in alike.values()
+            for bucket in cut(order, nbytes, self._nbytes)
         ]
         made = []
         rank = owners(nbytes, self._loads) if self.is_whole else []
@@ -225,7 +228,7 @@ def check_apart(parameters: Sequence[Tensor]) -> None:
         for number, each in enumerate(parameters)
         if each.nbytes
     )
-    for one, other in zip(runs, runs[1:], strict=False):
+    for one, other in itertools.pairwise(runs):
         if one[:2] == other[:2] and one[2] + one[3] > other[2]:
             raise UsageError(
                 f"{_WHAT}: parameters {one[4]} and {other[4]} share memory, so two "

@@ -85,7 +85,11 @@ def _difference(what: str, facts: Sequence[str]) -> str:
     rank = next(rank for rank, fact in enumerate(facts) if fact != facts[0])
     mine, other = facts[0], facts[rank]
     at = next(
-        (at for at, pair in enumerate(zip(mine, other, strict=False)) if len({*pair}) > 1),
+        (
+            at
+            for at, pair in enumerate(zip(mine, other, strict=False))
+            if len({*pair}) > 1
+        ),
         min(len(mine), len(other)),
     )
     low = max(0, at - 40)

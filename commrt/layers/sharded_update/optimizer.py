@@ -43,7 +43,8 @@ _IN_FLIGHT = 2
 class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer of torch's, divided among ranks that train the same model.
 
-        optimizer = ShardedOptimizer(model.parameters(), comm, torch.optim.AdamW, lr=1e-3)
+        adam = torch.optim.AdamW
+        optimizer = ShardedOptimizer(model.parameters(), comm, adam, lr=1e-3)
         loss.backward()
         optimizer.step()
 
@@ -111,7 +112,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             maker = Maker(factory, kwargs, cut, bucket_nbytes, comm)
             super(ShardedOptimizer, self).__init__(params, {})
             self.defaults = maker.fill_in(self.param_groups)
-            check_apart([each for group in self.param_groups for each in group["params"]])
+            check_apart(
+                [each for group in self.param_groups for each in group["params"]]
+            )
             first = 0
             for number, group in enumerate(self.param_groups):
                 self._buckets += maker.buckets(number, group, first)
@@ -373,7 +376,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Raise UsageError for gradients that cannot be cut; local."""
         for bucket in self._buckets:
             bucket.follow()
-            for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True):
+            for number, parameter in zip(
+                bucket.numbers, bucket.parameters, strict=True
+            ):
                 gradient = parameter.grad
                 if gradient is not None and gradient.layout != torch.strided:
                     raise UsageError(
@@ -447,7 +452,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         comm = self._comm
         said = f"root={root!r}"
         error: Exception | None = None
-        if root is not None and (type(root) is not int or not 0 <= root < self._given.size):
+        if root is not None and (
+            type(root) is not int or not 0 <= root < self._given.size
+        ):
             error = UsageError(
                 f"{_WHAT}.whole_state_dict: root={shown(root)} must be a rank of "
                 f"{self._given.name}, or None"

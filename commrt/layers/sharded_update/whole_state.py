@@ -125,7 +125,9 @@ def _gathered(
         if piece.index == at and rank in senders:
             value = _state_of(bucket, view)[name].detach()
             if value.shape == view.shape:
-                value = flat_view(torch.empty_like(view, dtype=value.dtype).copy_(value))
+                value = flat_view(
+                    torch.empty_like(view, dtype=value.dtype).copy_(value)
+                )
             part = value.contiguous().view(-1).cpu()
     whole: Tensor | None = part
     if comm is not None:
@@ -139,7 +141,9 @@ def _gathered(
         return None
     parameter = bucket.parameters[at]
     if first.is_cut or (first.shape == tuple(parameter.shape)):
-        made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=first.dtype)
+        made = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=first.dtype
+        )
         flat_view(made).copy_(whole)
         return made
     return whole.clone().view(first.shape)

@@ -385,6 +385,12 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                         f"{_WHAT}: the gradient of parameter {number} is stored as "
                         f"{gradient.layout}; make its layer with dense gradients"
                     )
+                if gradient is not None and gradient.dtype != parameter.dtype:
+                    raise UsageError(
+                        f"{_WHAT}: the gradient of parameter {number} is of "
+                        f"{gradient.dtype}, and the parameter of {parameter.dtype}; "
+                        f"they must be equal"
+                    )
 
     # -- scaled losses -----------------------------------------------------------------
 

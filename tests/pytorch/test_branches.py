@@ -64,7 +64,7 @@ def test_ranks_without_samples_serve_the_others(counts: tuple[int, ...]) -> None
 
 def test_where_branches_lie() -> None:
     assert shares([1, 1, 1], 8) == [3, 3, 2]
-    assert shares([1, 9.5, 2], 8) == [1, 6, 1]
+    assert shares([1, 9.5, 2], 8) == [1, 5, 2]
     assert place([1, 5, 2, 2], None, 2).ranks == ((1,), (0,), (1,), (1,))
     assert place([1, 1], [1, 3], 4).ranks == ((0,), (1, 2, 3))
     assert place([1, 1], [1, 3], 4).samples(10, 4) == [(0, 10), (0, 3), (3, 6), (6, 10)]
@@ -212,7 +212,10 @@ def test_a_call_sends_the_bytes_of_its_formula(
             )
             right["alltoallv"] = leaving * each + back + coming + (high - low) * each
         else:
-            right["allgatherv"] = back
+            right["allgatherv"] = sum(
+                (b - a) * sum(4 + at % 3 for at in placement.of(other)) * 8
+                for other, (a, b) in enumerate(computed)
+            )
             right["allreduce"] = num * each
         assert sent_between_barriers(log) == +right
 

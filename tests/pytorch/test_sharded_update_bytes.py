@@ -56,11 +56,11 @@ def test_a_step_sends_the_bytes_of_its_formula(
         owned = on_ranks(ranks, main)
     psi = sum(each.nbytes for at, each in enumerate(made_parameters()) if at != 5)
     assert sum(owned) * E == psi
-    for log, own in zip(recording.logs(), owned, strict=True):
+    for log in recording.logs():
         right: Counter[str] = Counter()
         if ranks > 1:
             right["allreduce"] = 17 + NUM + 1
-            right["allgatherv"] = own * E
+            right["allgatherv"] = psi
             if gradients == "local":
                 right["reduce_scatterv"] = psi
         assert sent_between_barriers(log) == +right
@@ -105,13 +105,11 @@ def test_a_whole_state_travels_once(root: int | None) -> None:
 
     with commrt.trace.record() as recording:
         on_ranks(3, main)
-    found: Counter[str] = Counter()
-    for log in recording.logs():
-        found += sent_between_barriers(log)
-    state = 2 * sum(each.nbytes for each in made_parameters())
+    axes = [each for each in made_parameters() if each.dim()]
     op = "allgatherv" if root is None else "gatherv"
-    assert found[op] == state
-    assert {*found} <= {op, "allreduce", "allgather_object"}
+    right = {op: 2 * sum(each.nbytes for each in axes), "allreduce": 17 + 17}
+    for log in recording.logs():
+        assert sent_between_barriers(log) == right
 
 
 def test_a_bucket_travels_while_another_one_is_updated(
@@ -169,8 +167,8 @@ def test_layouts_are_even_and_whole() -> None:
             assert all(end % ALIGNMENT == 0 or end == count for end in ends)
         assert max(layout.counts) <= sum(counts) / ranks + ALIGNMENT + 1
     loads = [0, 0, 0]
-    assert owners([10, 70, 30, 40, 20], loads) == [0, 0, 2, 1, 1]
-    assert loads == [80, 60, 30]
+    assert owners([10, 70, 30, 40, 20], loads) == [1, 0, 2, 1, 2]
+    assert loads == [70, 50, 50]
 
 
 class Failing(torch.optim.SGD):

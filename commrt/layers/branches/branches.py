@@ -73,8 +73,8 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
     - "own", forward: an ``allgather`` of 24 P, an ``alltoallv`` of samples, F for each
       sample and rank that computes it, an ``allgather`` of 16 P, and an ``alltoallv``
       of m D_own; backward: two ``alltoallv`` of the same bytes the other way;
-    - "all", forward: the same ``allgather``, and an ``allgatherv`` of m D_own;
-      backward: an ``allreduce`` of N F, where the input needs a gradient.
+    - "all", forward: the same ``allgather``, and an ``allgatherv`` of N outputs of
+      all branches; backward: an ``allreduce`` of N F, where the input needs a gradient.
 
     Collective when it is made: ranks of a branch take the parameters and buffers of the
     first of them, by a ``bcast`` of each. Raises UsageError for arguments that do not
@@ -144,7 +144,7 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
             if comm is not None:
                 comm.free()
         finally:
-            self._grid.close()
+            self._grid.free()
 
     # -- samples there and outputs back ------------------------------------------------
 

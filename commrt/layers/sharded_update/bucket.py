@@ -55,7 +55,7 @@ class Bucket:
         layout: the pieces of each rank.
         comm: the ranks; None: one rank.
         is_whole: True: this rank's pieces are whole parameters, and keep their shapes.
-            False: they are flat.
+            False: they are flat, but for those without axes.
 
     ``pieces`` are this rank's, as views of the parameters' memory.
     """
@@ -93,7 +93,7 @@ class Bucket:
 
     def _view(self, piece: Piece) -> Tensor:
         parameter = self.parameters[piece.index]
-        if self.is_whole:
+        if self.is_whole or not parameter.dim():
             return parameter.detach()
         return flat_view(parameter)[piece.low : piece.high]
 

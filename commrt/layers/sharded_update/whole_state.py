@@ -192,6 +192,15 @@ def load_parts(
 def _part_of(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[int, State]:
     """Return the entries of this rank's pieces, by their places."""
     found = {}
+    for number, parameter in zip(bucket.numbers, bucket.parameters, strict=True):
+        for name, value in states[number].items() if not bucket.is_whole else ():
+            is_like = isinstance(value, torch.Tensor) and value.dim() > 0
+            if is_like and value.shape != parameter.shape:
+                raise UsageError(
+                    f"{_WHAT}.load_state_dict: the state {name!r} of parameter "
+                    f"{number} has the shape {tuple(value.shape)}, and the parameter "
+                    f"{tuple(parameter.shape)}; they must be equal"
+                )
     for place, (piece, _) in enumerate(bucket.pieces):
         number = bucket.numbers[piece.index]
         parameter = bucket.parameters[piece.index]
@@ -199,12 +208,6 @@ def _part_of(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[int, S
         for name, value in states[number].items():
             is_like = isinstance(value, torch.Tensor) and value.dim() > 0
             if is_like and not bucket.is_whole:
-                if value.shape != parameter.shape:
-                    raise UsageError(
-                        f"{_WHAT}.load_state_dict: the state {name!r} of parameter "
-                        f"{number} has the shape {tuple(value.shape)}, and the "
-                        f"parameter {tuple(parameter.shape)}; they must be equal"
-                    )
                 made = torch.empty_strided(
                     *(parameter.shape, parameter.stride()), dtype=value.dtype
                 )

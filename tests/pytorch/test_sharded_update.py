@@ -165,7 +165,7 @@ def test_states_go_to_other_numbers_of_ranks_and_plain_optimizers(
                 return optimizer.whole_state_dict(before - 1)
 
         state = on_ranks(before, begin)[before - 1]
-        plain.load_state_dict(state)
+        plain.load_state_dict(copy.deepcopy(state))
     for step in (2, 3):
         give_gradients(first, range(after), step)
         plain.step()

@@ -28,6 +28,8 @@ from commrt.bench.step_turns import Step, in_turns, table
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from commrt.comm import Communicator
+
 __all__ = ["main", "measure"]
 
 _BLOCKS = 15
@@ -88,7 +90,7 @@ def _model(width: int, layers: int) -> Any:
 class _Commrts:
     """A model and commrt's optimizer."""
 
-    def __init__(self, model: Any, comm: Any, kind: str) -> None:
+    def __init__(self, model: Any, comm: Communicator, kind: str) -> None:
         import torch
 
         from commrt.layers.sharded_update import ShardedOptimizer
@@ -99,7 +101,7 @@ class _Commrts:
             model.parameters(),
             comm,
             torch.optim.AdamW,
-            gradients="local" if kind == "train" else "summed",
+            gradients="own" if kind == "train" else "summed",
             lr=_LR,
         )
         _give_gradients(model)

@@ -30,7 +30,7 @@ E = 8
 
 @pytest.mark.full(sample=6)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("gradients", ["local", "summed"])
+@pytest.mark.parametrize("gradients", ["own", "summed"])
 @pytest.mark.parametrize("nbytes", [1, 4000])
 def test_a_step_sends_the_bytes_of_its_formula(
     nbytes: int, gradients: str, ranks: int
@@ -61,7 +61,7 @@ def test_a_step_sends_the_bytes_of_its_formula(
         if ranks > 1:
             right["allreduce"] = 17 + NUM + 1
             right["allgatherv"] = psi
-            if gradients == "local":
+            if gradients == "own":
                 right["reduce_scatterv"] = psi
         assert sent_between_barriers(log) == +right
 

@@ -135,7 +135,7 @@ def compare(
         return off.of
 
     found: dict[str, float] = {}
-    for each in run(ranks, main, timeout_s=120):
+    for each in run(ranks, main, timeout_s=240):
         for name, value in each.items():
             found[name] = max(found.get(name, 0.0), value)
     assert {*expected} <= {*found}

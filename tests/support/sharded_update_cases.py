@@ -133,4 +133,4 @@ def assert_equal_state(found: Any, expected: Any) -> None:
 
 def on_ranks(size: int, main: Callable[[Communicator], Any]) -> list[Any]:
     """Run on ranks that are threads."""
-    return run(size, main, timeout_s=60)
+    return run(size, main, timeout_s=240)

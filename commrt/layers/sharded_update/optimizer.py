@@ -59,9 +59,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         comm: the ranks.
         factory: a class of optimizers, or a function that returns one for groups; it is
             called for each bucket.
-        gradients: "local": each rank has gradients of its own samples, and ``step()``
+        gradients: "own": each rank has gradients of its own samples, and ``step()``
             reduces them. "summed": they are equal on all ranks, as DDP leaves them.
-        op: "avg" or "sum", of local gradients.
+        op: "avg" or "sum", of gradients of its own.
         cut: "elements": buckets are cut evenly, also within parameters. "parameters":
             each parameter is one rank's. "auto": elements for those optimizers of torch
             that treat each element by itself, parameters for any other.
@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         comm: Communicator,
         factory: Factory,
         *,
-        gradients: str = "local",
+        gradients: str = "own",
         op: str = "avg",
         cut: str = "auto",
         bucket_nbytes: int = BUCKET_NBYTES,
@@ -103,9 +103,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._given = comm
 
         def made() -> tuple[Maker, int, list[str]]:
-            if gradients not in ("local", "summed"):
+            if gradients not in ("own", "summed"):
                 raise UsageError(
-                    f"{_WHAT}: gradients={shown(gradients)} must be 'local' or 'summed'"
+                    f"{_WHAT}: gradients={shown(gradients)} must be 'own' or 'summed'"
                 )
             if op not in ("avg", "sum"):
                 raise UsageError(f"{_WHAT}: op={shown(op)} must be 'avg' or 'sum'")
@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return maker, 0, [*texts, *_texts(self.param_groups)]
 
         self._maker, _ = agreed(_WHAT, comm, made)
-        self._op = op if gradients == "local" else None
+        self._op = op if gradients == "own" else None
         self._comm = comm.dup(name=f"{comm.name}.optimizer") if comm.size > 1 else None
         self._is_open = True
 

@@ -68,14 +68,15 @@ def measure(
     groups = {"on commrt": everyone, "on gloo": dist.new_group(backend="gloo")}
     rows = []
     for kind in ("update", "train"):
-        ways = {"commrt": _Commrts(_model(width, layers), everyone.communicator, kind)}
+        ours = _Commrts(_model(width, layers), everyone.communicator, kind)
+        ways: dict[str, _Commrts | _Torchs] = {"commrt": ours}
         for name, group in groups.items():
             ways[f"torch {name}"] = _Torchs(_model(width, layers), group, kind)
         _check(ways)
         steps: dict[str, Step] = {name: way.step for name, way in ways.items()}
         times = in_turns(steps, blocks=blocks, least_s=least_s)
         rows.append({"step": f"{kind} {layers}x{width}", "us": times})
-        ways["commrt"].close()
+        ours.close()
     return rows
 
 
@@ -163,7 +164,7 @@ def _run(model: Any, x: Any, optimizer: Any, kind: str) -> None:
     optimizer.step()
 
 
-def _check(ways: dict[str, Any]) -> None:
+def _check(ways: dict[str, _Commrts | _Torchs]) -> None:
     """Raise AssertionError unless all ways have equal parameters after three steps."""
     import torch
 

@@ -24,7 +24,7 @@ def is_dense(x: Tensor) -> bool:
     axes = [(step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n != 1]
     for step, n in sorted(axes):
         if step != expected:
-            return x.numel() == 0
+            return not x.numel()
         expected *= n
     return True
 
@@ -166,8 +166,13 @@ class Bucket:
             ]
         )  # fmt: skip
 
-    def finish_sum(self) -> None:
-        """Wait for the sums, and give them to this rank's pieces."""
+    def finish_sum(self, *, may_share: bool = False) -> None:
+        """Wait for the sums, and give them to this rank's pieces.
+
+        Args:
+            may_share: True: pieces may have the memory of gradients that are equal on
+                all ranks, and nobody changes them.
+        """
         if self._request is not None:
             self._request.wait()
         own = {piece.index for piece in self._now.pieces[self._rank]}
@@ -176,7 +181,7 @@ class Bucket:
             if piece.index not in own:
                 view.grad = None
             elif self._request is None:
-                view.grad = self._own_gradient(piece, view)
+                view.grad = self._own_gradient(piece, view, may_share)
             else:
                 view.grad = self._kept[at : at + piece.count].as_strided(
                     view.shape, view.stride(), at
@@ -184,13 +189,13 @@ class Bucket:
                 at += piece.count
         self._request = self._kept = None
 
-    def _own_gradient(self, piece: Piece, view: Tensor) -> Tensor:
+    def _own_gradient(self, piece: Piece, view: Tensor, may_share: bool) -> Tensor:
         """Return a piece of what this rank has, where nothing is to be summed."""
         parameter = self.parameters[piece.index]
         if parameter.grad is None:  # others have one, and this one's counts as zeros
             return torch.zeros_like(view)
         flat = _like(parameter.grad, parameter)[piece.low : piece.high]
-        if self._comm is not None:
+        if self._comm is not None and not may_share:
             flat = flat.clone()  # what is clipped is this rank's piece alone
         return flat.as_strided(view.shape, view.stride(), flat.storage_offset())
 

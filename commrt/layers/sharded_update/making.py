@@ -39,6 +39,9 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
 )
 """Optimizers of torch that treat each element by itself."""
+ALONE_NBYTES = 128 << 10
+"""Longer parameters are buckets of their own: they travel from where they are to where
+they belong, and copies into a buffer would take longer than one call more."""
 _REFUSED = {
     optim.LBFGS: "it evaluates its closure several times, over all parameters at once",
     optim.SparseAdam: "it is for sparse gradients, which are not cut",
@@ -78,7 +81,7 @@ class Maker:
         factory: returns an optimizer of torch's for groups of parameters.
         arguments: further ones of the factory.
         cut: "auto", "elements" or "parameters".
-        bucket_nbytes: of a bucket, at most; one parameter may have more.
+        bucket_nbytes: of a bucket of small parameters, at most.
         comm: the ranks.
 
     Raises UsageError for arguments that do not fit.
@@ -161,11 +164,10 @@ class Maker:
             _check_parameter(first + at, parameter)
             alike.setdefault((parameter.dtype, parameter.device), []).append(at)
         nbytes = [each.nbytes for each in parameters]
-        found = [
-            bucket
-            for order in alike.values()
-            for bucket in cut(order, nbytes, self._nbytes)
-        ]
+        found = [(at,) for at in range(len(nbytes)) if nbytes[at] >= ALONE_NBYTES]
+        for order in alike.values():
+            small = [at for at in order if nbytes[at] < ALONE_NBYTES]
+            found += cut(small, nbytes, self._nbytes)
         made = []
         rank = owners(nbytes, self._loads) if self.is_whole else []
         for bucket in sorted(found):

@@ -65,7 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         cut: "elements": buckets are cut evenly, also within parameters. "parameters":
             each parameter is one rank's. "auto": elements for those optimizers of torch
             that treat each element by itself, parameters for any other.
-        bucket_nbytes: of a bucket, about; one parameter may have more.
+        bucket_nbytes: of a bucket of small parameters. One of 128 KiB or more is a
+            bucket of its own, which is sent without copies.
         kwargs: of the factory.
 
     A parameter that no rank has a gradient of stays as it is. Where some have one, the
@@ -201,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if not self._is_reduced:
                 while sums and sums[0] <= at + 1:  # one travels while one is updated
                     self._start_sum(self._buckets[sums.popleft()])
-                bucket.finish_sum()
+                bucket.finish_sum(may_share=True)
             try:
                 self._scale(bucket)
                 if failure is None and any(self._present_in(bucket)):

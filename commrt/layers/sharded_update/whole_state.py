@@ -133,9 +133,9 @@ def _gathered(
     if comm is not None:
         is_root = root is None or rank == root
         whole = torch.empty(sum(counts), dtype=first.dtype) if is_root else None
-        if sum(counts) and root is None:
+        if root is None:
             comm.allgatherv(part, counts=counts, out=whole)
-        elif sum(counts):
+        else:
             comm.gatherv(part, root, counts=counts, out=whole)
     if whole is None:
         return None

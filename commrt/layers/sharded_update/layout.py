@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from commrt.layers.spatial.windows import even_ranges
 
@@ -23,7 +22,8 @@ other instructions, whose rounding may differ. So a piece ends where the paramet
 or behind full vectors."""
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Piece:
     """A run of one parameter's elements, which one rank updates."""
 
     index: int

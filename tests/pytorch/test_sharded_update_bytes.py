@@ -121,10 +121,10 @@ def test_a_bucket_travels_while_another_one_is_updated(
     def noted(name: str) -> Any:
         right = getattr(bucket.Bucket, name)
 
-        def method(self: Any, *args: Any) -> Any:
+        def method(self: Any, *args: Any, **more: Any) -> Any:
             if self._rank == 0:
                 events.append(f"{name} {self.numbers[0]}")
-            return right(self, *args)
+            return right(self, *args, **more)
 
         return method
 

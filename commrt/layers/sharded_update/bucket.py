@@ -88,6 +88,11 @@ class Bucket:
         self._now = layout
 
     @property
+    def has_buffer(self) -> bool:
+        """Whether new values are on their way by a buffer, not from place to place."""
+        return self._kept is not None
+
+    @property
     def _rank(self) -> int:
         return 0 if self._comm is None else self._comm.rank
 

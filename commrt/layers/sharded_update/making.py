@@ -164,7 +164,9 @@ class Maker:
             _check_parameter(first + at, parameter)
             alike.setdefault((parameter.dtype, parameter.device), []).append(at)
         nbytes = [each.nbytes for each in parameters]
-        found = [(at,) for at in range(len(nbytes)) if nbytes[at] >= ALONE_NBYTES]
+        found: list[tuple[int, ...]] = [
+            (at,) for at in range(len(nbytes)) if nbytes[at] >= ALONE_NBYTES
+        ]
         for order in alike.values():
             small = [at for at in order if nbytes[at] < ALONE_NBYTES]
             found += cut(small, nbytes, self._nbytes)

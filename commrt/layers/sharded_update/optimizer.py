@@ -36,8 +36,10 @@ __all__ = ["ShardedOptimizer"]
 Tensor: TypeAlias = torch.Tensor
 _WHAT = "ShardedOptimizer"
 BUCKET_NBYTES = 4 << 20
-_IN_FLIGHT = 2
-"""Buckets whose new values travel while another one is updated."""
+_AHEAD = 4
+"""Buckets whose gradients travel while one is updated."""
+_COPIES = 2
+"""Buckets of small parameters, which need buffers, whose new values travel then."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -50,8 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Each rank updates its part of the parameters, and has the optimizer's state of that
     part alone. ``step()`` sums gradients over the ranks, and brings the new values to
-    all of them. It works in buckets: a bucket's gradients travel while the one before
-    is updated.
+    all of them. It works in buckets: gradients of some travel while another one is
+    updated, and so do new values.
 
     Args:
         params: parameters, named ones or groups, as torch's optimizers take them; equal
@@ -200,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         under_way: deque[Bucket] = deque()
         for at, bucket in enumerate(self._buckets):
             if not self._is_reduced:
-                while sums and sums[0] <= at + 1:  # one travels while one is updated
+                while sums and sums[0] <= at + _AHEAD:
                     self._start_sum(self._buckets[sums.popleft()])
                 bucket.finish_sum(may_share=True)
             try:
@@ -213,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             bucket.drop()
             bucket.start_gather()
             under_way.append(bucket)
-            if len(under_way) > _IN_FLIGHT:
+            while sum(each.has_buffer for each in under_way) > _COPIES:
                 under_way.popleft().finish_gather()
         for bucket in under_way:
             bucket.finish_gather()

@@ -226,6 +226,25 @@ def test_gradients_are_clipped_by_the_norm_of_all_parts(
     on_ranks(ranks, main)
 
 
+def test_gradients_of_parameters_stay_as_they_are() -> None:
+    """Sums, and what is clipped, lie in memory of the optimizer."""
+
+    def main(comm: Any) -> None:
+        for gradients in ("own", "summed"):
+            parameters = made_parameters()
+            give_gradients(parameters, [0], 0)
+            before = [each.grad.clone() for each in parameters]
+            with ShardedOptimizer(
+                parameters, comm, torch.optim.SGD, gradients=gradients, lr=0.1
+            ) as optimizer:
+                optimizer.clip_grad_norm_(1e-3)
+                optimizer.step()
+            for each, gradient in zip(parameters, before, strict=True):
+                assert torch.equal(each.grad, gradient)
+
+    on_ranks(2, main)
+
+
 def test_averages_accumulated_passes_and_closures() -> None:
     """The mean of ranks, of gradients that two backward passes added up."""
     torch.manual_seed(3)

@@ -20,6 +20,7 @@ from commrt.examples import (
     gpt_fsdp,
     gpt_tensor_parallel,
     runs,
+    sharded_digits,
 )
 from commrt.examples.digits import load_digits
 from commrt.examples.documents import load_documents, windows
@@ -33,6 +34,7 @@ EXAMPLES = {
     "gcn": gcn.main,
     "gpt_fsdp": gpt_fsdp.main,
     "gpt_tensor_parallel": gpt_tensor_parallel.main,
+    "sharded_digits": sharded_digits.main,
 }
 
 
@@ -89,7 +91,7 @@ def test_the_examples_on_ranks_of_mpiexec(mpirun: Any) -> None:
         # One job only: a second one of gloo meets the first one's keys in the store.
         (2, ["cnn"], "gloo"),
         (2, ["gpt_tensor_parallel"], "gloo"),
-        (3, ["cnn", "dlrm", "experts", "gcn"], "commrt"),
+        (3, ["cnn", "dlrm", "experts", "gcn", "sharded_digits"], "commrt"),
         (4, ["dlrm", "experts", "gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
     ],
 )

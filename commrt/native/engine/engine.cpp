@@ -393,9 +393,9 @@ void Engine::hand_over_rest() {
   if (!lock.owns_lock() || busy_locked()) wake();
 }
 
-bool Engine::go_on_everywhere() {
+Engine::Pass Engine::go_on_everywhere() {
   const std::lock_guard<std::mutex> outer(engines().going_on);
-  bool is_busy = false;
+  Pass made;
   try {
     std::vector<Engine*> mine;
     {
@@ -409,13 +409,14 @@ bool Engine::go_on_everywhere() {
         // Between passes the lock is free, so that callers can submit and wait.
         const std::lock_guard<std::mutex> lock(engine->mutex);
         advanced = engine->busy_locked() && engine->step_locked(kSliceBytes);
-        if (!advanced) is_busy = is_busy || engine->busy_locked();
+        made.has_advanced = made.has_advanced || advanced;
+        if (!advanced) made.is_busy = made.is_busy || engine->busy_locked();
       }
     }
   } catch (const std::bad_alloc&) {
-    is_busy = true;  // waiting threads learn of it by themselves; the next pass may have memory
+    made.is_busy = true;  // waiting threads learn of it; the next pass may have memory
   }
-  return is_busy;
+  return made;
 }
 
 int Engine::spins_locked(int own) const {

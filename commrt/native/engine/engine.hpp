@@ -64,8 +64,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void go_on_by_arrivals() { by_arrivals_.store(true, std::memory_order_release); }
   // True if operations go on while the program does something else.
   bool goes_on_alone() const { return has_thread() || goes_on_by_arrivals(); }
-  // Goes on with them on all engines of this process that do so; true while there are some.
-  static bool go_on_everywhere();
+  struct Pass {
+    bool has_advanced = false;
+    bool is_busy = false;  // operations are still in flight
+  };
+  // Goes on with them on all engines of this process that do so.
+  static Pass go_on_everywhere();
   // Called after something was started, or left in flight, that its caller does not wait for.
   // `has_more`: it could go on now.
   void wake(bool has_more = false);

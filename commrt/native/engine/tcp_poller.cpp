@@ -279,9 +279,11 @@ void TcpPoller::run(const std::shared_ptr<Run>& mine) {
         }
       }
     }
-    if (has_found && !comes) num_late_.fetch_add(1, std::memory_order_relaxed);
     if (mine->is_over.load()) return;
-    goes_on = Engine::go_on_everywhere();
+    const Engine::Pass pass = Engine::go_on_everywhere();
+    goes_on = pass.is_busy;
+    const bool is_late = !comes && (has_found || pass.has_advanced);
+    if (is_late) num_late_.fetch_add(1, std::memory_order_relaxed);
     before = num_looks_.load(std::memory_order_relaxed);
     const std::lock_guard<std::mutex> lock(interrupting_);
     arm(*mine, true);

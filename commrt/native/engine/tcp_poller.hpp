@@ -51,7 +51,7 @@ class TcpPoller {
   // The caller looks no more: the poller's own thread is to look as soon as something comes.
   // `has_more`: there is something to send, too, so it goes on at once.
   void hand_over(bool has_more);
-  // How often that thread found something by its clock, as nobody had handed over.
+  // How often that thread found something to do by its clock, as nobody had handed over.
   uint64_t num_late() const { return num_late_.load(std::memory_order_relaxed); }
 
  private:

@@ -187,6 +187,7 @@ bool Engine::step_locked(uint64_t limit) {
   bool any = false;
   for (Comm* comm : comms_) any = comm->progress(limit) || any;
   if (any) ring();
+  has_advanced_ = any;
   return any;
 }
 
@@ -390,7 +391,8 @@ bool Engine::may_have_more(const Op& op) {
 void Engine::hand_over_rest() {
   if (has_thread() || !goes_on_by_arrivals()) return;
   const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-  if (!lock.owns_lock() || busy_locked()) wake();
+  if (!lock.owns_lock()) return wake(true);
+  if (busy_locked()) wake(has_advanced_);
 }
 
 Engine::Pass Engine::go_on_everywhere() {

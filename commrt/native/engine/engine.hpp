@@ -208,6 +208,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex watch_mutex_;
   bool watch_stopping_ = false;
   bool stopping_ = false;
+  bool has_advanced_ = false;  // the last pass; another one may, too
   std::atomic<bool> is_parked_{false};
 };
 

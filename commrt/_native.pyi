@@ -2264,11 +2264,6 @@ class TcpLinks:
         frames, and that for payloads.
         """
 
-    def num_late() -> int:
-        """How often the thread that receives while nobody looks found something by its
-        clock, as nobody had handed the looking over.
-        """
-
     @property
     def num_open(self) -> int:
         """Connections that have not ended."""
@@ -2919,6 +2914,11 @@ def nccl_program_plan(
 
 def num_cached_device_calls(group: Group) -> int:
     """Number of device calls in the cache."""
+
+def num_late_looks() -> int:
+    """How often the thread that receives while nobody looks found something to do
+    by its clock, as nobody had handed the looking over.
+    """
 
 def number_of_text(text: bytes) -> int:
     """Return a number of 64 bits of a text; 0 for an empty one."""

@@ -131,7 +131,7 @@ def looks_then_computes(how: str) -> list[int]:
     """Look for an operation in some way, and compute until another one is there."""
     comm = joined_on_one_core()
     other = comm.dup()
-    before = _native.TcpLinks.num_late()
+    before = _native.num_late_looks()
     for _ in range(ROUNDS):
         x, y = np.full(1 << 15, 1.0), np.full(8, 1.0)
         long = comm.allreduce(x, nonblocking=True)
@@ -146,7 +146,7 @@ def looks_then_computes(how: str) -> list[int]:
         assert compute_until(partial(_is_all, x, comm.size))
         long.wait()
         other.barrier()
-    return [_native.TcpLinks.num_late() - before]
+    return [_native.num_late_looks() - before]
 
 
 @pytest.mark.parametrize("how", ["nothing", "wait_any", "wait", "test", "blocking"])

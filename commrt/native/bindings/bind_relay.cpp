@@ -81,6 +81,10 @@ void bind_relay(nb::module_& m) {
       .def("leave", &Relay::leave, nb::call_guard<ReleasedGil>(),
            "Tell all peers that this was all.");
 
+  m.def("num_late_looks", [] { return TcpPoller::instance().num_late(); },
+        "How often the thread that receives while nobody looks found something to do by its "
+        "clock, as nobody had handed the looking over.");
+
   nb::class_<TcpLinks>(m, "TcpLinks", "Carries a relay's frames by TCP.")
       .def(nb::new_([](std::shared_ptr<Relay> relay,
                        const std::vector<std::tuple<int, int, int>>& sockets) {
@@ -95,9 +99,6 @@ void bind_relay(nb::module_& m) {
            "Take over connected sockets: for each rank its number, the descriptor for frames, and that "
            "for payloads.")
       .def_prop_ro("num_open", &TcpLinks::num_open, "Connections that have not ended.")
-      .def_static("num_late", [] { return TcpPoller::instance().num_late(); },
-                  "How often the thread that receives while nobody looks found something by its "
-                  "clock, as nobody had handed the looking over.")
       .def("stop", &TcpLinks::stop, nb::call_guard<ReleasedGil>(), "End all connections at once.");
 
   nb::class_<RelayCarrier>(m, "RelayCarrier", "Gives a relay's frames to gloo.")

@@ -14,7 +14,7 @@ from commrt.layers.kfac.model_layers import Layer
 from commrt.layers.kfac.placement import Placement
 from commrt.layers.kfac.triangles import packed_length, unpacked
 from commrt.layers.process_grid import ProcessGrid
-from commrt.layers.tournament.meeting import meet
+from commrt.layers.all_or_none import meet
 
 __all__ = ["GROUP", "RECEIVERS", "Inverses", "Task"]
 

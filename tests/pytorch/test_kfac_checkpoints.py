@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K-FAC sees layers that checkpoints run again, and belongs them to the right pass."""
+"""K-FAC sees layers that checkpoints run again, and counts them to the right pass."""
 
 from __future__ import annotations
 

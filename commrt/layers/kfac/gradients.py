@@ -40,16 +40,21 @@ def bits_of(tensors: Sequence[Tensor | None]) -> int:
             continue
         flat = each.detach().view(_INTEGERS[each.element_size()]).reshape(-1)
         for begin in range(0, len(flat), _CHUNK):
-            mixed = flat[begin : begin + _CHUNK].to(torch.int64, copy=True)
+            mixed = _mixed(flat[begin : begin + _CHUNK].to(torch.int64, copy=True))
             places = torch.arange(begin, begin + len(mixed), device=mixed.device)
             mixed *= 2 * places + 1  # odd, so no bit gets lost
-            mixed ^= mixed >> 32
-            mixed *= _ODD
-            mixed ^= mixed >> 29
-            sums.append(mixed.sum())
+            sums.append(_mixed(mixed).sum())
             numbers.append(2 * number + 1)
     found = sum(n * value for n, value in zip(numbers, on_host(sums), strict=True))
     return (found ^ (found >> 63)) & _WORD
+
+
+def _mixed(integers: Tensor) -> Tensor:
+    """Spread the bits of each integer, in place; 0 stays 0, and others differ."""
+    integers ^= integers >> 32
+    integers *= _ODD
+    integers ^= integers >> 29
+    return integers
 
 
 class Gradients:

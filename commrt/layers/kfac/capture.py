@@ -236,7 +236,8 @@ class Capture:
         if _is_backward():
             # Not expected: a checkpoint that is not reentrant passes no gradient on.
             step = -1
-            which = which or self._running or (self._unseen or [None])[-1]
+            latest = self._unseen[-1] if self._unseen else None
+            which = which or self._running or latest
         if which is None:
             output.register_hook(partial(self._came_alone, number))
             return

@@ -45,7 +45,9 @@ def bits_of(tensors: Sequence[Tensor | None]) -> int:
             mixed *= 2 * places + 1  # odd, so no bit gets lost
             sums.append(_mixed(mixed).sum())
             numbers.append(2 * number + 1)
-    found = sum(n * value for n, value in zip(numbers, on_host(sums), strict=True))
+    found = 0
+    for number, value in zip(numbers, on_host(sums), strict=True):
+        found += number * int(value)
     return (found ^ (found >> 63)) & _WORD
 
 

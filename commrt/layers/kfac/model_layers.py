@@ -105,10 +105,9 @@ def layers_of(model: nn.Module, skip: Collection[str]) -> list[Layer]:
             )
         if id(weight) not in found:
             bias: Tensor | None = module.bias
-            is_shared = len(uses.get(id(bias), ())) != 1
-            if not isinstance(bias, nn.Parameter) or is_shared:
-                bias = None
-            elif not bias.requires_grad:
+            is_shared = len(uses.get(id(bias), ())) > 1
+            is_trained = isinstance(bias, nn.Parameter) and bias.requires_grad
+            if is_shared or not is_trained:
                 bias = None
             rows: LayerRows
             if isinstance(module, nn.Conv2d):

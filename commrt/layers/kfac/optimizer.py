@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -50,6 +50,7 @@ __all__ = ["KFAC"]
 
 Tensor: TypeAlias = torch.Tensor
 
+
 class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
     """Gradient descent along gradients that are multiplied by an inverse Fisher matrix.
 
@@ -60,7 +61,8 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
     Linear layers and convolutions are preconditioned, each with two factors (Martens
     and Grosse 2015, arXiv 1503.05671). Ranks sum factors, share the work of inverting
     them, and end with the same parameters as one process with all samples. All other
-    parameters take steps of SGD with the same momentum.
+    parameters take steps of SGD with the same momentum. So does a layer that no sum of
+    factors has had yet, in steps that ``kl_clip`` does not limit.
 
     Args:
         model: all parameters that need a gradient are trained. Equal on all ranks.
@@ -75,8 +77,8 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         inverse_every: steps from one inversion to the next.
         kl_clip: the largest squared norm, by the Fisher matrix, of lr times the
             preconditioned gradients; longer ones become shorter. Momentum comes after
-            it: with 0.9, steps of one direction add up to ten times as much. It leaves
-            alone what takes steps of SGD. None: there is no limit.
+            it: with 0.9, steps of one direction add up to ten times as much. Steps of
+            SGD have no limit. None: there is none at all.
         gradient_workers: ranks that keep a layer's inverses, a divisor of their number.
             None: all of them.
         gradients: "local": each rank has gradients of its own samples, and ``step``
@@ -187,7 +189,8 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         none: a rank with an error raises it, and all others raise RefusedError. It
         raises UsageError, on all ranks, where gradients seem to have been summed
         before, where those of "synchronised" differ between ranks, and where ranks have
-        other settings. NotFiniteError: factors have NaN or infinity.
+        other settings. NotFiniteError: factors have NaN or infinity. A closure's errors
+        are told as others are, but for lost peers, revoked communicators and timeouts.
         """
         try:
             self._check_open("step")

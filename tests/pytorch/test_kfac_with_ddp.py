@@ -16,7 +16,7 @@ from commrt.layers.kfac import KFAC
 from commrt.layers.kfac.factor_sums import Part
 
 SETTINGS: dict[str, Any] = {"inverse_every": 2, "factor_every": 2, "lr": 0.05}
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 COUNT = 3
 """Samples of each rank; DDP takes the mean of ranks, not that of samples."""
 

@@ -149,7 +149,7 @@ class Capture:
         if len({*started}) == 1:
             self.wait()
         elif any(each > 0 for each in started):
-            self._comm.replace([] if self._sums is None else self._sums.under_way())
+            self._comm.renew([] if self._sums is None else self._sums.under_way())
 
     def sums(self) -> list[LayerSums]:
         """Return the sums, after ``wait``; in a step without sums there are none."""

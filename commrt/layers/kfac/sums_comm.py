@@ -32,7 +32,7 @@ class SumsComm:
         """The copy of now; keep it no longer than for the sums of a step."""
         return self._comm
 
-    def replace(self, under_way: Iterable[Request]) -> None:
+    def renew(self, under_way: Iterable[Request]) -> None:
         """End all that is under way, on all ranks, and get a new copy; collective.
 
         Args:

@@ -6,11 +6,19 @@ As torch does, it changes float32 and narrower types, and leaves float64 alone.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["full_precision", "is_autocast", "low_precision", "may_differ"]
+__all__ = [
+    "full_precision",
+    "is_autocast",
+    "low_precision",
+    "may_differ",
+    "without_autocast",
+]
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,3 +43,16 @@ def low_precision(x: Any, dtype: torch.dtype) -> torch.dtype:
 def full_precision(x: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Return a tensor in ``dtype`` where autocast may have made it narrower."""
     return x.to(dtype) if may_differ(x, dtype) else x
+
+
+@contextlib.contextmanager
+def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
+    """Compute within in the types of the tensors, whatever is around.
+
+    Args:
+        device_types: such as "cuda"; of the devices that compute.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in device_types:
+            stack.enter_context(torch.autocast(each, enabled=False))
+        yield

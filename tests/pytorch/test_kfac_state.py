@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from commrt.errors import UsageError
 from commrt.layers.kfac import KFAC
+from commrt.layers.kfac.gradients import bits_of
 from commrt.local import run
 
 SETTINGS: dict[str, Any] = {"inverse_every": 4, "lr": 0.05}
@@ -337,3 +338,81 @@ def test_a_model_trains_under_autocast() -> None:
 
     for losses in run(2, main):
         assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_under_autocast_computes_in_the_types_of_factors(workers: int) -> None:
+    """A rank that keeps inverses sends directions in the type that others expect."""
+
+    def main(comm: Any, is_on: bool) -> Any:
+        model = model_of("perceptron").float()
+        with KFAC(model, comm, gradient_workers=workers, **SETTINGS) as optimizer:
+            for step in range(3):
+                x, y, _ = own_part("perceptron", 2, comm.rank, step)
+                optimizer.zero_grad()
+                loss_of(model(x.float()), y, "mean", 1).backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                    optimizer.step()
+        return [*model.parameters()]
+
+    plain = run(2, functools.partial(main, is_on=False))
+    within = run(2, functools.partial(main, is_on=True))
+    for one, other in zip(plain, within, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("skip", [(), ("0",)])
+def test_weights_that_are_computed_take_steps_of_sgd(skip: tuple[str, ...]) -> None:
+    """Those of pruned layers, and of layers with a norm in the older style."""
+    from torch.nn.utils import prune, spectral_norm
+
+    def main(comm: Any) -> None:
+        pruned, without = nn.Linear(5, 4), nn.Linear(4, 4)
+        normed = spectral_norm(nn.Linear(4, 4))
+        model = nn.Sequential(pruned, normed, without, nn.Linear(4, 3)).double()
+        with torch.no_grad():
+            for each in model.parameters():
+                each.copy_(torch.linspace(-1, 1, each.numel()).reshape(each.shape))
+            normed.weight_u.fill_(0.5)
+            normed.weight_v.fill_(0.5)
+        prune.l1_unstructured(pruned, "weight", 0.5)
+        prune.l1_unstructured(without, "bias", 0.5)
+        before = copy.deepcopy([*model.parameters()])
+        with KFAC(model, comm, skip=skip) as optimizer:
+            assert optimizer.layer_names == ("2", "3")
+            x, y, _ = own_part("perceptron", 2, comm.rank, 0)
+            loss_of(model(x), y, "mean", 1).backward()
+            optimizer.step()
+            assert optimizer.placement.sides[0] == (4, 4)  # the bias is computed
+        for one, other in zip(before, model.parameters(), strict=True):
+            assert not torch.equal(one, other)
+
+    run(2, main)
+
+
+def test_numbers_of_gradients_tell_orders_and_signs_apart() -> None:
+    """They are 0 for zeros, however many there are."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        values = torch.arange(3000, dtype=torch.float32).to(dtype).reshape(60, 50)
+        seen = {bits_of([values, values + 1])}
+        for others in (
+            [values.flip(0), values + 1],
+            [values.t().reshape(60, 50), values + 1],
+            [-values, values + 1],
+            [values + 1, values],
+            [values, None],
+            [None, values],
+            [values.roll(2048 // 50, 0), values + 1],
+        ):
+            assert 0 < bits_of(others) < 1 << 63
+            seen.add(bits_of(others))
+        assert len(seen) == 8
+        assert bits_of([values.t()]) == bits_of([values.t().contiguous()])
+        assert bits_of([values * 0, None, values[:0]]) == 0
+    big = torch.zeros((1 << 20) + 3, dtype=torch.float64)
+    found = set()
+    for at in (0, 1, 1 << 11, 1 << 19, 1 << 20, (1 << 20) + 2):
+        big[at] = 2.0
+        found.add(bits_of([big]))
+        big[at] = 0.0
+    assert len(found) == 6

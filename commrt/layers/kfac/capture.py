@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.autocast import without_autocast
 from commrt.layers.kfac.factor_sums import FactorSums, LayerSums
 from commrt.layers.kfac.model_layers import Layer
+from commrt.layers.kfac.sums_comm import SumsComm
 
 __all__ = ["Capture"]
 
@@ -59,21 +60,24 @@ class Capture:
     Args:
         model: the whole one; a call of it is a forward pass.
         layers: of the model.
-        comm: for sums of factors alone.
+        comm: for sums of factors alone; it stays the caller's.
         samples_of: returns the samples of a call from its arguments; None: the first
             dimension of the first tensor among them.
         loss: "mean", "sum" or "global_mean", as ``KFAC`` has it.
         scale_of: returns the factor by which the loss is multiplied.
 
-    Hooks raise nothing but faults of communication: an error is kept for ``step``,
-    where all ranks hear of it.
+    Hooks raise nothing: an error is kept for ``step``, where all ranks hear of it.
+
+    Checkpoints run a layer again in the backward pass. Such a use belongs to the
+    forward pass whose gradient came last. Nobody knows beforehand how many of them
+    come, so the sums of layers that a reentrant checkpoint has start in ``step``.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Sequence[Layer],
-        comm: Communicator,
+        comm: SumsComm,
         samples_of: Callable[..., int] | None,
         loss: str,
         scale_of: Callable[[], float],
@@ -84,11 +88,12 @@ class Capture:
         self.is_synchronising = True
         """False: sums wait for a later backward pass."""
         self._step = 0
-        self._current: _Pass | None = None
+        self._passes: list[_Pass | None] = []
+        """Calls of the model that have not ended; None: one without gradients."""
         self._begin(False)
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
-            model.register_forward_hook(_Hook(self._leave)),
+            model.register_forward_hook(_Hook(self._leave), always_call=True),
         ]
         for number, layer in enumerate(layers):
             for module in layer.modules:
@@ -98,8 +103,14 @@ class Capture:
                 )
 
     def _begin(self, is_summing: bool) -> None:
-        self._sums = FactorSums(self._comm, self._layers) if is_summing else None
+        self._sums = None
+        if is_summing:
+            self._sums = FactorSums(self._comm.comm, self._layers)
         self._pending = [0] * len(self._layers)
+        self._run_again: set[int] = set()
+        """Layers that a reentrant checkpoint runs again in the backward pass."""
+        self._running: _Pass | None = None
+        """The pass whose gradient came last."""
         self._unseen: list[_Pass] = []
         self._seen: list[_Pass] = []
         self._num_sent: int | None = None
@@ -116,17 +127,38 @@ class Capture:
         """Samples of this rank whose gradients have come in this step."""
         return sum(each.samples for each in self._seen)
 
-    def finish(self) -> list[LayerSums] | None:
-        """Return the sums of factors; None in a step without. Collective."""
-        if self._sums is None:
-            return None
-        self._send(are_all=True)
-        return self._sums.wait()
+    def start(self) -> None:
+        """Start all sums that have not started yet; local. Any rank may fail here."""
+        if self._sums is not None:
+            self._send(are_all=True)
+
+    def wait(self) -> None:
+        """Wait for all sums that have started; collective."""
+        if self._sums is not None:
+            self._sums.wait()
+
+    def forget(self, started: Sequence[int]) -> None:
+        """End all sums without their results; collective.
+
+        Where ranks have started different ones, some would wait for ever. They give up
+        the communicator of the sums and get another.
+
+        Args:
+            started: ``num_started`` of all ranks.
+        """
+        if len({*started}) == 1:
+            self.wait()
+        elif any(each > 0 for each in started):
+            self._comm.renew([] if self._sums is None else self._sums.under_way())
+
+    def sums(self) -> list[LayerSums]:
+        """Return the sums, after ``wait``; in a step without sums there are none."""
+        return [] if self._sums is None else self._sums.results()
 
     @property
-    def is_summing(self) -> bool:
-        """True in a step in which factors are summed."""
-        return self._sums is not None
+    def num_started(self) -> int:
+        """Layers whose sums have started; -1 in a step without sums."""
+        return -1 if self._sums is None else self._sums.num_started
 
     @property
     def is_under_way(self) -> bool:
@@ -154,6 +186,7 @@ class Capture:
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
+            self._passes.append(None)
             return
         samples, factor = 0, 1.0
         try:
@@ -161,8 +194,11 @@ class Capture:
             factor = 1.0 / self._scale_of()
         except Exception as error:  # noqa: BLE001  the other ranks must hear of it
             self.error = self.error or error
-        self._current = _Pass(samples, factor)
-        self._unseen.append(self._current)
+        entered = _Pass(samples, factor)
+        self._passes.append(entered)
+        if not _is_backward():  # a checkpoint of the whole model may need no gradient
+            self._unseen.append(entered)
+            self._running = None
 
     def _counted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         if self._samples_of is not None:
@@ -181,9 +217,7 @@ class Capture:
         )
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        current = self._current
+        current = self._passes.pop() if self._passes else None
         for each in _tensors((output,)):
             if each.requires_grad and current is not None:
                 each.register_hook(partial(self._seen_now, current))
@@ -191,26 +225,39 @@ class Capture:
     def _used(
         self, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        if not (torch.is_grad_enabled() and output.requires_grad):
-            return
         if not self._layers[number].weight.requires_grad:
             return  # frozen since
-        if self._current is None:
-            self.error = self.error or UsageError(
-                f"KFAC: the layer {self._layers[number].name} was used before the "
-                f"model itself was called; give KFAC the module that is called"
-            )
+        which = self._passes[-1] if self._passes else None
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            if which is not None:
+                self._run_again.add(number)
+            return
+        step = self._step
+        if _is_backward():
+            # Not expected: a checkpoint that is not reentrant passes no gradient on.
+            step = -1
+            latest = self._unseen[-1] if self._unseen else None
+            which = which or self._running or latest
+        if which is None:
+            output.register_hook(partial(self._came_alone, number))
             return
         x = None
         if self._sums is not None:
             x = (args[0] if args else kwargs["input"]).detach()
-        self._pending[number] += 1
-        hook = partial(self._came, number, self._current, self._step, x)
-        output.register_hook(hook)
+        if step >= 0:
+            self._pending[number] += 1
+        output.register_hook(partial(self._came, number, which, step, x))
 
     # -- backward ----------------------------------------------------------------------
 
+    def _came_alone(self, number: int, gradient: Tensor) -> None:
+        self.error = self.error or UsageError(
+            f"KFAC: the layer {self._layers[number].name} was used outside a call of "
+            f"the model; give KFAC the module that is called"
+        )
+
     def _seen_now(self, which: _Pass, gradient: Tensor) -> None:
+        self._running = which
         if which.step == self._step:
             return
         which.step = self._step
@@ -221,7 +268,15 @@ class Capture:
     def _came(
         self, number: int, which: _Pass, step: int, x: Tensor | None, gradient: Tensor
     ) -> None:
-        """Take the gradient of a layer's output, and the input that was there."""
+        """Take the gradient of a layer's output, and the input that was there.
+
+        Args:
+            number: of the layer.
+            which: the forward pass.
+            step: the step whose sums expect it; -1: none does.
+            x: the input; None: no factors were summed then.
+            gradient: of the output.
+        """
         self._seen_now(which, gradient)
         if self._sums is None or x is None:
             return
@@ -233,17 +288,18 @@ class Capture:
                     f"the sum of its factors had started; run all backward passes of "
                     f"a step but the last within no_sync()"
                 )
-            part.add(x, gradient, which.factor)
+            with without_autocast({gradient.device.type}):
+                part.add(x, gradient, which.factor)
+            if step != self._step:
+                return  # of an earlier step's graph, or of a checkpoint
+            self._pending[number] -= 1
+            is_last = not self._pending[number] and number not in self._run_again
+            part.is_complete = is_last and self.is_synchronising
+            # A pass without a gradient yet may bring samples, which scale products.
+            if self.is_synchronising and not self._unseen and self.error is None:
+                self._send()
         except Exception as error:  # noqa: BLE001  the other ranks must hear of it
             self.error = self.error or error
-            return
-        if step != self._step:
-            return  # of an earlier step's graph
-        self._pending[number] -= 1
-        part.is_complete = not self._pending[number] and self.is_synchronising
-        # A pass without a gradient so far may bring samples, which scale all products.
-        if self.is_synchronising and not self._unseen:
-            self._send()
 
     def _send(self, *, are_all: bool = False) -> None:
         """Start sums; products become those of gradients of each sample's loss."""
@@ -252,6 +308,11 @@ class Capture:
         factor = float(samples**2) if self._is_mean else 1.0
         if self._sums.advance(factor, are_all=are_all) and self._num_sent is None:
             self._num_sent = samples
+
+
+def _is_backward() -> bool:
+    """Return whether this thread is in a backward pass."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

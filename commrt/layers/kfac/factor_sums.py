@@ -8,13 +8,15 @@ not matter which layers a rank uses, nor in which order its gradients come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from commrt.comm import Communicator
 from commrt.layers.kfac.model_layers import Layer
+from commrt.layers.kfac.scalars import on_host
 from commrt.layers.kfac.triangles import packed, packed_length
+from commrt.request import Request
 
 __all__ = ["FactorSums", "LayerSums", "Part"]
 
@@ -22,10 +24,10 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class Part:
-    """What one rank adds to the factors of one layer.
+    """Products that one rank adds to the factors of one layer.
 
     Args:
-        layer: of which.
+        layer: the one whose factors they are of.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -66,10 +68,10 @@ class Part:
             length = sum(map(packed_length, rows.sides)) + 1
             return torch.zeros(length, dtype=rows.dtype, device=like.device)
         inner, outer = map(packed, self._sums)
+        outer *= gradient_factor
+        flat = torch.cat([inner, outer, inner.new_tensor([self.places])])
         self._sums = None
-        return torch.cat(
-            [inner, outer * gradient_factor, inner.new_tensor([self.places])]
-        )
+        return flat
 
 
 class LayerSums(NamedTuple):
@@ -96,7 +98,12 @@ class FactorSums:
         self._comm = comm
         self.parts = [Part(each) for each in layers]
         """Of this rank, in the order of layers."""
-        self._started: list[tuple[Tensor, Any]] = []
+        self._started: list[tuple[Tensor, Request | None]] = []
+
+    @property
+    def num_started(self) -> int:
+        """Layers whose sums have left this rank."""
+        return len(self._started)
 
     def has_started(self, number: int) -> bool:
         """Return whether a layer's sum has left this rank."""
@@ -124,17 +131,24 @@ class FactorSums:
             self._started.append((flat, request))
         return len(self._started) > before
 
-    def wait(self) -> list[LayerSums]:
-        """Return all sums, in the order of layers; all must have been started."""
+    def under_way(self) -> list[Request]:
+        """Return the requests of all sums that have started."""
+        return [each for _, each in self._started if each is not None]
+
+    def wait(self) -> None:
+        """Wait for all sums that have started; collective."""
+        for each in self.under_way():
+            each.wait()
+
+    def results(self) -> list[LayerSums]:
+        """Return all sums, in the order of layers; after ``wait`` for all of them."""
+        places = on_host([flat[-1] for flat, _ in self._started])
         found = []
-        for part, (flat, request) in zip(
-            reversed(self.parts), self._started, strict=True
+        for part, (flat, _), count in zip(
+            reversed(self.parts), self._started, places, strict=True
         ):
-            if request is not None:
-                request.wait()
-            inner, outer, places = flat.split(
-                [*map(packed_length, part.layer.rows.sides), 1]
-            )
+            sides = part.layer.rows.sides
+            inner, outer, _ = flat.split([*map(packed_length, sides), 1])
             # Of their own: a view would keep both alive.
-            found.append(LayerSums(inner.clone(), outer.clone(), float(places)))
+            found.append(LayerSums(inner.clone(), outer.clone(), count))
         return found[::-1]

@@ -11,6 +11,7 @@ import torch
 from commrt.comm import Communicator
 from commrt.errors import UsageError
 from commrt.layers.data import GradientReducer
+from commrt.layers.kfac.scalars import on_host
 from commrt.layers.tensor3d.once import mark_summed, refuse_summed
 
 __all__ = ["Gradients", "bits_of"]
@@ -20,20 +21,42 @@ Tensor: TypeAlias = torch.Tensor
 _BUCKET_NBYTES = 25 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = (1 << 63) - 1
+_CHUNK = 1 << 20
+"""Elements that are mixed at a time, for their mixed values take 8 bytes each."""
+_ODD = 0x2545F4914F6CDD1D
+"""A factor that spreads bits (Vigna 2016, arXiv 1402.6246)."""
 
 
 def bits_of(tensors: Sequence[Tensor | None]) -> int:
     """Return a number of int64 that is equal where tensors have the same bits.
 
-    Missing ones count as zeros. It is 0 where all bits are.
+    Tensors with other bits, or the same ones in another order, have another number but
+    for a chance of about 2⁻⁶³. Missing ones count as zeros. It is 0 where all bits are.
     """
-    found = 0
-    for number, each in enumerate(tensors, 1):
+    sums: list[Tensor] = []
+    numbers: list[int] = []
+    for number, each in enumerate(tensors):
         if each is None or not each.numel():
             continue
-        integers = each.detach().view(_INTEGERS[each.element_size()])
-        found += number * int(integers.sum(dtype=torch.int64))
-    return found & _WORD
+        flat = each.detach().view(_INTEGERS[each.element_size()]).reshape(-1)
+        for begin in range(0, len(flat), _CHUNK):
+            mixed = _mixed(flat[begin : begin + _CHUNK].to(torch.int64, copy=True))
+            places = torch.arange(begin, begin + len(mixed), device=mixed.device)
+            mixed *= 2 * places + 1  # odd, so no bit gets lost
+            sums.append(_mixed(mixed).sum())
+            numbers.append(2 * number + 1)
+    found = 0
+    for number, value in zip(numbers, on_host(sums), strict=True):
+        found += number * int(value)
+    return (found ^ (found >> 63)) & _WORD
+
+
+def _mixed(integers: Tensor) -> Tensor:
+    """Spread the bits of each integer, in place; 0 stays 0, and others differ."""
+    integers ^= integers >> 32
+    integers *= _ODD
+    integers ^= integers >> 29
+    return integers
 
 
 class Gradients:
@@ -85,7 +108,14 @@ class Gradients:
         return [parameter.grad is not None for _, parameter in self._named]
 
     def bits(self) -> int:
-        """Return a number of int64 that is equal where all gradients are."""
+        """Return a number of int64 that is equal where all gradients are.
+
+        It is 0 where one has NaN or infinity: such ones are equal by chance.
+        """
+        given = [p.grad for _, p in self._named if p.grad is not None]
+        are_finite = on_host([torch.isfinite(each).all() for each in given])
+        if not all(are_finite):
+            return 0
         return bits_of([parameter.grad for _, parameter in self._named])
 
     def finish(self, own_samples: int, samples: int, scale: float) -> None:

@@ -9,12 +9,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from commrt.comm import Communicator
+from commrt.layers.all_or_none import meet
 from commrt.layers.kfac.factors import Pair, damping_of, inverse_of
 from commrt.layers.kfac.model_layers import Layer
 from commrt.layers.kfac.placement import Placement
 from commrt.layers.kfac.triangles import packed_length, unpacked
 from commrt.layers.process_grid import ProcessGrid
-from commrt.layers.tournament.meeting import meet
 
 __all__ = ["GROUP", "RECEIVERS", "Inverses", "Task"]
 

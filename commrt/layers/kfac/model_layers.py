@@ -66,8 +66,9 @@ def layers_of(model: nn.Module, skip: Collection[str]) -> list[Layer]:
         skip: names of modules that do not, with all that is in them.
 
     Modules that share weight and bias are one layer. A weight that another kind of
-    module has, too, or another bias goes with, is none. Raises UsageError for names
-    that no module has, and for convolutions in groups that are not skipped.
+    module has, too, or another bias goes with, is none, and neither is one that is
+    computed from other parameters. Raises UsageError for names that no module has, and
+    for convolutions in groups that are not skipped.
     """
     names = {name for name, _ in model.named_modules()}
     wrong = isinstance(skip, str) or not {*skip} <= names
@@ -90,8 +91,11 @@ def layers_of(model: nn.Module, skip: Collection[str]) -> list[Layer]:
         assert isinstance(module, nn.Linear | nn.Conv2d)
         is_skipped = any(name == s or name.startswith(f"{s}.") or not s for s in skip)
         weight = module.weight
-        is_own = len(uses[id(weight)]) == 1 and weight.numel() > 0
-        if is_skipped or not weight.requires_grad or not is_own:
+        # Pruning and the older norms of weights compute a weight from others.
+        if is_skipped or not isinstance(weight, nn.Parameter):
+            continue
+        is_own = len(uses.get(id(weight), ())) == 1 and weight.numel() > 0
+        if not weight.requires_grad or not is_own:
             continue
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             raise UsageError(
@@ -100,8 +104,10 @@ def layers_of(model: nn.Module, skip: Collection[str]) -> list[Layer]:
                 f"without one"
             )
         if id(weight) not in found:
-            bias = module.bias
-            if bias is not None and (not bias.requires_grad or len(uses[id(bias)]) > 1):
+            bias: Tensor | None = module.bias
+            is_shared = len(uses.get(id(bias), ())) > 1
+            is_trained = isinstance(bias, nn.Parameter) and bias.requires_grad
+            if is_shared or not is_trained:
                 bias = None
             rows: LayerRows
             if isinstance(module, nn.Conv2d):

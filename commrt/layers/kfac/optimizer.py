@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,20 +14,26 @@ from torch import nn
 from commrt.comm import Communicator
 from commrt.errors import (
     ClosedError,
-    CommError,
-    MismatchError,
     NotFiniteError,
+    PeerFailedError,
+    RevokedError,
+    TimeoutError_,
     UsageError,
     shown,
 )
+from commrt.layers.all_or_none import check_same, exchange, meet, number_of
+from commrt.layers.autocast import without_autocast
+from commrt.layers.kfac.agreement import Agreed, Facts, check_facts, started_in
 from commrt.layers.kfac.capture import Capture
-from commrt.layers.kfac.factor_sums import LayerSums
+from commrt.layers.kfac.choices import GRADIENTS, check_choices
 from commrt.layers.kfac.factors import Averages, averaged
 from commrt.layers.kfac.gradients import Gradients, bits_of
 from commrt.layers.kfac.inverses import GROUP, RECEIVERS, Inverses, Task
 from commrt.layers.kfac.memory import Memory
 from commrt.layers.kfac.model_layers import layers_of, trained_parameters
 from commrt.layers.kfac.placement import Placement, place
+from commrt.layers.kfac.scalars import on_host
+from commrt.layers.kfac.scaled_loss import ScaledLoss
 from commrt.layers.kfac.settings import Settings
 from commrt.layers.kfac.state import (
     averages_in,
@@ -36,30 +42,13 @@ from commrt.layers.kfac.state import (
     keep_types,
     write_factors,
 )
+from commrt.layers.kfac.sums_comm import SumsComm
 from commrt.layers.kfac.triangles import unpacked
 from commrt.layers.process_grid import ProcessGrid
-from commrt.layers.tournament.meeting import check_equal, meet, number_of
 
 __all__ = ["KFAC"]
 
 Tensor: TypeAlias = torch.Tensor
-
-LOSSES = ("mean", "sum", "global_mean")
-GRADIENTS = {"local": True, "synchronised": False}
-"""Whether each rank has gradients of its own samples alone."""
-_OVERFLOW, _GRADIENTS, _SUMMING = 1, 2, 4
-"""Flags that ranks tell each other."""
-
-
-class _Agreed(NamedTuple):
-    """What all ranks know of a step."""
-
-    settings: Settings
-    is_inverting: bool
-    is_overflow: bool
-    """True if a scaled gradient of any rank has an infinity or NaN."""
-    samples: int
-    """Of all ranks."""
 
 
 class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
@@ -72,7 +61,8 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
     Linear layers and convolutions are preconditioned, each with two factors (Martens
     and Grosse 2015, arXiv 1503.05671). Ranks sum factors, share the work of inverting
     them, and end with the same parameters as one process with all samples. All other
-    parameters take steps of SGD with the same momentum.
+    parameters take steps of SGD with the same momentum. So does a layer that no sum of
+    factors has had yet, in steps that ``kl_clip`` does not limit.
 
     Args:
         model: all parameters that need a gradient are trained. Equal on all ranks.
@@ -85,8 +75,10 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         factor_decay: the weight of earlier steps in the averages of factors.
         factor_every: steps from one sum of factors to the next.
         inverse_every: steps from one inversion to the next.
-        kl_clip: the largest squared norm of a step, by the Fisher matrix; longer steps
-            of preconditioned layers become shorter. None: there is no limit.
+        kl_clip: the largest squared norm, by the Fisher matrix, of lr times the
+            preconditioned gradients; longer ones become shorter. Momentum comes after
+            it: with 0.9, steps of one direction add up to ten times as much. Steps of
+            SGD have no limit. None: there is none at all.
         gradient_workers: ranks that keep a layer's inverses, a divisor of their number.
             None: all of them.
         gradients: "local": each rank has gradients of its own samples, and ``step``
@@ -146,7 +138,7 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         error: Exception | None = None
         facts: list[object] = [None] * 4
         try:
-            _check_choices(model, gradients, loss, samples_of, grad_scaler)
+            check_choices(model, gradients, loss, samples_of, grad_scaler)
             settings = Settings.of("KFAC", values)
             self._named = trained_parameters(model)
             self._layers = layers_of(model, skip)
@@ -164,21 +156,22 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
             error = wrong
         said = meet(comm, "KFAC", error, [number_of(each) for each in facts])
         for which, name in enumerate(("parameters", "settings", "choices", "layers")):
-            _check_same("KFAC", said[:, which].tolist(), name)
-        self._scaler = grad_scaler
+            check_same("KFAC", said[:, which].tolist(), name)
+        self._scaled = ScaledLoss(self, grad_scaler)
+        self._device_types = {each.device.type for _, each in self._named}
         self._loss, self._are_local = loss, GRADIENTS[gradients]
         workers = self._placement.gradient_workers
         with contextlib.ExitStack() as made:
             axes = {RECEIVERS: comm.size // workers, GROUP: workers}
             self._grid = ProcessGrid(comm, axes)
             made.callback(self._grid.free)
-            sums = comm.dup(name=f"{comm.name}.factors")
+            sums = SumsComm(self._grid.comm, f"{comm.name}.factors")
             made.callback(sums.free)
             self._gradients = Gradients(comm, self._named, self._are_local, loss)
             made.callback(self._gradients.close)
             self._inverses = Inverses(self._grid, self._layers, self._placement)
             self._capture = Capture(
-                *(model, self._layers, sums, samples_of, loss, self._scale)
+                *(model, self._layers, sums, samples_of, loss, self._scaled.scale)
             )
             made.callback(self._capture.close)
             self._resources = made.pop_all()
@@ -196,113 +189,125 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         none: a rank with an error raises it, and all others raise RefusedError. It
         raises UsageError, on all ranks, where gradients seem to have been summed
         before, where those of "synchronised" differ between ranks, and where ranks have
-        other settings. NotFiniteError: factors have NaN or infinity.
+        other settings. NotFiniteError: factors have NaN or infinity. A closure's errors
+        are told as others are, but for lost peers, revoked communicators and timeouts.
         """
-        if not self._is_made:
-            raise ClosedError("KFAC.step: the optimizer was freed")
-        found, error = None, None
-        if closure is not None:
-            try:
-                with torch.enable_grad():
-                    found = closure()
-            except CommError:
-                raise
-            except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
-                error = wrong
-        self._step(error)
+        try:
+            self._check_open("step")
+            found, error = None, None
+            if closure is not None:
+                try:
+                    with torch.enable_grad():
+                        found = closure()
+                except (PeerFailedError, RevokedError, TimeoutError_):
+                    raise  # other ranks cannot answer, or hear of it anyway
+                except Exception as wrong:  # noqa: BLE001  the others must hear of it
+                    error = wrong
+            with without_autocast(self._device_types):
+                self._step(error)
+        except BaseException:
+            self._scaled.forget()
+            raise
         return found
+
+    def _check_open(self, method: str) -> None:
+        if not self._is_made:
+            raise ClosedError(f"KFAC.{method}: the optimizer was freed")
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _step(self, error: Exception | None) -> None:
         agreed = self._agreed(error)
         try:
-            sums = self._capture.finish()
+            self._capture.wait()
             # After an overflow somewhere, or without samples anywhere, nothing moves.
             if agreed.samples and not agreed.is_overflow:
-                new = self._averaged(sums, agreed)
+                new: dict[int, Averages] = {}
+                failed: Exception | None = None
+                try:
+                    new = self._averaged(agreed)
+                except NotFiniteError:
+                    raise  # on all ranks
+                except Exception as wrong:  # noqa: BLE001  the others must hear of it
+                    failed = wrong
                 own = self._capture.samples
-                self._gradients.finish(own, agreed.samples, self._unscale())
+                self._gradients.finish(own, agreed.samples, self._scaled.unscale())
+                if failed is not None:  # the others meet in _move
+                    meet(self._grid.comm, "KFAC.step", failed, [])
                 self._move(agreed, new)
                 self.param_groups[0]["steps"] += 1
                 self._is_first = self._is_loaded = False
         finally:
             self._begin()
 
-    def _agreed(self, error: Exception | None) -> _Agreed:
-        """Return what all ranks know of a step; collective.
+    def _agreed(self, error: Exception | None) -> Agreed:
+        """Return what all ranks know of a step; collective. All sums have started then.
 
         Raises this rank's error, RefusedError where another one has any, and UsageError
         or MismatchError where ranks do not fit together.
         """
-        group = self.param_groups[0]
-        settings, said, is_same_kind = None, [0] * 7, True
+        settings, facts = None, Facts()
         try:
             if error is not None:
                 raise error
             self._capture.check()
-            settings = Settings.of("KFAC.step", group)
-            self._check_scaler()
+            settings = Settings.of("KFAC.step", self.param_groups[0])
+            self._scaled.check()
             self._gradients.check()
-            said = self._facts(settings)
+            facts = self._facts(settings)
+            self._capture.start()
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
+        said = facts.numbers(self._capture.num_started)
+        every, raised = exchange(self._grid.comm, "KFAC.step", error, said)
         try:
-            every = meet(self._grid.comm, "KFAC.step", error, said)
-            columns = [column.tolist() for column in every.T]
-            flags = columns[5]
-            is_same_kind = len({each & _SUMMING for each in flags}) == 1
-            assert settings is not None
-            is_inverting = group["steps"] % settings.inverse_every == 0
-            self._check_said(columns, is_inverting)
-        except Exception as raised:
-            is_refusal = isinstance(raised, MismatchError | UsageError)
-            is_known = raised is error or is_refusal
-            if is_known and is_same_kind and not isinstance(raised, ClosedError):
-                self._capture.finish()
-                self._begin()
+            if raised is not None:
+                raise raised
+            assert settings is not None  # or there is an error
+            return check_facts(every, settings, self._are_local)
+        except Exception:
+            self._capture.forget(started_in(every))
+            self._begin()
             raise
-        is_overflow = any(each & _OVERFLOW for each in flags)
-        return _Agreed(settings, is_inverting, is_overflow, sum(columns[6]))
 
-    def _facts(self, settings: Settings) -> list[int]:
+    def _facts(self, settings: Settings) -> Facts:
         """Return what this rank tells the others before a step."""
         steps = self.param_groups[0]["steps"]
         is_inverting = steps % settings.inverse_every == 0
         present = self._gradients.present()
         parameters = [parameter for _, parameter in self._named]
-        return [
-            *(steps, number_of(tuple(settings))),
-            0 if self._are_local else number_of(present),
-            self._gradients.bits() if is_inverting else 0,
-            bits_of(parameters) if self._is_first else 0,
-            self._has_overflow() * _OVERFLOW
-            + any(present) * _GRADIENTS
-            + self._capture.is_summing * _SUMMING,
-            self._capture.samples,
-        ]
+        return Facts(
+            steps,
+            number_of(tuple(settings)),
+            present=0 if self._are_local else number_of(present),
+            gradients=self._gradients.bits() if is_inverting else 0,
+            parameters=bits_of(parameters) if self._is_first else 0,
+            samples=self._capture.samples,
+            has_overflow=self._scaled.has_overflow(),
+            has_gradients=any(present),
+        )
 
-    def _averaged(
-        self, sums: Sequence[LayerSums] | None, agreed: _Agreed
-    ) -> dict[int, Averages]:
+    def _averaged(self, agreed: Agreed) -> dict[int, Averages]:
         """Return the averages with this step in them, by layer; NotFiniteError."""
         samples, decay = agreed.samples, agreed.settings.factor_decay
         scale = float(samples) ** 2 if self._loss == "global_mean" else 1.0
         new: dict[int, Averages] = {}
-        for number, each in enumerate(sums or ()):
+        for number, each in enumerate(self._capture.sums()):
             before = averages_in(self._state_of(number))
             found = averaged(before, each, samples, scale, decay)
-            if found is None or found is before:
-                continue
-            if not all(bool(torch.isfinite(x).all()) for x in found.factors):
+            if found is not None and found is not before:
+                new[number] = found
+        factors = [(at, each) for at, found in new.items() for each in found.factors]
+        are_finite = on_host([torch.isfinite(each).all() for _, each in factors])
+        for (number, _), is_finite in zip(factors, are_finite, strict=True):
+            if not is_finite:
                 raise NotFiniteError(
                     f"KFAC.step: factors of {self._layers[number].name} have NaN or "
                     f"infinity in step {self.param_groups[0]['steps']}; nothing has "
                     f"changed. Lower lr, or pass grad_scaler where a loss is scaled"
                 )
-            new[number] = found
         return new
 
-    def _move(self, agreed: _Agreed, new: Mapping[int, Averages]) -> None:
+    def _move(self, agreed: Agreed, new: Mapping[int, Averages]) -> None:
         """Change averages, inverses and parameters: all, or none."""
         settings = agreed.settings
         tasks: dict[int, Task] = {}
@@ -350,7 +355,7 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         if settings.kl_clip is not None:
             # Ba et al., ICLR 2017; Pauloski et al. 2020, arXiv 2007.00784
             parts = [(moves[at].double() * matrices[at]).sum() for at in moves]
-            norm = settings.lr**2 * sum(float(each) for each in parts)
+            norm = settings.lr**2 * sum(on_host(parts))
             if norm > settings.kl_clip:
                 clip = (settings.kl_clip / norm) ** 0.5
         found: dict[int, Tensor] = {}
@@ -399,67 +404,6 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
         bias = None if layer.bias is None else layer.bias.grad
         return layer.rows.matrix(layer.weight.grad, bias)
 
-    def _check_said(self, columns: Sequence[Sequence[int]], is_inverting: bool) -> None:
-        """Raise an error, the same on all ranks, where ranks do not fit together."""
-        steps, settings, present, gradients, parameters, flags, samples = columns
-        are_summing = {each & _SUMMING for each in flags}
-        has_any = any(each & _GRADIENTS for each in flags)
-        if len({*steps}) > 1 or len(are_summing) > 1:
-            raise MismatchError(
-                "KFAC.step: the ranks have taken different numbers of steps, or sum "
-                "factors in different ones; load the same state on all of them"
-            )
-        _check_same("KFAC.step", settings, "settings")
-        _check_same("KFAC.step", parameters, "values of parameters")
-        if has_any and not sum(samples):
-            raise UsageError(
-                "KFAC.step: there are gradients, and no call of the model has been "
-                "seen; give KFAC the module that is called, and let samples_of return "
-                "the samples of a call"
-            )
-        if self._are_local:
-            are_equal = len({*gradients}) == 1 and gradients[0] != 0
-            if is_inverting and len(gradients) > 1 and are_equal:
-                raise UsageError(
-                    "KFAC.step: all ranks have the same gradients, bit for bit: they "
-                    "have been summed already, or ranks have the same samples. Give "
-                    'gradients="synchronised", or each rank samples of its own'
-                )
-            return
-        advice = 'average them before step(), or give gradients="local"'
-        everywhere = [0] * len(samples)
-        check_equal(
-            "KFAC.step", present, everywhere, "parameters with gradients", advice
-        )
-        check_equal("KFAC.step", gradients, everywhere, "gradients", advice)
-
-    # -- scaled losses -----------------------------------------------------------------
-
-    def _scale(self) -> float:
-        scaler = self._scaler
-        return 1.0 if scaler is None or not scaler.is_enabled() else scaler.get_scale()
-
-    def _check_scaler(self) -> None:
-        scales = getattr(self, "found_inf", None) is not None
-        if scales and self._scaler is None:
-            raise UsageError(
-                "KFAC.step: a GradScaler calls it that KFAC does not know; pass it as "
-                "grad_scaler, since factors need the scale, too"
-            )
-        if self._scaler is not None and self._scaler.is_enabled() and not scales:
-            raise UsageError(
-                "KFAC.step: the loss is scaled; call scaler.step(optimizer)"
-            )
-
-    def _has_overflow(self) -> bool:
-        found = getattr(self, "found_inf", None)
-        return found is not None and bool(found.item())
-
-    def _unscale(self) -> float:
-        """Return the scale that gradients still have."""
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else float(scale)
-
     # -- several passes ----------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -475,16 +419,20 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
     def discard(self) -> None:
         """Forget the backward passes since the last step; collective.
 
-        For programs that leave a step out, on all ranks. Gradients stay.
+        For programs that leave a step out, on all ranks. Gradients stay. Bytes: an
+        ``allgather`` of 16 for each rank.
         """
-        self._capture.finish()
+        self._check_open("discard")
+        started = [self._capture.num_started]
+        every = meet(self._grid.comm, "KFAC.discard", None, started)
+        self._capture.forget(every[:, 0].tolist())
         self._begin()
 
     # -- what it is --------------------------------------------------------------------
 
     @property
     def placement(self) -> Placement:
-        """Which rank inverts which factor, and who keeps the inverses."""
+        """The ranks that invert each factor, and those that keep the inverses."""
         return self._placement
 
     @property
@@ -557,35 +505,3 @@ class KFAC(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         if error is None:
             self.free()
-
-
-def _check_same(what: str, values: Sequence[int], name: str) -> None:
-    """Raise UsageError unless all ranks have what rank 0 has."""
-    others = [0] * len(values)
-    check_equal(what, values, others, name, "give the same ones on all ranks")
-
-
-def _check_choices(
-    model: Any, gradients: Any, loss: Any, samples_of: Any, grad_scaler: Any
-) -> None:
-    """Raise UsageError for arguments of the constructor that do not fit."""
-    for name, value, known in (
-        ("gradients", gradients, GRADIENTS),
-        ("loss", loss, LOSSES),
-    ):
-        if value not in known:
-            raise UsageError(
-                f"KFAC: {name}={shown(value)} must be one of {', '.join(known)}"
-            )
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    if is_ddp and GRADIENTS[gradients]:
-        raise UsageError(
-            "KFAC: the model is in DistributedDataParallel, which averages gradients; "
-            'give gradients="synchronised", or the bare model'
-        )
-    if samples_of is not None and not callable(samples_of):
-        raise UsageError(f"KFAC: samples_of={shown(samples_of)} must be callable")
-    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-        raise UsageError(
-            f"KFAC: grad_scaler={shown(grad_scaler)} must be a torch.amp.GradScaler"
-        )

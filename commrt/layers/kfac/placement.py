@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank inverts which factor, and which ranks keep the inverses.
+"""A placement of factors: each has a rank that inverts it, and ranks that keep it.
 
 Ranks form p / g groups of g neighbours. A layer belongs to one group, whose ranks keep
 its inverses and precondition its gradient ("gradient workers" of Pauloski et al. 2021,

@@ -14,9 +14,9 @@ from torch import nn
 
 from commrt.comm import Communicator, core_of
 from commrt.errors import CommError, UsageError, shown
+from commrt.layers.all_or_none import check_equal, meet, number_of
 from commrt.layers.tournament.candidate import Candidate, Contestant, Sizes
 from commrt.layers.tournament.draws import Draws
-from commrt.layers.tournament.meeting import check_equal, meet, number_of
 from commrt.layers.tournament.mutation import Mutation, settings_of
 from commrt.layers.tournament.outcome import Outcome
 from commrt.layers.tournament.selection import Pairwise, Selection

@@ -4,6 +4,8 @@
     ... schedules_in_turns.py reduce_scatter 1048576 auto bine direct ring
 
 An algorithm may have a backend and parameters: ``gloo/native``, ``bine{form=scatter}``.
+``all`` stands for ``auto`` and whatever can run there, each program once. Then a last
+line says how many times the best one's time ``auto`` takes.
 Rank 0 prints, for each, the median time of the slowest rank, and the processor time
 that all ranks took together.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -57,21 +58,31 @@ def main() -> None:
     """Print a line for each algorithm."""
     coll, nbytes, names = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     comm = commrt.init()
+    if names == ["all"]:
+        offered = comm.candidates(coll, nbytes, distinct=True)
+        names = ["auto", *map(str, offered)]
     turns = FEW_TIMES if nbytes >= LONG_NBYTES else MANY_TIMES
     x = np.ones(nbytes // 4 // comm.size * comm.size, np.float32)
     root = {"root": 0} if operation(coll).has_root else {}
-    calls = [partial(getattr(comm, coll), x, **root, **wish(name)) for name in names]
+    plans = [getattr(comm.plan, coll)(x, **root, **wish(name)) for name in names]
+    calls: list[Callable[[], Any]] = [plan.__call__ for plan in plans]
     found: list[list[tuple[float, float]]] = [[] for _ in names]
     for turn in range(turns + 1):
-        for at in np.roll(range(len(names)), -turn):
+        # No one always follows the same one, which may have filled a link or a cache.
+        for at in np.random.default_rng(turn).permutation(len(names)):
             one = took_ms(comm, calls[at])
             if turn:
                 found[at].append(one)
     for name, times in zip(names, found, strict=True):
         if comm.rank == 0:
             wall, busy = (median(each) for each in zip(*times, strict=True))
-            said = f"{coll} {nbytes} B {name}: {wall:.1f} ms, processors {busy:.0f} ms"
+            said = f"{coll} {nbytes} B {name}: {wall:.3f} ms, processors {busy:.1f} ms"
             print(said, flush=True)
+    if comm.rank == 0 and names[0] == "auto":
+        walls = [median(wall for wall, _ in times) for times in found]
+        best = min(range(1, len(names)), key=walls.__getitem__, default=0)
+        ratio = walls[0] / walls[best]
+        print(f"{coll} {nbytes} B: auto takes {ratio:.2f} of {names[best]}", flush=True)
 
 
 if __name__ == "__main__":

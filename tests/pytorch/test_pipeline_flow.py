@@ -4,101 +4,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import batch, gradients_of, linear, mean_loss
+from pipeline_cases import batch, linear, mean_loss
 from torch import nn
 
 from commrt.layers.pipeline import MessageDrivenPipeline
 from commrt.layers.pipeline.boundary import Signature, TensorSpec
-from commrt.layers.pipeline.flow import Flow, Signatures
+from commrt.layers.pipeline.flow import Flow, Judge, Signatures
 from commrt.layers.pipeline.gradients import GradientSums
 from commrt.layers.process_grid import ProcessGrid
 from commrt.local import run
+from commrt.request import Request
 
 WAIT_S = 300.0
-LONG = 8192
-"""Numbers of a message that does not leave before its receiver looks at it."""
-
-
-class Scaled(nn.Module):
-    """Multiplies; waits before its third micro-batch, if told so."""
-
-    def __init__(self, may_go_on: threading.Event | None) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(1, 2, LONG, dtype=torch.float64))
-        self.may_go_on, self.calls = may_go_on, 0
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        if self.may_go_on is not None and self.calls == 3:
-            assert self.may_go_on.wait(WAIT_S)
-        return x * self.scale
-
-
-class Shifted(nn.Module):
-    """Adds a row, whose gradient is a view of the input's in batches of one sample."""
-
-    def __init__(self, is_leaf_alone: bool = False) -> None:
-        super().__init__()
-        row = torch.zeros(LONG, dtype=torch.float64)
-        # A tensor that is no parameter gathers its gradient in place as well.
-        self.row: Any = row.requires_grad_() if is_leaf_alone else nn.Parameter(row)
-
-    def forward(self, x: Any) -> Any:
-        return x + self.row.unsqueeze(0)
-
-
-@pytest.mark.parametrize("is_leaf_alone", [False, True])
-def test_gradients_on_their_way_are_not_added_to(is_leaf_alone: bool) -> None:
-    """The second micro-batch goes back while the first one's gradient waits."""
-    draws = torch.Generator().manual_seed(4)
-    x, target = (
-        torch.randn(4, LONG, generator=draws, dtype=torch.float64) for _ in range(2)
-    )
-    alone = Scaled(None)
-    loss = mean_loss(alone(x), target)
-    loss.backward()
-    may_go_on = threading.Event()
-
-    def main(comm: Any) -> Any:
-        backs: list[int] = []
-        stage: Any = Scaled(may_go_on)
-        if comm.rank:
-            stage = Shifted(is_leaf_alone)
-
-            def count(_: Any) -> None:
-                backs.append(1)
-                if len(backs) == 2:
-                    may_go_on.set()
-
-            stage.row.register_post_accumulate_grad_hook(count)
-        with MessageDrivenPipeline(stage, comm, mean_loss) as pipeline:
-            return pipeline.step(x.split(1), target.split(1)), gradients_of(stage)
-
-    (ours, own), _ = run(2, main)
-    assert abs(ours - float(loss.detach())) < 1e-12
-    assert torch.allclose(own["scale"], alone.scale.grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (1,), ()])
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_lone_gradients_message_has_memory_of_its_own(
-    shape: tuple[int, ...], is_transposed: bool
-) -> None:
-    spec = TensorSpec(torch.float64, shape, True)
-    gradient = torch.rand(shape[::-1], dtype=torch.float64).permute(
-        *reversed(range(len(shape)))
-    )
-    if not is_transposed:
-        gradient = gradient.contiguous()
-    right = gradient.clone()
-    wire = Signature((spec,)).back_packed([gradient])
-    gradient.zero_()
-    (found,) = Signature((spec,)).back_unpacked(wire, wire.nbytes)
-    assert torch.equal(found, right)
 
 
 class Looked:
@@ -121,29 +43,37 @@ class Looked:
         return None
 
 
+Request.register(Looked)
+
+
 class Lane:
-    """Messages to or from nobody."""
+    """Messages to nobody, which keep the memory that they have been given.
 
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
+    Messages from nobody have the values of a list, in turn.
+    """
 
-    def send(self, _: Any) -> Any:
+    def __init__(self, looks: int = 0, values: Sequence[Any] = ()) -> None:
+        self.looks, self.values = looks, [*values]
+        self.sent: list[Any] = []
+
+    def send(self, wire: Any) -> Any:
+        self.sent.append(wire)
         return Looked(self.looks)
 
     def post(self, out: Any) -> Any:
-        out.fill_(0)
+        out.copy_(self.values.pop(0).reshape(-1).view(torch.uint8))
         return Looked(self.looks)
 
 
 class Ends:
-    """Neighbours of a stage that is not the last one."""
+    """Neighbours of a stage."""
 
     device = torch.device("cpu")
-    is_last = False
 
-    def __init__(self, is_first: bool, sends: int, receives: int) -> None:
+    def __init__(self, is_first: bool, values_in: Lane, values_out: Lane) -> None:
         self.is_first = is_first
-        self.values_out, self.values_in = Lane(sends), Lane(receives)
+        self.values_in, self.values_out = values_in, values_out
+        self.gradients_out = Lane()
 
     def unsent(self) -> list[Any]:
         return []
@@ -152,6 +82,57 @@ class Ends:
 class NoAlarm:
     requests: tuple[Any, ...] = ()
     has_come = False
+
+
+class Shifted(nn.Module):
+    """Adds a row, whose gradient is a view of the input's in batches of one sample."""
+
+    def __init__(self, is_parameter: bool) -> None:
+        super().__init__()
+        row = torch.zeros(5, dtype=torch.float64)
+        # A tensor that is no parameter gathers its gradient in place as well.
+        self.row: Any = nn.Parameter(row) if is_parameter else row.requires_grad_()
+
+    def forward(self, x: Any) -> Any:
+        return x + self.row.unsqueeze(0)
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_gradients_on_their_way_are_not_added_to(is_parameter: bool) -> None:
+    """Also where later micro-batches go back before the first one's has left."""
+    given = batch((1,) * 4)
+    signature = Signature((TensorSpec(torch.float64, (1, 5), True),))
+    lanes = Ends(False, Lane(values=given.inputs), Lane())
+    links: Any = lanes
+    alarm: Any = NoAlarm()
+    stage = Shifted(is_parameter)
+    flow = Flow(
+        *(stage, links, alarm),
+        inputs=(),
+        count=4,
+        judge=Judge(mean_loss, given.targets, [1.0] * 4),
+        in_flight=4,
+        is_training=True,
+        known=Signatures([signature] * 4, []),
+    )
+    flow.run()
+    right = [2 * (x - y) / 5 for x, y in zip(*given, strict=True)]
+    sent = [signature.back_unpacked(x, x.nbytes)[0] for x in lanes.gradients_out.sent]
+    assert all(map(torch.allclose, sent, right))
+    assert torch.allclose(stage.row.grad, sum(right)[0])
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_lone_gradients_message_has_memory_of_its_own(is_transposed: bool) -> None:
+    gradient = torch.rand(3, 3, dtype=torch.float64)
+    if is_transposed:
+        gradient = gradient.t()
+    right = gradient.clone()
+    signature = Signature((TensorSpec(torch.float64, (3, 3), True),))
+    wire = signature.back_packed([gradient])
+    gradient.zero_()
+    (found,) = signature.back_unpacked(wire, wire.nbytes)
+    assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -165,11 +146,12 @@ def test_a_send_that_ends_between_two_looks_is_not_missed(
     """Nothing needs a gradient, so nothing but the send would wake the rank."""
     count = 5
     signature = Signature((TensorSpec(torch.float64, (2, 5), False),))
-    links: Any = Ends(is_first, sends, receives)
+    zeros = torch.zeros(2, 5, dtype=torch.float64)
+    links: Any = Ends(is_first, Lane(receives, [zeros] * count), Lane(sends))
     alarm: Any = NoAlarm()
     flow = Flow(
         *(nn.Identity(), links, alarm),
-        inputs=[(torch.zeros(2, 5, dtype=torch.float64),)] * count,
+        inputs=[(zeros,)] * count,
         count=count,
         judge=None,
         in_flight=in_flight,

@@ -328,7 +328,7 @@ def test_wrong_settings_of_one_rank_are_refused_on_all(case: str) -> None:
 def test_errors_whose_text_cannot_be_sent_end_the_step(text: str | None) -> None:
     """None: an error whose text cannot even be made."""
 
-    class Untold(ArithmeticError):
+    class UntoldError(ArithmeticError):
         def __str__(self) -> str:
             if text is None:
                 raise ValueError("no text")
@@ -336,14 +336,14 @@ def test_errors_whose_text_cannot_be_sent_end_the_step(text: str | None) -> None
 
     class Raises(nn.Module):
         def forward(self, x: Any) -> Any:
-            raise Untold
+            raise UntoldError
 
     def main(comm: Any) -> str:
         stage = Raises() if comm.rank else nn.Identity()
         with MessageDrivenPipeline(stage, comm, mean_loss) as pipeline:
             try:
                 pipeline.evaluate([X], [X])
-            except Untold:
+            except UntoldError:
                 return "its own"
             except RefusedError as error:
                 return str(error)
@@ -351,7 +351,7 @@ def test_errors_whose_text_cannot_be_sent_end_the_step(text: str | None) -> None
 
     told, own = run(2, main)
     assert own == "its own"
-    assert "rank 1 raised Untold" in told
+    assert "rank 1 raised UntoldError" in told
     assert "could not be made: ValueError" in told or "lone \\udc80 surr" in told
 
 
@@ -369,7 +369,7 @@ def test_a_stage_says_where_its_tensors_are() -> None:
             with MessageDrivenPipeline(
                 moved, comm, nn.functional.mse_loss, device=device
             ) as pipeline:
-                found.append(outcome_of(lambda: pipeline.evaluate([X], [X])))  # noqa: B023
+                found.append(outcome_of(lambda: pipeline.evaluate([X], [X])))
         return found
 
     for other, moved_away, host, default in run(2, main):

@@ -68,6 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.schedule == MESSAGE and comm is None:
             runs.say(f"backend {given.backend}: --schedule message needs commrt's")
             return 2
+        stages, most = _num_stages(given.schedule, dist.get_world_size()), len(layers())
+        if stages > most:  # all ranks see it, and rank 0 measures nothing
+            runs.say(
+                f"--schedule {given.schedule} makes {stages} stages of "
+                f"{dist.get_world_size()} ranks, and the model has {most} layers; "
+                f"start fewer ranks"
+            )
+            return 2
 
         def alone() -> list[float]:
             return _alone(given.steps)
@@ -105,6 +113,14 @@ def trained(schedule: str, steps: int) -> list[float]:
     return _by_torch(schedule, steps)
 
 
+def _num_stages(schedule: str, num_ranks: int) -> int:
+    """Return how many stages a schedule makes."""
+    if schedule == MESSAGE:
+        return num_ranks
+    is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+    return num_ranks if is_single else 2 * num_ranks
+
+
 def _placement(stages: int) -> Placement:
     """Return the cut that rank 0 has measured."""
     said: list[Any] = [None]
@@ -122,7 +138,7 @@ def _by_torch(name: str, steps: int) -> list[float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     kind = get_schedule_class(name)
     is_single = issubclass(kind, PipelineScheduleSingle)
-    num_stages = size if is_single else 2 * size
+    num_stages = _num_stages(name, size)
     numbers = [*range(rank, num_stages, size)]
     if name.lower() in ("zbvzerobubble", "dualpipev"):  # stages go there and back
         numbers = [rank, num_stages - 1 - rank]

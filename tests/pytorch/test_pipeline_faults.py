@@ -288,6 +288,9 @@ CONSTRUCTORS: dict[str, tuple[Any, str]] = {
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "reduction": ({"reduction": "max"}, 'must be "mean" or "sum"'),
     "none in flight": ({"in_flight": 0}, "must be an integer from 1"),
+    "too many in flight": ({"in_flight": 2**63}, "must be an integer from 1"),
+    "no device": ({"device": "desk"}, "must be a device of torch"),
+    "number of no device": ({"device": 1.5}, "must be a device of torch"),
     "half in flight": ({"in_flight": 1.5}, "must be an integer from 1"),
     "fixed": ({"fixed_shapes": 1}, "must be True or False"),
 }
@@ -319,6 +322,60 @@ def test_wrong_settings_of_one_rank_are_refused_on_all(case: str) -> None:
     assert [each.split(":")[0] for each in found] == [
         *("RefusedError", "UsageError", "RefusedError")
     ]
+
+
+@pytest.mark.parametrize("text", ["lone \udc80 surrogate", None])
+def test_errors_whose_text_cannot_be_sent_end_the_step(text: str | None) -> None:
+    """None: an error whose text cannot even be made."""
+
+    class UntoldError(ArithmeticError):
+        def __str__(self) -> str:
+            if text is None:
+                raise ValueError("no text")
+            return text
+
+    class Raises(nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise UntoldError
+
+    def main(comm: Any) -> str:
+        stage = Raises() if comm.rank else nn.Identity()
+        with MessageDrivenPipeline(stage, comm, mean_loss) as pipeline:
+            try:
+                pipeline.evaluate([X], [X])
+            except UntoldError:
+                return "its own"
+            except RefusedError as error:
+                return str(error)
+        return ""
+
+    told, own = run(2, main)
+    assert own == "its own"
+    assert "rank 1 raised UntoldError" in told
+    assert "could not be made: ValueError" in told or "lone \\udc80 surr" in told
+
+
+def test_a_stage_says_where_its_tensors_are() -> None:
+    """One without parameters cannot show it."""
+    moved, still = nn.Identity(), nn.Linear(5, 5)
+
+    def main(comm: Any) -> list[str]:
+        found = [
+            outcome_of(
+                lambda: MessageDrivenPipeline(still, comm, mean_loss, device="cuda")
+            )
+        ]
+        for device in ("cuda", torch.device("cpu"), None):
+            with MessageDrivenPipeline(
+                moved, comm, nn.functional.mse_loss, device=device
+            ) as pipeline:
+                found.append(outcome_of(lambda: pipeline.evaluate([X], [X])))
+        return found
+
+    for other, moved_away, host, default in run(2, main):
+        assert "device='cuda', and the stage has tensors on cpu" in other
+        assert "a tensor on cpu; expected one on cuda" in moved_away
+        assert host == default == "returned 0.0"
 
 
 def test_settings_that_differ_are_refused() -> None:

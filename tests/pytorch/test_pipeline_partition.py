@@ -79,6 +79,13 @@ def test_stage_seconds_by_hand() -> None:
     assert found == (3 / 2 + 0.5, 3 / 1 + 0.5 + 0.25, 9 / 4 + 0.25)
 
 
+@pytest.mark.parametrize("place", [-1, 2, 1.0])
+def test_places_without_a_speed_are_refused(place: Any) -> None:
+    cut = Placement((range(2), range(2, 3)), (0, place))
+    with pytest.raises(UsageError, match="stage 1 of the placement has place"):
+        stage_seconds(cut, [1, 2, 3], [1, 2])
+
+
 def test_many_places_of_two_kinds_are_cut_quickly() -> None:
     costs = [1.0 + (layer % 5) for layer in range(60)]
     speeds = [1.0, 2.0] * 8

@@ -129,6 +129,15 @@ def test_the_example_of_pipelines_learns_as_one_process(
     assert others == [[0, ""]] * 3
 
 
+def test_more_stages_than_layers_of_the_example_are_refused(torchrun: Any) -> None:
+    """On all ranks, before any of them waits for another."""
+    arguments = ["--schedule", "Interleaved1F1B"]
+    first, *others = torchrun(8, example, arguments=arguments, deadline_s=DEADLINE_S)
+    assert first[0] == 2
+    assert "makes 16 stages of 8 ranks, and the model has 15 layers" in first[1]
+    assert others == [[2, ""]] * 7
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

@@ -338,6 +338,67 @@ def test_replicas_that_differ_are_refused() -> None:
     run(2, main)
 
 
+def test_buffers_of_replicas_that_differ_are_refused() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"pipe": 1, "data": 2}) as grid:
+            for other in (torch.ones(4), torch.ones(3).double(), None):
+                stage = linear(1)
+                stage.register_buffer("seen", other if comm.rank else torch.ones(3))
+                with pytest.raises(UsageError, match="replicas must have the same"):
+                    MessageDrivenPipeline(stage, grid, mean_loss)
+
+    run(2, main)
+
+
+def test_buffers_of_replicas_may_grow_apart() -> None:
+    """Only their first values are shared."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Any) -> Any:
+            self.seen = torch.cat([self.seen, torch.ones(len(x))])
+            return x
+
+    def main(comm: Any) -> int:
+        with ProcessGrid(comm, {"pipe": 1, "data": 2}) as grid:
+            stage = nn.Sequential(Keeps(), linear(1))
+            with MessageDrivenPipeline(stage, grid, mean_loss) as pipeline:
+                for _ in range(2):
+                    pipeline.step(*batch((2 + comm.rank,)))
+            return len(stage[0].seen)
+
+    assert run(2, main) == [5, 7]
+
+
+LAZY = "uninitialized parameter"
+EXPANDED = "refers to a single memory location"
+
+
+@pytest.mark.parametrize("text", [LAZY, EXPANDED])
+def test_replicas_that_cannot_start_are_told_to_other_stages(text: str) -> None:
+    def main(comm: Any) -> str:
+        with ProcessGrid(comm, {"pipe": 2, "data": 2}) as grid:
+            stage = linear(1)
+            if grid.coords["pipe"] and text == LAZY:
+                stage = nn.LazyLinear(5)
+            elif grid.coords["pipe"]:
+                stage.register_buffer("ones", torch.ones(1).expand(3))
+            try:
+                MessageDrivenPipeline(stage, grid, mean_loss)
+            except (RuntimeError, ValueError, RefusedError) as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    found = run(4, main)
+    assert all(text in each for each in found)
+    assert [each.startswith("RefusedError") for each in found] == [
+        *(True, True, False, False)
+    ]
+
+
 # -- bytes -----------------------------------------------------------------------------
 
 
@@ -403,6 +464,23 @@ def test_a_step_sends_the_bytes_of_its_formula(
             assert sent["allgather"] == meetings
             assert sent["send"] == right + counted * is_counted
             assert {*sent} <= {"allgather", "send", "recv"}
+
+
+def test_replicas_start_with_the_bytes_of_their_formula() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"pipe": 2, "data": 2}) as grid:
+            comm.barrier()
+            pipeline = MessageDrivenPipeline(plain(), grid, mean_loss)
+            comm.barrier()
+            pipeline.free()
+
+    nbytes = sum(x.nbytes for x in (*plain().parameters(), *plain().buffers()))
+    with commrt.trace.record() as recording:
+        run(4, main)
+    for log in recording.logs():
+        (sent,) = sent_in_steps(log)
+        assert sent["allgather"] == (40 + 8) * 4
+        assert sent["bcast"] == nbytes
 
 
 def test_replicas_send_the_bytes_of_their_gradients() -> None:

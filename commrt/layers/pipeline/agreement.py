@@ -52,7 +52,7 @@ def raise_told(
     """
     text = np.zeros(_TEXT_NBYTES, np.uint8)
     if comm.rank == first:
-        said = f"{type(error).__name__}: {error}".encode()[:_TEXT_NBYTES]
+        said = _text_of(error).encode(errors="backslashreplace")[:_TEXT_NBYTES]
         text[: len(said)] = np.frombuffer(said, np.uint8)
     if comm.size > 1:
         comm.bcast(text, root=first)
@@ -63,6 +63,15 @@ def raise_told(
         f"{what} on {comm.name}: rank {first} raised {found}; so the call happened on "
         f"no rank, and may be made again"
     )
+
+
+def _text_of(error: Exception | None) -> str:
+    """Return an error's type and text; those of a program may have none."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as wrong:  # noqa: BLE001  the other ranks wait for the text
+        return f"{name}, whose text could not be made: {type(wrong).__name__}"
 
 
 def meet(

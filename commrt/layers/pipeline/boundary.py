@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_gradient: bool
-    """Whether its gradient goes back."""
+    """True where its gradient goes back."""
 
     @property
     def nbytes(self) -> int:
@@ -110,8 +110,7 @@ class Signature(NamedTuple):
 
     def unpacked(self, wire: Tensor) -> list[Tensor]:
         """Return the tensors that lie in a message; they share its memory."""
-        found = _cut(wire, self.specs)
-        return found
+        return _cut(wire, self.specs)
 
     # -- gradients back ----------------------------------------------------------------
 
@@ -127,15 +126,21 @@ class Signature(NamedTuple):
         return 0 if len(back) == 1 and back[0].nbytes else len(back)
 
     def back_packed(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the bytes of gradients, of which some may be None, in one message."""
+        """Return the bytes of gradients, of which some may be None, in one message.
+
+        The message has memory of its own. Autograd may give a gradient's memory to the
+        ``.grad`` of a parameter too, to which the next micro-batch adds in place.
+        """
         there = [
-            (spec, _bytes_of(each))
+            (spec, each, _bytes_of(each))
             for spec, each in zip(self.back, gradients, strict=True)
             if each is not None
         ]
-        parts = _joined([part for _, part in there], [spec for spec, _ in there])
+        specs = [spec for spec, _, _ in there]
+        parts = _joined([part for _, _, part in there], specs)
         if not self._num_flags:
-            return parts
+            is_shared = any(parts.data_ptr() == each.data_ptr() for _, each, _ in there)
+            return parts.clone() if is_shared else parts
         flags = torch.tensor([each is not None for each in gradients])
         return torch.cat([parts, flags.view(torch.uint8).to(parts.device)])
 
@@ -181,7 +186,7 @@ def as_tensors(what: str, values: Any, device: torch.device) -> tuple[Tensor, ..
         if each.device.type != device.type:
             raise UsageError(
                 f"MessageDrivenPipeline: {what} a tensor on {each.device}; expected "
-                f"one on {device}, as the stage's parameters are"
+                f"one on {device}, where this stage's tensors are"
             )
     return tuple(found)
 

@@ -41,13 +41,13 @@ class Signatures(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """What the last stage does with its outputs."""
+    """The loss of the last stage's outputs, or that they are kept."""
 
     loss_fn: Callable[[Any, Any], Tensor] | None
     """None: outputs are kept."""
     targets: Sequence[Any]
     weights: Sequence[float]
-    """Of the micro-batches' losses."""
+    """Factors of the micro-batches' losses."""
 
 
 class _Pending(NamedTuple):
@@ -55,9 +55,9 @@ class _Pending(NamedTuple):
 
     number: int
     entry: _Entry | None
-    """Where gradients of this stage's inputs gather; None: nobody wants them."""
+    """It gathers gradients of this stage's inputs; None: nobody wants them."""
     outputs: tuple[Tensor, ...]
-    """Those whose gradients come, or the loss on the last stage."""
+    """Tensors whose gradients come, or the loss on the last stage."""
     request: Request | None
     """The receive of gradients; None: nothing comes."""
     wire: Tensor | None
@@ -83,7 +83,7 @@ class Flow:
         count: micro-batches.
         judge: on the last rank; None elsewhere.
         in_flight: micro-batches that this rank may have begun and not ended.
-        is_training: whether gradients go back.
+        is_training: True where gradients go back.
         known: the messages of an earlier step that was alike; None: ranks tell each
             other before each message.
     """
@@ -119,13 +119,16 @@ class Flow:
     def run(self) -> None:
         """Run all micro-batches; ToldError where another rank raises an alarm."""
         while self._num_forward < self._count or self._pending:
-            self._ask_for_inputs()
+            # One look at what has left serves the whole turn. A message that leaves in
+            # between would else be neither waited for, nor room for the next one.
+            room = self._room()
+            self._ask_for_inputs(room)
             if self._can_go_back():
                 self._backward(self._pending.popleft())
-            elif self._can_go_forward():
+            elif self._can_go_forward(room):
                 self._forward()
             else:
-                self._wait(self._awaited())
+                self._wait(self._awaited(room))
         while unsent := self._links.unsent():
             self._wait(unsent)
 
@@ -148,18 +151,18 @@ class Flow:
         request = self._pending[0].request
         return request is None or request.test()
 
-    def _can_go_forward(self) -> bool:
-        if self._num_forward == self._count or self._room() <= 0:
+    def _can_go_forward(self, room: int) -> bool:
+        if self._num_forward == self._count or room <= 0:
             return False
         if self._links.is_first:
             return True
         return bool(self._coming) and self._coming[0].request.test()
 
-    def _awaited(self) -> list[Request]:
+    def _awaited(self, room: int) -> list[Request]:
         found: list[Request] = []
         if self._pending and (request := self._pending[0].request) is not None:
             found.append(request)
-        if self._room() <= 0:
+        if room <= 0:
             found += [*self._leaving][:1]
         elif self._coming:
             found.append(self._coming[0].request)
@@ -174,7 +177,7 @@ class Flow:
 
     # -- forward -----------------------------------------------------------------------
 
-    def _ask_for_inputs(self) -> None:
+    def _ask_for_inputs(self, room: int) -> None:
         """Post receives for as many micro-batches as there is room for."""
         if self._links.is_first:
             return
@@ -185,7 +188,7 @@ class Flow:
             self._post(Signature.from_numbers(numbers))
         asked = len(self._coming) + len(self._shapes)
         left = self._count - self._num_forward - asked
-        for _ in range(min(left, self._room() - asked)):
+        for _ in range(min(left, room - asked)):
             if known is not None:
                 self._post(known.coming[len(self.signatures.coming)])
             else:
@@ -305,7 +308,7 @@ class Flow:
 
 
 class _Entry:
-    """Where a micro-batch enters this stage's graph, and its gradients gather.
+    """The place where a micro-batch enters this stage's graph, and gradients gather.
 
     Stages may change their inputs in place, which autograd forbids for leaves. So
     inputs are outputs of a function that has no inputs of its own.
@@ -328,7 +331,7 @@ class _Entry:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """Those that go back."""
+        """The gradients that go back."""
         return [
             gradient
             for gradient, spec in zip(

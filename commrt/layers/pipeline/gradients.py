@@ -129,10 +129,19 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def broadcast_from_first(comm: Communicator, stage: nn.Module) -> None:
-    """Give a stage the parameters and buffers of the first replica; collective."""
+def broadcast_from_first(comm: Communicator, stage: nn.Module) -> RuntimeError | None:
+    """Give a stage the parameters and buffers of the first replica; collective.
+
+    Returns torch's error for a tensor that it does not write to, such as an expanded
+    one, so that ranks of other stages may hear of it.
+    """
+    error: RuntimeError | None = None
     with torch.no_grad():
         for tensor in (*stage.parameters(), *stage.buffers()):
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
             comm.bcast(values, root=0)
-            tensor.copy_(values)
+            try:
+                tensor.copy_(values)
+            except RuntimeError as wrong:
+                error = error or wrong
+    return error

@@ -26,7 +26,18 @@ from commrt.layers.pipeline.gradients import (
     broadcast_from_first,
 )
 from commrt.layers.pipeline.lanes import Alarm, Links
-from commrt.layers.pipeline.microbatches import MicroBatches, facts_of_stage, listed
+from commrt.layers.pipeline.microbatches import (
+    MicroBatches,
+    facts_of_replica,
+    facts_of_stage,
+    listed,
+)
+from commrt.layers.pipeline.settings import (
+    REDUCTIONS,
+    check,
+    check_alike,
+    device_of,
+)
 from commrt.layers.process_grid import ProcessGrid
 from commrt.vocabulary.checks import as_integer
 
@@ -37,7 +48,6 @@ LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 
 _CLASS = "MessageDrivenPipeline"
 _AXES = ("pipe", "data")
-_REDUCTIONS = ("mean", "sum")
 _TRAIN, _EVALUATE, _PREDICT = range(3)
 _NAMES = ("step", "evaluate", "predict")
 _MOST_KNOWN = 32
@@ -52,7 +62,7 @@ class _Start(NamedTuple):
     """Micro-batches that it was given; -1: none were."""
     num_targets: int
     num_samples: int
-    """On first ranks."""
+    """Samples of all micro-batches on first ranks; 0 on others."""
     input_facts: int
     stage_facts: int
 
@@ -66,7 +76,7 @@ class _End(NamedTuple):
     seconds: int
     """Bits of a float."""
     has_summed: int
-    """Whether sums over replicas are under way."""
+    """1 once sums over replicas are under way."""
 
 
 class MessageDrivenPipeline:
@@ -106,6 +116,8 @@ class MessageDrivenPipeline:
         fixed_shapes: True: ranks tell each other types and shapes in the first step,
             and remember them for inputs alike and modules in the same mode. False: in
             each step, for stages whose shapes depend on values.
+        device: where this stage's tensors are. None: where its parameters and buffers
+            are; a stage without any is on the host then.
 
     Collective. Raises UsageError on a rank whose arguments are wrong, and RefusedError
     on the others.
@@ -133,6 +145,7 @@ class MessageDrivenPipeline:
         reduction: str = "mean",
         in_flight: int | None = None,
         fixed_shapes: bool = True,
+        device: torch.device | str | None = None,
     ) -> None:
         if isinstance(comm, ProcessGrid):
             ranks, given = _columns(comm), comm.comm
@@ -147,18 +160,19 @@ class MessageDrivenPipeline:
         self._stage_number = column.index(given.rank)
         limit = 2 * len(column) if in_flight is None else as_integer(in_flight)
         error: Exception | None = None
+        settings: list[int] = [0, 0, 0, 0]
+        own_device = torch.device("cpu")
         try:
             is_last = given.rank == column[-1]
-            _check(stage, loss_fn, is_last, reduction, limit, in_flight, fixed_shapes)
+            check(stage, loss_fn, is_last, reduction, limit, in_flight, fixed_shapes)
+            own_device = device_of(stage, device)
+            facts = facts_of_replica(stage, own_device) if len(ranks) > 1 else 0
+            assert limit is not None  # it has been checked
+            settings = [REDUCTIONS.index(reduction), limit, int(fixed_shapes), facts]
         except Exception as wrong:  # noqa: BLE001  the other ranks must hear of it
             error = wrong
-        settings: list[int] = [0, 0, 0, 0]
-        if error is None:
-            facts = facts_of_stage(stage, _device_of(stage)) if len(ranks) > 1 else 0
-            assert limit is not None  # it has been checked
-            settings = [_REDUCTIONS.index(reduction), limit, int(fixed_shapes), facts]
         every = meet(given, _CLASS, error, settings)
-        _check_alike(every, ranks)
+        check_alike(every, ranks)
         self._stage, self._loss_fn = stage, loss_fn
         self._reduction, self._in_flight = reduction, settings[1]
         self._fixed_shapes = bool(fixed_shapes)
@@ -169,12 +183,12 @@ class MessageDrivenPipeline:
         self._is_broken = False
         self._data: Communicator | None = None
         self._comm = given.dup(name=f"{given.name}.pipeline")
-        links = Links(self._comm, column, self._stage_number, _device_of(stage))
-        self._links = links
+        self._links = Links(self._comm, column, self._stage_number, own_device)
         try:
             if isinstance(comm, ProcessGrid) and len(ranks) > 1:
                 self._data = comm["data"].dup()
-                broadcast_from_first(self._data, stage)
+                error = broadcast_from_first(self._data, stage)
+                meet(self._comm, _CLASS, error, ())
         except BaseException:
             self.free()
             raise
@@ -490,63 +504,6 @@ class MessageDrivenPipeline:
         )
 
 
-def _check(
-    stage: Any,
-    loss_fn: Any,
-    is_last: bool,
-    reduction: Any,
-    limit: int | None,
-    in_flight: Any,
-    fixed_shapes: Any,
-) -> None:
-    """Raise UsageError for arguments of the constructor that do not fit."""
-    if not isinstance(stage, nn.Module):
-        raise UsageError(
-            f"{_CLASS}: stage={shown(stage)} must be a module, as split() returns it"
-        )
-    if not callable(loss_fn) and (is_last or loss_fn is not None):
-        raise UsageError(
-            f"{_CLASS}: loss_fn={shown(loss_fn)} must be callable on the last stage"
-        )
-    if reduction not in _REDUCTIONS:
-        raise UsageError(
-            f'{_CLASS}: reduction={shown(reduction)} must be "mean" or "sum"'
-        )
-    if limit is None or limit < 1:
-        raise UsageError(
-            f"{_CLASS}: in_flight={shown(in_flight)} must be an integer from 1, or None"
-        )
-    if not isinstance(fixed_shapes, bool):
-        raise UsageError(
-            f"{_CLASS}: fixed_shapes={shown(fixed_shapes)} must be True or False"
-        )
-    devices = {each.device for each in (*stage.parameters(), *stage.buffers())}
-    if len(devices) > 1:
-        raise UsageError(
-            f"{_CLASS}: the stage has tensors on {', '.join(map(str, devices))}; a "
-            f"stage must be on one device"
-        )
-
-
-def _check_alike(every: Numbers, ranks: Sequence[Sequence[int]]) -> None:
-    """Raise UsageError, on all ranks, where their settings differ."""
-    for number, name in enumerate(("reduction", "in_flight", "fixed_shapes")):
-        others = np.flatnonzero(every[:, number] != every[0, number])
-        if len(others):
-            raise UsageError(
-                f"{_CLASS}: rank {others[0]} has another {name} than rank 0; pass the "
-                f"same on all ranks"
-            )
-    for stage, first in enumerate(ranks[0]):
-        for column in ranks:
-            if every[column[stage], 3] != every[first, 3]:
-                raise UsageError(
-                    f"{_CLASS}: stage {stage} of rank {column[stage]} differs from "
-                    f"that of rank {first}; replicas must have the same parameters, "
-                    f"frozen ones and modes"
-                )
-
-
 def _columns(grid: ProcessGrid) -> list[list[int]]:
     """Return the ranks of each pipeline of a grid, stage by stage."""
     if "pipe" not in grid.axes or not {*grid.axes} <= {*_AXES}:
@@ -559,12 +516,6 @@ def _columns(grid: ProcessGrid) -> list[list[int]]:
         places = places.T
     found: list[list[int]] = places.reshape(-1, grid.size("pipe")).tolist()
     return found
-
-
-def _device_of(stage: nn.Module) -> torch.device:
-    for each in (*stage.parameters(), *stage.buffers()):
-        return torch.device(each.device)
-    return torch.device("cpu")
 
 
 def _bits(value: float) -> int:

@@ -14,7 +14,7 @@ from commrt.errors import UsageError, shown
 from commrt.layers.pipeline.agreement import Numbers
 from commrt.layers.pipeline.boundary import DTYPES
 
-__all__ = ["MicroBatches", "facts_of_stage", "listed"]
+__all__ = ["MicroBatches", "facts_of_replica", "facts_of_stage", "listed"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -67,6 +67,11 @@ def listed(what: str, name: str, given: Any) -> Sequence[Any]:
         ) from None
 
 
+def facts_of_replica(stage: nn.Module, device: torch.device) -> int:
+    """Return a number for all that replicas of a stage must have alike at first."""
+    return _number_of((facts_of_stage(stage, device), *map(_facts, stage.buffers())))
+
+
 def facts_of_stage(stage: nn.Module, device: torch.device) -> int:
     """Return a number for what messages may depend on: modes, and who is trained."""
     modes = tuple(each.training for each in stage.modules())
@@ -78,7 +83,8 @@ def facts_of_stage(stage: nn.Module, device: torch.device) -> int:
 
 def _facts(tensor: Tensor) -> tuple[object, ...]:
     kind = DTYPES.index(tensor.dtype) if tensor.dtype in DTYPES else -1
-    return kind, tensor.requires_grad, tuple(tensor.shape)
+    is_dense = tensor.layout == torch.strided
+    return kind, is_dense, tensor.requires_grad, tuple(tensor.shape)
 
 
 def _number_of(facts: Iterable[object]) -> int:

@@ -51,6 +51,13 @@ def stage_seconds(
             f"{what}: the placement has {placement.num_layers} layers, and costs has "
             f"{len(work)}; pass the cost of each of its layers"
         )
+    for stage, place in enumerate(placement.places):
+        number = as_integer(place)
+        if number is None or not 0 <= number < len(speed):
+            raise UsageError(
+                f"{what}: stage {stage} of the placement has place {shown(place)}, and "
+                f"speeds has {len(speed)} numbers; pass the speed of each place"
+            )
     return tuple(
         float(sum(work[layers.start : layers.stop].tolist()) / speed[place])
         + float(edges[layers.start] + edges[layers.stop])

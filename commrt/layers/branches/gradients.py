@@ -37,7 +37,9 @@ def sync_gradients(model: nn.Module, *, average: bool = True) -> None:
     17 bytes over the ranks of a branch, and one over all; for each type an
     ``allreduce`` of the gradients, and one element for each.
 
-    Raises UsageError, on all ranks, where a gradient was summed before, or is sparse, and where ranks of a branch train different parameters.
+    Raises UsageError, on all ranks, where a gradient was summed before or is sparse,
+    where two ``Branches`` share a parameter, and where ranks of a branch train
+    different ones.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"sync_gradients: model={shown(model)} must be a module")

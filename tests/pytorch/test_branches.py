@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -274,3 +275,120 @@ def test_arguments_that_do_not_fit() -> None:
             Branches(short, comm)(torch.ones(2, 3))
 
     run(2, main)
+
+
+@pytest.mark.parametrize(
+    "name", ["samples", "names", "training", "placement", "branch_comm", "grid", "_dim"]
+)
+def test_names_of_a_modules_own_attributes_are_refused_on_all_ranks(name: str) -> None:
+    def main(comm: Any) -> None:
+        made = {"a": nn.Identity(), name: nn.Linear(2, 2)}
+        with pytest.raises(UsageError, match="no attribute"):
+            Branches(made, comm)
+        Branches({"a": nn.Identity(), "b": nn.Identity()}, comm).close()
+
+    run(2, main)
+
+
+def test_branches_that_share_tensors_are_refused() -> None:
+    def main(comm: Any) -> None:
+        one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        with pytest.raises(UsageError, match=r"'a' and 'b' share"):
+            Branches({"a": one, "b": one}, comm)
+        other.weight = one.weight
+        with pytest.raises(UsageError, match=r"'a' and 'b' share"):
+            Branches({"a": one, "b": other}, comm)
+        other.weight = nn.Parameter(one.weight.detach().T)
+        with pytest.raises(UsageError, match=r"'a' and 'b' share"):
+            Branches({"a": one, "b": other}, comm)
+        alone: Any = {"a": lambda: one, "b": lambda: one, "c": nn.Identity()}
+        if comm.size == 1:
+            with pytest.raises(UsageError, match=r"'a' and 'b' share"):
+                Branches(alone, comm)
+
+    run(1, main)
+    run(2, main)
+
+
+def test_a_parameter_of_two_branches_layers_is_refused_on_all_ranks() -> None:
+    def main(comm: Any) -> None:
+        shared = nn.Linear(3, 3)
+        made = [
+            Branches({"a": shared, "b": nn.Linear(3, 3)}, comm),
+            Branches({"c": nn.Linear(3, 3), "d": shared}, comm, sizes=[1, 2]),
+        ]
+        with pytest.raises((UsageError, RefusedError), match=r"share|another rank"):
+            sync_gradients(nn.Sequential(*made))
+
+    run(3, main)
+
+
+def test_ranks_of_a_branch_have_equal_modules() -> None:
+    def main(comm: Any) -> None:
+        def made(of: Any) -> dict[str, Any]:
+            return {"a": lambda: nn.Identity(), "b": lambda: of(comm.rank == 2)}
+
+        for of in (
+            lambda odd: nn.Linear(3, 4 if odd else 3),
+            lambda odd: nn.Linear(3, 3, bias=not odd),
+            lambda odd: nn.Linear(3, 3).requires_grad_(not odd),
+            lambda odd: nn.Linear(3, 3).to(torch.float64 if odd else torch.float32),
+            lambda odd: (
+                nn.Sequential(nn.Identity(), *[nn.Linear(3, 3)] * (1 + odd))
+                if not odd
+                else nn.Sequential(nn.Linear(3, 3))
+            ),
+        ):
+            with pytest.raises(UsageError, match=r"branch 'b' rank 2 has .* rank 1"):
+                Branches(made(of), comm, sizes=[1, 2])
+        with pytest.raises(UsageError, match=r"lazy|refused"):
+            Branches(made(lambda odd: nn.LazyLinear(3)), comm, sizes=[1, 2])
+        layer = Branches(made(lambda odd: nn.Linear(3, 3)), comm, sizes=[1, 2])
+        layer(torch.ones(4, 3)).sum().backward()
+        if comm.rank == 2:
+            layer.b.bias.requires_grad_(False)
+        kind = RefusedError if comm.rank == 0 else UsageError
+        with pytest.raises(kind):
+            sync_gradients(layer)
+        if comm.rank == 2:
+            layer.b.bias.requires_grad_(True)
+        sync_gradients(layer)
+
+    run(3, main)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_outputs_that_do_not_join_are_refused_whatever_the_number_of_samples(
+    ranks: int,
+) -> None:
+    def main(comm: Any) -> None:
+        flat = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+        column, wide, deep = nn.Linear(3, 1), nn.Linear(3, 3), nn.Unflatten(1, (1, 3))
+        wrong: list[tuple[Any, Any, dict[str, Any]]] = [
+            (flat, copy.deepcopy(flat), {"join": "concat"}),
+            (wide, flat, {}),
+            (wide, deep, {}),
+            (wide, nn.Linear(3, 2), {}),
+            (wide, deep, {"join": "concat"}),
+            (column, copy.deepcopy(wide), {"join": "concat", "dim": 2}),
+            (column, copy.deepcopy(wide), {"join": "concat", "dim": -2}),
+        ]
+        for one, other, more in wrong:
+            layer = Branches({"a": one, "b": other}, comm, **more)
+            for count in (3, 1 + 2 * comm.rank):
+                with pytest.raises(UsageError, match="does not fit outputs"):
+                    layer(torch.ones(count, 3))
+        fits = Branches({"a": column, "b": wide}, comm)
+        assert fits(torch.ones(2, 3)).shape == (2, 3)
+        with pytest.raises((UsageError, RefusedError), match="first dimension"):
+            Branches({"a": wide, "b": Total()}, comm)(torch.ones(2, 3))
+
+    run(ranks, main)
+
+
+class Total(nn.Module):
+    """A branch whose output has no dimensions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum."""
+        return x.sum()

@@ -19,8 +19,8 @@ from sharded_update_cases import (
 )
 
 import commrt.trace
-from commrt.errors import RefusedError, UsageError
-from commrt.layers.sharded_update import ShardedOptimizer, bucket
+from commrt.errors import RefusedError, RevokedError, UsageError
+from commrt.layers.sharded_update import GradScaler, ShardedOptimizer, bucket
 from commrt.layers.sharded_update.layout import ALIGNMENT, cut_evenly, owners
 
 NUM = len(SHAPES)
@@ -130,6 +130,7 @@ def test_a_bucket_travels_while_another_one_is_updated(
 
     for name in ("start_sum", "finish_sum", "update", "start_gather", "finish_gather"):
         monkeypatch.setattr(bucket.Bucket, name, noted(name))
+    monkeypatch.setattr(bucket.Bucket, "is_on_host", False)
     shapes = ((200,),) * 4
 
     def main(comm: Any) -> None:
@@ -321,3 +322,167 @@ def test_wrong_arguments_and_uses() -> None:
 
     on_ranks(1, main)
     on_ranks(2, main)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its steps in its group."""
+
+    def __init__(self, params: Any, **more: Any) -> None:
+        super().__init__(params, **more)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("shapes", [((5,), (300,)), ((3,),), ((300,), (2,))])
+def test_settings_that_an_optimizer_changes_are_equal_on_all_ranks(
+    shapes: Any,
+) -> None:
+    """Also on ranks that have no piece of the first bucket, or none at all."""
+
+    def main(comm: Any) -> None:
+        parameters = made_parameters(shapes)
+        with ShardedOptimizer(
+            parameters, comm, Counting, lr=0.1, bucket_nbytes=1
+        ) as optimizer:
+            for step in range(3):
+                give_gradients(parameters, [comm.rank], step)
+                optimizer.step()
+                assert optimizer.param_groups[0]["k"] == step + 1
+
+    on_ranks(3, main)
+
+
+def test_an_extra_group_and_another_order_of_names_are_refused() -> None:
+    def main(comm: Any) -> None:
+        adam = torch.optim.AdamW
+        groups = [{"params": [each]} for each in made_parameters(((4,), (4,)))]
+        with pytest.raises(UsageError, match=r"rank 1 has nothing more|nothing more"):
+            ShardedOptimizer(groups[: 2 - comm.rank], comm, adam)
+        one, two = made_parameters(((4,), (4,)))
+        named = [("one", one), ("two", two)]
+        if comm.rank:
+            named.reverse()
+        with pytest.raises(UsageError, match=r"'two', 'one'"):
+            ShardedOptimizer(named, comm, adam)
+
+    on_ranks(2, main)
+
+
+def test_calls_of_the_given_communicator_may_wait_during_a_step() -> None:
+    """The optimizer sends on a communicator of its own, also its buckets."""
+
+    def main(comm: Any) -> None:
+        parameters = made_parameters()
+        x = torch.ones(3)
+        with ShardedOptimizer(parameters, comm, torch.optim.AdamW) as optimizer:
+            give_gradients(parameters, [comm.rank], 0)
+            if comm.rank:
+                optimizer.step()
+            request = comm.allreduce(x, nonblocking=True)
+            if not comm.rank:
+                optimizer.step()
+            request.wait()
+        assert x.tolist() == [2, 2, 2]
+
+    on_ranks(2, main)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_old_graphs_are_refused_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool
+) -> None:
+    monkeypatch.setattr(bucket.Bucket, "is_on_host", on_host)
+
+    def main(comm: Any) -> None:
+        parameters = made_parameters(((3,), (500,)))
+        with ShardedOptimizer(
+            parameters, comm, torch.optim.SGD, lr=0.1, bucket_nbytes=1
+        ) as optimizer:
+            for _ in range(2):  # in the second round in other memory
+                losses = [each.square().sum() for each in parameters]
+                give_gradients(parameters, [comm.rank], 0)
+                optimizer.step()
+                for loss in losses:
+                    with pytest.raises(RuntimeError, match="inplace operation"):
+                        loss.backward()
+                for each in parameters:
+                    each.data = each.data.clone()
+
+    on_ranks(3, main)
+
+
+def test_a_parameter_of_another_type_is_refused_again_and_after_sums() -> None:
+    def main(comm: Any) -> None:
+        parameters = made_parameters()
+        with ShardedOptimizer(parameters, comm, torch.optim.SGD, lr=1.0) as optimizer:
+            give_gradients(parameters, [comm.rank], 0)
+            optimizer.reduce_gradients()
+            kept = parameters[0].data
+            parameters[0].grad = None
+            parameters[0].data = kept.float()
+            for _ in range(2):
+                with pytest.raises(UsageError, match="float32"):
+                    optimizer.step()
+            parameters[0].data = kept.clone()  # moved between the sums and the step
+            optimizer.step()
+            assert not torch.equal(parameters[0], kept)
+
+    on_ranks(2, main)
+
+
+def test_a_failed_step_leaves_no_scale() -> None:
+    def main(comm: Any) -> None:
+        parameter = torch.nn.Parameter(torch.ones(300))
+        with ShardedOptimizer([parameter], comm, torch.optim.SGD, lr=0.5) as optimizer:
+            parameter.grad = torch.ones(300)
+            torchs = torch.amp.GradScaler("cpu", init_scale=4.0)
+            torchs.scale(torch.ones(()))
+            with pytest.raises(UsageError, match="each rank by itself"):
+                torchs.step(optimizer)
+            assert not {"grad_scale", "found_inf"} & {*vars(optimizer)}
+            optimizer.zero_grad()
+            parameter.grad = torch.ones(300)
+            optimizer.step()
+            assert torch.equal(parameter, torch.full((300,), 0.5))
+
+    on_ranks(2, main)
+
+
+def test_float16_gradients_are_refused_on_ranks_without_pieces_too() -> None:
+    def main(comm: Any) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        with ShardedOptimizer([parameter], comm, torch.optim.SGD) as optimizer:
+            scaler = GradScaler(comm)
+            scaler.scale(torch.ones(()))
+            parameter.grad = torch.ones(3, dtype=torch.float16)
+            with pytest.raises((ValueError, RefusedError), match=r"FP16|another rank"):
+                scaler.unscale_(optimizer)
+
+    on_ranks(2, main)
+
+
+def test_a_rank_that_fails_between_buckets_ends_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = bucket.Bucket.start_gather
+
+    def failing(self: Any) -> None:
+        if self._rank == 1 and self.numbers[0] == 3:
+            raise MemoryError("none left")
+        right(self)
+
+    monkeypatch.setattr(bucket.Bucket, "start_gather", failing)
+
+    def main(comm: Any) -> None:
+        parameters = made_parameters(((200,),) * 5)
+        optimizer = ShardedOptimizer(parameters, comm, torch.optim.SGD, bucket_nbytes=1)
+        give_gradients(parameters, [comm.rank], 0)
+        with pytest.raises((MemoryError, RevokedError), match=r"none left"):
+            optimizer.step()
+
+    on_ranks(3, main)

@@ -21,6 +21,13 @@ from torch import nn
 from commrt.comm import Communicator
 from commrt.errors import RefusedError, UsageError, shown
 from commrt.group.agreed_calls import fact_number
+from commrt.layers.branches.alike import (
+    check_apart,
+    check_equal,
+    check_initialized,
+    check_join,
+    facts_of,
+)
 from commrt.layers.branches.exchange import exchanged, gathered, part_of, tied
 from commrt.layers.branches.placement import Placement, place
 from commrt.layers.experts.rows import Copies, spread
@@ -96,31 +103,61 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
         if not isinstance(comm, Communicator):
             raise UsageError(f"Branches: comm={shown(comm)} must be a communicator")
 
-        def made() -> tuple[tuple[Placement, dict[str, nn.Module]], int, list[str]]:
-            placement = _placed(branches, comm.size, sizes, costs)
-            _check_join(join, dim, samples)
-            own = [[*branches][at] for at in placement.of(comm.rank)]
-            modules = {name: _module_of(name, branches[name]) for name in own}
-            said = join if isinstance(join, str) else "a function"
-            texts = [f"branches {[*branches]}", f"ranks {placement.ranks}"]
-            return (placement, modules), 0, [*texts, f"join={said!r}, {dim}, {samples}"]
-
-        (self.placement, modules), _ = agreed("Branches", comm, made)
-        self.names = tuple(branches)
+        self.names: tuple[str, ...] = ()
         self.samples, self._join, self._dim = samples, join, dim
-        self._grid = ProcessGrid(comm, {"branch": 0})
-        self._ranks = self._grid.comm if comm.size > 1 else None
-        first = min(self.placement.of(comm.rank))
-        many = len(self.placement.ranks[first]) > 1
-        color = first if many else None
+        self.placement = Placement(())
         self.branch_comm: Communicator | None = None
         """The ranks that have this rank's branch; None: it has it alone."""
+        self._forms: dict[tuple[int, ...], dict[str, Form]] = {}
+        self._grid = ProcessGrid(comm, {"branch": 0})
+        self._ranks = self._grid.comm if comm.size > 1 else None
+        try:
+            self._build(branches, comm, sizes, costs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(
+        self,
+        branches: Mapping[str, Branch],
+        comm: Communicator,
+        sizes: Sequence[int] | None,
+        costs: Sequence[float] | None,
+    ) -> None:
+        """Place and make this rank's branches; collective."""
+        facts: dict[str, list[str]] = {}
+
+        def made() -> tuple[tuple[Placement, dict[str, nn.Module]], int, list[str]]:
+            placement = _placed(branches, comm.size, sizes, costs)
+            for name in branches:
+                _check_name(self, name)
+            join, dim = self._join, self._dim
+            _check_join(join, dim, self.samples)
+            own = [[*branches][at] for at in placement.of(comm.rank)]
+            modules = {name: _module_of(name, branches[name]) for name in own}
+            check_apart({**branches, **modules})
+            for at in placement.of(comm.rank):
+                if len(placement.ranks[at]) > 1:
+                    check_initialized([*branches][at], modules[[*branches][at]])
+            facts.update({name: facts_of(each) for name, each in modules.items()})
+            number = fact_number([*facts.values()]) & _POSITIVE
+            said = join if isinstance(join, str) else "a function"
+            texts = [f"branches {[*branches]}", f"ranks {placement.ranks}"]
+            texts.append(f"join={said!r}, {dim}, {self.samples}")
+            return (placement, modules), number, texts
+
+        (placement, modules), numbers = agreed("Branches", comm, made)
+        many = [ranks for ranks in placement.ranks if len(ranks) > 1]
+        if any(len({numbers[rank] for rank in ranks}) > 1 for ranks in many):
+            check_equal(comm.allgather_object(facts))
+        self.placement, self.names = placement, tuple(branches)
+        first = min(placement.of(comm.rank))
+        color = first if len(placement.ranks[first]) > 1 else None
         if self._ranks is not None:
             self.branch_comm = self._ranks.split(color, name=f"{comm.name}.branch")
         for name, module in modules.items():
             self.add_module(name, module)
             self._make_equal(module)
-        self._forms: dict[tuple[int, ...], dict[str, Form]] = {}
 
     def _make_equal(self, module: nn.Module) -> None:
         """Take the parameters and buffers of the branch's first rank."""
@@ -158,7 +195,13 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
         comm = self._ranks
         if comm is None:
             _check_input(x)
-            return self._joined({name: self._run(name, x) for name in self.names})
+            outputs = {name: self._run(name, x) for name in self.names}
+            check_join(
+                {name: tuple(y.shape[1:]) for name, y in outputs.items()},
+                self._join,
+                self._dim,
+            )
+            return self._joined(outputs)
 
         def check() -> tuple[int, int, list[str]]:
             _check_input(x)
@@ -241,7 +284,8 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
 
     def _run(self, name: str, rows: Tensor) -> Tensor:
         output: Tensor = getattr(self, name)(rows)
-        if not isinstance(output, torch.Tensor) or len(output) != len(rows):
+        is_tensor = isinstance(output, torch.Tensor) and output.dim() > 0
+        if not is_tensor or len(output) != len(rows):
             found = shown(output)
             if isinstance(output, torch.Tensor):
                 found = f"a tensor of shape {tuple(output.shape)}"
@@ -286,6 +330,11 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
                 raise UsageError(
                     f"Branches: outputs have several types: {found}; they must be equal"
                 )
+            check_join(
+                {name: shape for name, (shape, _) in found.items()},
+                self._join,
+                self._dim,
+            )
             self._forms[key] = found
         return self._forms[key]
 
@@ -431,6 +480,16 @@ def _module_of(name: str, branch: Branch) -> nn.Module:
     return made
 
 
+def _check_name(module: nn.Module, name: Any) -> None:
+    """Raise UsageError for a name that a module cannot give a child."""
+    is_text = type(name) is str and name != "" and "." not in name
+    if not is_text or hasattr(module, name):
+        raise UsageError(
+            f"Branches: the name {shown(name)} must be a text without dots that no "
+            f"attribute of a module has"
+        )
+
+
 def _check_join(join: Any, dim: Any, samples: Any) -> None:
     if not callable(join) and join not in ("sum", "concat"):
         raise UsageError(
@@ -452,12 +511,6 @@ def _placed(branches: Any, size: int, sizes: Any, costs: Any) -> Placement:
             f"Branches: branches={shown(branches)} must be modules by name, at least 1"
         )
     for name, branch in branches.items():
-        known = hasattr(Branches, str(name))
-        if type(name) is not str or not name or "." in name or known:
-            raise UsageError(
-                f"Branches: the name {shown(name)} must be a text without dots that no "
-                f"attribute of a module has"
-            )
         if not callable(branch):
             raise UsageError(
                 f"Branches: branch {name!r} is {shown(branch)}; expected a module, or "

@@ -34,9 +34,12 @@ def sync_gradients(model: nn.Module, *, average: bool = True) -> None:
             all ranks' losses; False: of their sum.
 
     A parameter that no rank has a gradient of gets none. Pattern: an ``allreduce`` of
-    17 bytes and one for each whole parameter; for each type an ``allreduce`` of the
-    gradients, and one element for each. Raises UsageError, on all ranks, where one was
-    summed before, or is sparse.
+    17 bytes over the ranks of a branch, and one over all; for each type an
+    ``allreduce`` of the gradients, and one element for each.
+
+    Raises UsageError, on all ranks, where a gradient was summed before or is sparse,
+    where two ``Branches`` share a parameter, and where ranks of a branch train
+    different ones.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"sync_gradients: model={shown(model)} must be a module")
@@ -49,14 +52,22 @@ def sync_gradients(model: nn.Module, *, average: bool = True) -> None:
         )
     comm = layers[0].grid.comm if layers[0].grid.num_ranks > 1 else None
     owner: dict[int, Branches] = {}
+    shared: list[str] = []
     for layer in layers:
-        owner |= {id(each): layer for each in layer.parameters()}
+        for name, each in layer.named_parameters():
+            if owner.setdefault(id(each), layer) is not layer:
+                shared.append(name)
     trained = [
         (name, each) for name, each in model.named_parameters() if each.requires_grad
     ]
     whole = [each for each in trained if id(each[1]) not in owner]
     error: Exception | None = None
     try:
+        if shared:
+            raise UsageError(
+                f"sync_gradients: two Branches share the parameter {shared[0]}, which "
+                f"would be summed over the ranks of one alone; give each its own"
+            )
         refuse_summed("sync_gradients", trained)
         for name, parameter in trained:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -66,18 +77,29 @@ def sync_gradients(model: nn.Module, *, average: bool = True) -> None:
                 )
     except UsageError as caught:
         error = caught
-    fact = (
-        f"{[(name, tuple(each.shape), each.dtype) for name, each in whole]}, {average}"
-    )
+    fact = f"{_text(whole)}, {average}"
+    parts = {
+        layer: [each for each in trained if owner.get(id(each[1])) is layer]
+        for layer in layers
+    }
+    for layer in layers:
+        try:
+            own = [each for each in layer.named_parameters() if each[1].requires_grad]
+            meet(layer.branch_comm, "sync_gradients", None, _text(own))
+        except UsageError as caught:  # raised on the branch's ranks, and not on others
+            error = error or caught
     meet(comm, "sync_gradients", error, fact)
     ranks = layers[0].grid.num_ranks
     scale = 1.0 / ranks if average and modes == {"own"} else 1.0
-    for layer in layers:
-        own = [each for each in trained if owner.get(id(each[1])) is layer]
+    for layer, own in parts.items():
         _sum(own, layer.branch_comm, scale)
     if modes == {"own"}:
         _sum(whole, comm, scale)
     mark_summed(trained)
+
+
+def _text(named: Named) -> str:
+    return f"{[(name, tuple(each.shape), each.dtype) for name, each in named]}"
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -67,9 +68,8 @@ def agreed(
 def _difference(what: str, texts: Sequence[Sequence[str]]) -> str:
     first = texts[0]
     rank, other = next(each for each in enumerate(texts) if each[1] != first)
-    mine, theirs = next(
-        pair for pair in zip(first, other, strict=True) if pair[0] != pair[1]
-    )
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing more")
+    mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
     return (
         f"{what}: rank {rank} has {theirs}, and rank 0 has {mine}; pass the same on "
         f"all ranks"

@@ -11,6 +11,7 @@ from torch import nn
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.sharded_update.buffers import Buffers
 from commrt.layers.sharded_update.layout import Layout, Piece
 
 __all__ = ["Bucket", "flat_view", "is_dense"]
@@ -54,6 +55,7 @@ class Bucket:
         parameters: the parameters; dense.
         layout: the pieces of each rank.
         comm: the ranks; None: one rank.
+        buffers: has memory for new values on their way.
         is_whole: True: this rank's pieces are whole parameters, and keep their shapes.
             False: they are flat, but for those without axes.
 
@@ -67,6 +69,7 @@ class Bucket:
         parameters: Sequence[Tensor],
         layout: Layout,
         comm: Communicator | None,
+        buffers: Buffers,
         *,
         is_whole: bool,
     ) -> None:
@@ -74,12 +77,14 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.optimizer: torch.optim.Optimizer | None = None
         """Over the pieces; None: this rank has none."""
-        self._comm, self.is_whole = comm, is_whole
+        self._comm, self._buffers, self.is_whole = comm, buffers, is_whole
         self._forms = [(tuple(x.shape), x.stride()) for x in self.parameters]
         self._addresses = [each.data_ptr() for each in self.parameters]
         self._request: Any = None
         self._kept: Any = None
+        self._sent: Tensor | None = None
         first = parameters[0]
+        self._type = first.dtype, first.device
         is_trained = first.is_floating_point() or first.is_complex()
         self.pieces = [
             (piece, nn.Parameter(self._view(piece), requires_grad=is_trained))
@@ -90,7 +95,12 @@ class Bucket:
     @property
     def has_buffer(self) -> bool:
         """Whether new values are on their way by a buffer, not from place to place."""
-        return self._kept is not None
+        return self._kept is not None or self._sent is not None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its parameters lie in memory of the host."""
+        return self._type[1].type == "cpu"
 
     @property
     def _rank(self) -> int:
@@ -107,7 +117,6 @@ class Bucket:
 
         Raises UsageError for a parameter that has another type, device or order.
         """
-        moved = False
         for at, parameter in enumerate(self.parameters):
             form = tuple(parameter.shape), parameter.stride()
             if form != self._forms[at]:
@@ -116,18 +125,19 @@ class Bucket:
                     f"strides {form}, and had {self._forms[at]}; make the optimizer "
                     f"after the model has its final form"
                 )
-            if parameter.data_ptr() != self._addresses[at]:
-                self._addresses[at] = parameter.data_ptr()
-                moved = True
-        for piece, view in self.pieces if moved else ():
-            now = self._view(piece)
-            if now.dtype != view.dtype or now.device != view.device:
+            if (parameter.dtype, parameter.device) != self._type:
+                dtype, device = self._type
                 raise UsageError(
-                    f"ShardedOptimizer: parameter {self.numbers[piece.index]} is of "
-                    f"{now.dtype} on {now.device}, and was of {view.dtype} on "
-                    f"{view.device}; make the optimizer after the model is converted"
+                    f"ShardedOptimizer: parameter {self.numbers[at]} is of "
+                    f"{parameter.dtype} on {parameter.device}, and was of {dtype} on "
+                    f"{device}; make the optimizer after the model is converted"
                 )
-            view.data = now
+        # Only now, so that a parameter that is refused is refused again.
+        addresses = [each.data_ptr() for each in self.parameters]
+        if addresses != self._addresses:
+            for piece, view in self.pieces:
+                view.data = self._view(piece)
+            self._addresses = addresses
 
     # -- gradients to the ranks that need them -----------------------------------------
 
@@ -216,6 +226,8 @@ class Bucket:
 
         Args:
             options: the group's settings.
+
+        A rank without pieces returns none.
         """
         if self.optimizer is None:
             return {}
@@ -236,15 +248,20 @@ class Bucket:
         if len(order) == 1:
             flat = flat_view(self.parameters[order[0]])
         else:
-            flat = self.parameters[0].new_empty(sum(counts))
-            at = low
+            self._kept = self._buffers.take(sum(counts), self.parameters[0])
+            flat = self._kept[: sum(counts)]
+        own = flat[low:high]
+        if len(order) > 1 or flat.device.type == "cpu":
+            # The engine would copy a block of the result itself, to fresh memory.
+            self._sent = self._buffers.take(high - low, flat)
+            own = self._sent[: high - low]
+            at = 0
             for piece in self._now.pieces[self._rank]:
                 values = flat_view(self.parameters[piece.index])
-                flat[at : at + piece.count] = values[piece.low : piece.high]
+                own[at : at + piece.count] = values[piece.low : piece.high]
                 at += piece.count
-            self._kept = flat
         self._request = self._comm.allgatherv(
-            flat[low:high], counts=counts, out=flat, nonblocking=True
+            own, counts=counts, out=flat, nonblocking=True
         )
 
     def finish_gather(self) -> None:
@@ -257,4 +274,10 @@ class Bucket:
                 target = flat_view(self.parameters[index])
                 target.copy_(self._kept[at : at + target.numel()])
                 at += target.numel()
-        self._request = self._kept = None
+        for buffer in (self._kept, self._sent):
+            if buffer is not None:
+                self._buffers.give(buffer)
+        self._request = self._kept = self._sent = None
+        # No operation of torch has written them all; autograd must know on each rank.
+        changed = [self.parameters[index] for index in self._order()]
+        torch.autograd.graph.increment_version(changed)

@@ -16,9 +16,18 @@ from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.data.buckets import cut
 from commrt.layers.sharded_update.bucket import Bucket, is_dense
+from commrt.layers.sharded_update.buffers import Buffers
 from commrt.layers.sharded_update.layout import cut_evenly, cut_whole, owners
 
-__all__ = ["Factory", "Maker", "check_apart", "options_of", "settings_text"]
+__all__ = [
+    "Factory",
+    "Maker",
+    "changes",
+    "check_apart",
+    "group_texts",
+    "options_of",
+    "settings_text",
+]
 
 Tensor: TypeAlias = torch.Tensor
 Factory: TypeAlias = Callable[..., optim.Optimizer]
@@ -53,6 +62,11 @@ def options_of(group: Mapping[str, Any]) -> Group:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Group:
+    """Return the settings of a group that an optimizer has changed."""
+    return {k: v for k, v in after.items() if _plain(v) != _plain(before[k])}
+
+
 def settings_text(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return a text of groups' settings, which must be equal on all ranks."""
     return repr(
@@ -61,6 +75,21 @@ def settings_text(groups: Sequence[Mapping[str, Any]]) -> str:
             for group in groups
         ]
     )
+
+
+def group_texts(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return texts of groups that must be equal on all ranks."""
+    return [
+        f"{settings_text([group])} for "
+        + repr(
+            [
+                (tuple(x.shape), x.stride(), str(x.dtype), x.device.type)
+                for x in group["params"]
+            ]
+        )
+        + f", named {group.get('param_names')}"
+        for group in groups
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -82,7 +111,7 @@ class Maker:
         arguments: further ones of the factory.
         cut: "auto", "elements" or "parameters".
         bucket_nbytes: of a bucket of small parameters, at most.
-        comm: the ranks.
+        comm: the ranks; buckets send on it.
 
     Raises UsageError for arguments that do not fit.
     """
@@ -112,6 +141,7 @@ class Maker:
         self._factory = functools.partial(factory, **arguments)
         self._cut, self._nbytes, self._comm = cut, bucket_nbytes, comm
         self._loads = [0] * comm.size
+        self._buffers = Buffers()
         self.kind: type[optim.Optimizer] | None = None
         """The class of the optimizers, once one was made."""
 
@@ -190,6 +220,7 @@ class Maker:
             [group["params"][at] for at in places],
             layout,
             self._comm if self._comm.size > 1 else None,
+            self._buffers,
             is_whole=self.is_whole,
         )
         if bucket.pieces:

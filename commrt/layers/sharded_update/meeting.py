@@ -15,6 +15,8 @@ __all__ = ["end_together", "meet"]
 
 _ERROR, _FACT, _FLAGS = 0, 1, 17
 """The first bytes of a message: an error's, those of a fact, and of parameters."""
+_FAILED = 2
+"""Says that a rank has an error; 1: it has news."""
 
 
 def meet(
@@ -63,22 +65,26 @@ _COMPLEMENTS = np.r_[8:16, 0:8]
 """For each byte of a fact the place of its complement, and the other way round."""
 
 
-def end_together(comm: Communicator | None, what: str, error: Exception | None) -> None:
-    """Raise this rank's error, or RefusedError where another one has one; collective.
+def end_together(
+    comm: Communicator | None, what: str, error: Exception | None, has_news: bool
+) -> bool:
+    """Return whether any rank has news; raise an error of any; collective.
 
-    Bytes: an ``allreduce`` of 1.
+    Raises this rank's error, or RefusedError where another one has one. Bytes: an
+    ``allreduce`` of 1.
     """
-    said = np.array([error is not None], np.uint8)
+    said = np.array([_FAILED if error is not None else has_news], np.uint8)
     if comm is not None:
         comm.allreduce(said, op="max")
     if error is not None:
         raise error
-    if said[0]:
+    if said[0] == _FAILED:
         raise RefusedError(
             f"{what}: the optimizer of another rank raised an error, so the parameters "
             f"of its part are as that has left them; that rank's error says why. Load "
             f"a state before you go on"
         )
+    return bool(said[0])
 
 
 def _difference(what: str, facts: Sequence[str]) -> str:

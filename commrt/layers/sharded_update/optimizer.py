@@ -8,9 +8,9 @@ Weight Update in Data-Parallel Training".
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from math import inf
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -24,11 +24,14 @@ from commrt.layers.sharded_update.bucket import Bucket
 from commrt.layers.sharded_update.making import (
     Factory,
     Maker,
+    changes,
     check_apart,
+    group_texts,
     options_of,
     settings_text,
 )
 from commrt.layers.sharded_update.meeting import end_together, meet
+from commrt.layers.sharded_update.norms import total_norm
 from commrt.layers.sharded_update.whole_state import gathered_state, load_parts
 
 __all__ = ["ShardedOptimizer"]
@@ -39,7 +42,10 @@ BUCKET_NBYTES = 4 << 20
 _AHEAD = 4
 """Buckets whose gradients travel while one is updated."""
 _COPIES = 2
-"""Buckets of small parameters, which need buffers, whose new values travel then."""
+"""Buckets in buffers whose new values travel then."""
+_FROM_SCALER = ("grad_scale", "found_inf")
+News: TypeAlias = dict[int, tuple[int, dict[str, Any]]]
+"""Of a group: the number of a bucket, and the settings that its optimizer changed."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -53,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     Each rank updates its part of the parameters, and has the optimizer's state of that
     part alone. ``step()`` sums gradients over the ranks, and brings the new values to
     all of them. It works in buckets: gradients of some travel while another one is
-    updated, and so do new values.
+    updated, and so do new values; on the host, within one node, one after another.
 
     Args:
         params: parameters, named ones or groups, as torch's optimizers take them; equal
@@ -77,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     Pattern, for N parameters with Ψ bytes of those that any rank has a gradient of: an
     ``allreduce`` of 17 + N bytes; for each bucket a ``reduce_scatterv`` and an
     ``allgatherv``, together of Ψ bytes each (no ``reduce_scatterv`` with "summed"); an
-    ``allreduce`` of 1.
+    ``allreduce`` of 1; objects, where an optimizer changes its groups' settings.
 
     Collective when it is made. Raises UsageError, on all ranks alike, for arguments
     that do not fit or differ, for optimizers that cannot be divided, and for parameters
@@ -104,6 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._buckets: list[Bucket] = []
         self._present: list[bool] = []
         self._given = comm
+        self._comm = comm.dup(name=f"{comm.name}.optimizer") if comm.size > 1 else None
 
         def made() -> tuple[Maker, int, list[str]]:
             if gradients not in ("own", "summed"):
@@ -112,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 )
             if op not in ("avg", "sum"):
                 raise UsageError(f"{_WHAT}: op={shown(op)} must be 'avg' or 'sum'")
-            maker = Maker(factory, kwargs, cut, bucket_nbytes, comm)
+            maker = Maker(factory, kwargs, cut, bucket_nbytes, self._ranks)
             super(ShardedOptimizer, self).__init__(params, {})
             self.defaults = maker.fill_in(self.param_groups)
             check_apart(
@@ -124,12 +131,20 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 first += len(group["params"])
             texts = [f"gradients={gradients!r}, op={op!r}, cut={cut!r}"]
             texts += [f"bucket_nbytes={bucket_nbytes}, {maker.kind}"]
-            return maker, 0, [*texts, *_texts(self.param_groups)]
+            return maker, 0, [*texts, *group_texts(self.param_groups)]
 
-        self._maker, _ = agreed(_WHAT, comm, made)
+        try:
+            self._maker, _ = agreed(_WHAT, self._ranks, made)
+        except BaseException:
+            self.close()
+            raise
         self._op = op if gradients == "own" else None
-        self._comm = comm.dup(name=f"{comm.name}.optimizer") if comm.size > 1 else None
         self._is_open = True
+
+    @property
+    def _ranks(self) -> Communicator:
+        """The optimizer's own communicator; on one rank the given one."""
+        return self._given if self._comm is None else self._comm
 
     # -- groups ------------------------------------------------------------------------
 
@@ -158,10 +173,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._maker.fill_in([group])
             check_apart([each for one in self.param_groups for each in one["params"]])
             first = sum(len(one["params"]) for one in self.param_groups[:-1])
-            return self._maker.buckets(number, group, first), 0, _texts([group])
+            return self._maker.buckets(number, group, first), 0, group_texts([group])
 
         try:
-            buckets, _ = agreed(f"{_WHAT}.add_param_group", self._given, made)
+            buckets, _ = agreed(f"{_WHAT}.add_param_group", self._ranks, made)
         except BaseException:
             del self.param_groups[number:]
             raise
@@ -179,13 +194,24 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises an error on all ranks where one of them has one, such as a sparse
         gradient, or settings that differ; parameters are then as before. An error
         within the optimizer is raised on all ranks, too: the state is then undefined.
+        Where a rank fails between two buckets, as for want of memory, all others raise
+        RevokedError, and the optimizer has ended.
         """
         self._check_open("step")
+        try:
+            return self._step(closure)
+        except BaseException:
+            for name in _FROM_SCALER:  # torch's scaler takes them back after a step
+                vars(self).pop(name, None)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss, error = None, None
         try:
             if closure is not None:
                 loss = self._loss(closure)
             self._check_scaler()
+            self._check_memory()
             if not self._is_reduced:
                 self._check_gradients()
         except Exception as caught:  # noqa: BLE001  the others wait to hear of it
@@ -195,35 +221,86 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if found_inf is not None and bool(found_inf):
             self._forget()
             return loss
+        news: News = {}
+        with self._ending_all():
+            failure = self._update(news)
+        self._is_reduced = self._is_scaled = False
+        if end_together(self._comm, f"{_WHAT}.step", failure, bool(news)):
+            self._take(news)
+        return loss
+
+    def _update(self, news: News) -> Exception | None:
+        """Sum, update and gather all buckets; return an error of this rank's optimizer.
+
+        Args:
+            news: gets the settings that the first bucket of each group has changed.
+        """
         options = [options_of(group) for group in self.param_groups]
-        changed: dict[int, dict[str, Any]] = {}
         failure: Exception | None = None
+        overlaps = self._overlaps
+        ahead = _AHEAD if overlaps else 0
         sums = deque(range(len(self._buckets)))
         under_way: deque[Bucket] = deque()
         for at, bucket in enumerate(self._buckets):
             if not self._is_reduced:
-                while sums and sums[0] <= at + _AHEAD:
+                while sums and sums[0] <= at + ahead:
                     self._start_sum(self._buckets[sums.popleft()])
                 bucket.finish_sum(may_share=True)
             try:
                 self._scale(bucket)
                 if failure is None and any(self._present_in(bucket)):
-                    found = bucket.update(options[bucket.group])
-                    changed.setdefault(bucket.group, found)
+                    number = bucket.group
+                    found = bucket.update(options[number])
+                    changed = changes(self.param_groups[number], found)
+                    if changed:
+                        news.setdefault(number, (at, changed))
             except Exception as caught:  # noqa: BLE001  the others wait for its part
                 failure = caught
             bucket.drop()
-            bucket.start_gather()
-            under_way.append(bucket)
+            if overlaps:
+                bucket.start_gather()
+                under_way.append(bucket)
             while sum(each.has_buffer for each in under_way) > _COPIES:
                 under_way.popleft().finish_gather()
-        for bucket in under_way:
+        for bucket in under_way if overlaps else self._buckets:
+            if not overlaps:
+                bucket.start_gather()
             bucket.finish_gather()
-        self._is_reduced = self._is_scaled = False
-        end_together(self._comm, f"{_WHAT}.step", failure)
-        for number, found in changed.items():
-            self.param_groups[number].update(found)
-        return loss
+        return failure
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether what is sent can go on while this rank computes.
+
+        Ranks of one node copy through memory that they share, by the cores on which
+        they compute, so there nothing is hidden.
+        """
+        on_host = all(bucket.is_on_host for bucket in self._buckets)
+        return len(self._ranks.nodes) > 1 or not on_host
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """End the optimizer on all ranks where this one raises an error.
+
+        The others wait for buckets that this rank sends no more.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._comm is not None:
+                self._comm.revoke(f"{_WHAT}: {error!r} while buckets were on their way")
+            raise
+
+    def _take(self, news: News) -> None:
+        """Take settings that an optimizer has changed; collective.
+
+        A rank may have no piece of a group, so all take those of the first that has.
+        """
+        every = [news] if self._comm is None else self._comm.allgather_object(news)
+        for number, group in enumerate(self.param_groups):
+            found = [each[number] for each in every if number in each]
+            if found:
+                group.update(min(found, key=lambda each: each[0])[1])
 
     def _loss(self, closure: Callable[[], Any]) -> Any:
         if self._is_reduced:
@@ -249,6 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"{_WHAT}.reduce_gradients: gradients are summed already; call "
                     f"step() or zero_grad() first"
                 )
+            self._check_memory()
             self._check_gradients()
         except Exception as caught:  # noqa: BLE001  the others wait to hear of it
             error = caught
@@ -258,13 +336,14 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _reduce(self) -> None:
         """Sum the gradients of all buckets, two of which are under way at a time."""
         waiting: deque[Bucket] = deque()
-        for bucket in self._buckets:
-            self._start_sum(bucket)
-            waiting.append(bucket)
-            if len(waiting) > 1:
-                waiting.popleft().finish_sum()
-        for bucket in waiting:
-            bucket.finish_sum()
+        with self._ending_all():
+            for bucket in self._buckets:
+                self._start_sum(bucket)
+                waiting.append(bucket)
+                if len(waiting) > 1:
+                    waiting.popleft().finish_sum()
+            for bucket in waiting:
+                bucket.finish_sum()
         self._is_reduced = True
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -295,6 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"{_WHAT}.clip_grad_norm_: max_norm={shown(max_norm)} and "
                     f"norm_type={shown(norm_type)} must be above 0"
                 )
+            self._check_memory()
             if not self._is_reduced:
                 self._check_gradients()
         except Exception as caught:  # noqa: BLE001  the others wait to hear of it
@@ -307,7 +387,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         power = float(norm_type)
         if self._comm is None:
             return nn.utils.clip_grad_norm_(views, max_norm, power, error_if_nonfinite)
-        total = self._norm(views, power)
+        total = total_norm(views, power, self._comm)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"{_WHAT}.clip_grad_norm_: the norm of order {power} of all gradients "
@@ -318,23 +398,6 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if view.grad is not None:
                 view.grad.mul_(scale.to(view.device, view.grad.real.dtype))
         return total
-
-    def _norm(self, views: Iterable[Tensor], power: float) -> Tensor:
-        found = torch.zeros((), dtype=torch.float64)
-        for view in views:
-            if view.grad is None or not view.grad.numel():
-                continue
-            if power == inf:
-                found = torch.maximum(found, view.grad.abs().max().double().cpu())
-                continue
-            gradient = torch.view_as_real(view.grad) if view.is_complex() else view.grad
-            if view.is_complex() and power != 2:
-                gradient = view.grad.abs()
-            norm = torch.linalg.vector_norm(gradient, power, dtype=torch.float64)
-            found += norm.cpu() ** power
-        assert self._comm is not None
-        self._comm.allreduce(found, op="max" if power == inf else "sum")
-        return found if power == inf else found ** (1.0 / power)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients and sums of them; local."""
@@ -356,8 +419,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 for group in self.param_groups
                 for each in group["params"]
             ]
-        numbers = ("grad_scale", "found_inf")
-        scales = [getattr(self, name, None) for name in numbers]
+        scales = [getattr(self, name, None) for name in _FROM_SCALER]
         said += f", summed={self._is_reduced}, grad_scale and found_inf: " + repr(
             [None if each is None else float(each) for each in scales]
         )
@@ -375,10 +437,14 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _start_sum(self, bucket: Bucket) -> None:
         bucket.start_sum(self._present_in(bucket), self._op)
 
+    def _check_memory(self) -> None:
+        """Follow parameters to new memory; UsageError for other types; local."""
+        for bucket in self._buckets:
+            bucket.follow()
+
     def _check_gradients(self) -> None:
         """Raise UsageError for gradients that cannot be cut; local."""
         for bucket in self._buckets:
-            bucket.follow()
             for number, parameter in zip(
                 bucket.numbers, bucket.parameters, strict=True
             ):
@@ -532,17 +598,3 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _check_open(self, call: str) -> None:
         if not self._is_open:
             raise UsageError(f"{_WHAT}.{call}: the optimizer is closed")
-
-
-def _texts(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return texts of groups that must be equal on all ranks."""
-    return [
-        f"{settings_text([group])} for "
-        + repr(
-            [
-                (tuple(x.shape), x.stride(), str(x.dtype), x.device.type)
-                for x in group["params"]
-            ]
-        )
-        for group in groups
-    ]

@@ -8,12 +8,14 @@ from typing import Any, TypeAlias
 import torch
 
 from commrt.comm import Communicator
-from commrt.errors import UsageError, shown
+from commrt.errors import RefusedError, UsageError, shown
 from commrt.layers.sharded_update.optimizer import ShardedOptimizer
 
 __all__ = ["GradScaler"]
 
 Tensor: TypeAlias = torch.Tensor
+_FAILED = 2.0
+"""Says that a rank has an error; 1: it has an overflow."""
 
 
 class GradScaler(torch.amp.GradScaler):  # type: ignore[misc]
@@ -54,17 +56,32 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[misc]
         if isinstance(optimizer, ShardedOptimizer):
             if not optimizer.is_reduced:
                 optimizer.reduce_gradients()
-            optimizer.mark_scaled()
             target = _Sums(optimizer.views)
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(
-            target, inv_scale, found_inf, allow_fp16
-        )
+        found: dict[torch.device, Tensor] = {}
+        error: Exception | None = None
+        try:
+            found = super()._unscale_grads_(target, inv_scale, found_inf, allow_fp16)
+        except Exception as caught:  # noqa: BLE001  the others wait to hear of it
+            error = caught
         if not found:  # this rank has no gradients, and goes by those of the others
             found = {found_inf.device: found_inf}
         largest = torch.stack([each.detach().double().cpu() for each in found.values()])
-        total = largest.max()
+        total = (
+            torch.full((), _FAILED, dtype=torch.float64)
+            if error is not None
+            else largest.max()
+        )
         if self._comm.size > 1:
             self._comm.allreduce(total, op="max")
+        if error is not None:
+            raise error
+        if float(total) == _FAILED:
+            raise RefusedError(
+                f"GradScaler on {self._comm.name}: another rank raised an error as it "
+                f"looked for overflows, so no rank goes on; that rank's error says why"
+            )
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.mark_scaled()
         for each in found.values():
             each.fill_(float(total))
         return found

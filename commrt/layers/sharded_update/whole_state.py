@@ -113,7 +113,7 @@ def _gathered(
     first = facts[holders[0]] if holders else None
     if not isinstance(first, _Part):
         return first
-    # What is no part has the same values on all ranks that have it: one of them sends.
+    # An entry that is not cut is equal on all ranks that have it, so one of them sends.
     senders = holders if first.is_cut else holders[:1]
     counts = [
         torch.Size(facts[rank].shape).numel() if rank in senders else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks have each branch, and which samples each rank computes.
+"""Ranks of each branch, and samples that each rank computes.
 
 All of it follows from numbers that ranks share, so all ranks find the same.
 """

@@ -115,7 +115,7 @@ class Capture:
         self._seen: list[_Pass] = []
         self._num_sent: int | None = None
         self.error: Exception | None = None
-        """What a hook has met in this step."""
+        """Facts that hooks have met in this step."""
 
     def begin(self, is_summing: bool) -> None:
         """Begin a step; in one with ``is_summing`` factors are summed."""

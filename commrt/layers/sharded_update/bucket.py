@@ -94,13 +94,13 @@ class Bucket:
 
     @property
     def has_buffer(self) -> bool:
-        """Whether new values are on their way by a buffer, not from place to place."""
+        """True if new values are on their way by a buffer, not from place to place."""
         return self._kept is not None or self._sent is not None
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its parameters lie in memory of the host."""
-        return self._type[1].type == "cpu"
+        """True if its parameters lie in memory of the host."""
+        return bool(self._type[1].type == "cpu")
 
     @property
     def _rank(self) -> int:

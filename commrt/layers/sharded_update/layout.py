@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of a bucket's parameters each rank updates.
+"""Pieces of a bucket: the elements of its parameters that each rank updates.
 
 A bucket's parameters lie one behind another in a flat buffer. The buffer is cut evenly
 among the ranks, or each parameter is one rank's as a whole. All of it follows from the

@@ -147,7 +147,7 @@ class Maker:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each parameter is updated by one rank as a whole."""
+        """True if each parameter is updated by one rank as a whole."""
         if self._cut == "auto":
             return self.kind not in ELEMENTWISE
         return self._cut == "parameters"

@@ -202,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return self._step(closure)
         except BaseException:
             for name in _FROM_SCALER:  # torch's scaler takes them back after a step
-                vars(self).pop(name, None)
+                self.__dict__.pop(name, None)
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -270,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def _overlaps(self) -> bool:
-        """Whether what is sent can go on while this rank computes.
+        """True if what is sent can go on while this rank computes.
 
         Ranks of one node copy through memory that they share, by the cores on which
         they compute, so there nothing is hidden.
@@ -475,7 +475,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def is_reduced(self) -> bool:
-        """Whether sums of gradients wait for a step."""
+        """True while sums of gradients wait for a step."""
         return self._is_reduced
 
     def mark_scaled(self) -> None:

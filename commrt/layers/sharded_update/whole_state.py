@@ -28,7 +28,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_cut: bool
-    """Whether it has an element for each one of the parameter's piece."""
+    """True if it has an element for each one of the parameter's piece."""
 
 
 def gathered_state(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from commrt.errors import CommError, UsageError
+from commrt.errors import UsageError
 from commrt.layers.pipeline.agreement import Numbers
 from commrt.layers.pipeline.boundary import MOST_NUMBERS, Signature, as_tensors
 from commrt.layers.pipeline.lanes import Alarm, Links
@@ -29,8 +29,8 @@ __all__ = ["Flow", "Judge", "Signatures", "ToldError"]
 Tensor: TypeAlias = torch.Tensor
 
 
-class ToldError(CommError):
-    """Another rank has an error, so this one stops."""
+class ToldError(Exception):
+    """Another rank has an error, so this one stops; no caller of a step sees it."""
 
 
 class Signatures(NamedTuple):

@@ -40,7 +40,7 @@ def product(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class Serial(nn.Module):
-    """The same branches in torch alone, under the same names."""
+    """Branches of torch alone, with the names of those under test."""
 
     def __init__(self, branches: dict[str, nn.Module], join: Join) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wake(bool has_more = false);
   // True if one slice may have left something of an operation that could go on.
   static bool may_have_more(const Op& op);
-  // Calls `wake` at the end of a scope that has looked for messages, if operations are in flight then.
+  // Calls `wake` as a scope ends that has looked for messages, if operations are in flight.
   class HandsOver {
    public:
     explicit HandsOver(Engine& engine) : engine_(engine) {}

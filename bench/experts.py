@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commrt.bench.in_process_group import names_of, report
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from commrt.comm import Communicator
+    from commrt.layers.process_grid import ProcessGrid
 
 __all__ = ["Workload", "main", "measure", "workloads"]
 
@@ -171,6 +171,7 @@ def measure(
     import torch.distributed as dist
 
     from commrt.bench import peer_deepspeed
+    from commrt.layers.process_grid import ProcessGrid
 
     torch.set_num_threads(1)
     everyone: Any = dist.group.WORLD
@@ -179,32 +180,55 @@ def measure(
     peer_deepspeed.begin()
     gloo = dist.new_group(backend="gloo")
     comm = everyone.communicator
-    alone = comm.split(comm.rank)
     rows = []
-    for workload in wanted:
-        ours = _Commrts(workload, comm)
-        state = ours.state()
-        ways: dict[str, _Way] = {"commrt": ours}
-        refusal = None
-        try:
-            for name, group in (("gloo", gloo), ("commrt", everyone)):
-                way = _DeepSpeeds(workload, group)
-                way.load(state)
-                ways[f"DeepSpeed on {name}"] = way
-        except AssertionError as error:
-            refusal = str(error)
-        right = [each.clone() for each in ours.results()]
-        for other in [*ways.values()][1:]:
-            torch.testing.assert_close(other.results(), right, rtol=1e-4, atol=1e-5)
-        ways["alone"] = _Commrts(workload, alone, state, of=comm)
-        ways["alone"].results()
-        steps = {name: way.step for name, way in ways.items()}
-        times = in_turns(steps, blocks=blocks, least_s=least_s)
-        row = {"workload": workload.name, **workload._asdict(), "us": times}
-        rows.append(row | ({"refusal": refusal} if refusal else {}))
-        for way in ways.values():
-            way.close()
+    with (
+        comm.split(comm.rank) as own,
+        ProcessGrid(comm, {"expert": 0}) as grid,
+        ProcessGrid(own, {"expert": 0}) as alone,
+    ):
+        groups = {"gloo": gloo, "commrt": everyone}
+        for workload in wanted:
+            ways, refusal = _ways(workload, grid, alone, groups)
+            steps = {name: way.step for name, way in ways.items()}
+            times = in_turns(steps, blocks=blocks, least_s=least_s)
+            row = {"workload": workload.name, **workload._asdict(), "us": times}
+            rows.append(row | ({"refusal": refusal} if refusal else {}))
     return rows
+
+
+def _ways(
+    workload: Workload,
+    grid: ProcessGrid,
+    alone: ProcessGrid,
+    groups: Mapping[str, dist.ProcessGroup],
+) -> tuple[dict[str, _Way], str | None]:
+    """Return the ways, of equal results, and why DeepSpeed refuses the workload.
+
+    Args:
+        workload: the sizes.
+        grid: all ranks.
+        alone: this rank.
+        groups: all ranks, for DeepSpeed's layer.
+    """
+    import torch
+
+    rank = grid.rank
+    ours = _Commrts(workload, grid, rank)
+    state = ours.state()
+    ways: dict[str, _Way] = {"commrt": ours}
+    refusal = None
+    try:
+        for name, group in groups.items():
+            ways[f"DeepSpeed on {name}"] = _DeepSpeeds(workload, group, state)
+    except AssertionError as error:
+        refusal = str(error)
+    right = [each.clone() for each in ours.results()]
+    for other in [*ways.values()][1:]:
+        torch.testing.assert_close(other.results(), right, rtol=1e-4, atol=1e-5)
+    ways["alone"] = _Commrts(workload, alone, rank, state)
+    found = ways["alone"].results()[:2]
+    torch.testing.assert_close(found, right[:2], rtol=1e-4, atol=1e-5)
+    return ways, refusal
 
 
 class _Way:
@@ -224,37 +248,32 @@ class _Way:
         assert gradient is not None
         return [output.detach(), gradient, *self.gradients()]
 
-    def close(self) -> None:
-        """Free what the way holds."""
-
 
 class _Commrts(_Way):
-    """commrt's layer on the ranks of a communicator.
+    """commrt's layer.
 
     Args:
         workload: the sizes.
-        comm: the ranks with other experts.
+        grid: the ranks with other experts.
+        rank: says which tokens are this rank's.
         state: weights of all experts; None: those of the workload.
-        of: the ranks with other tokens, if there are more than ``comm`` has.
     """
 
     def __init__(
         self,
         workload: Workload,
-        comm: Communicator,
+        grid: ProcessGrid,
+        rank: int,
         state: dict[str, Any] | None = None,
-        of: Communicator | None = None,
     ) -> None:
         import torch
 
         from commrt.layers.experts import MoE, load_state_dict, sync_gradients
-        from commrt.layers.process_grid import ProcessGrid
 
         torch.manual_seed(3)  # the layer draws from a seed of the first rank
-        self._grid = ProcessGrid(comm, {"expert": 0})
         self.moe = moe = MoE(
             *(workload.width, workload.experts, workload.hidden),
-            grid=self._grid,
+            grid=grid,
             top_k=workload.top_k,
             capacity_factor=workload.capacity_factor,
             normalize_weights=workload.top_k > 1,
@@ -266,7 +285,7 @@ class _Commrts(_Way):
         elif workload.routing == "even":
             with torch.no_grad():
                 moe.router.weight.copy_(_even_router(workload))
-        self.x, gradient = _tokens(workload, (of or comm).rank)
+        self.x, gradient = _tokens(workload, rank)
 
         def step() -> torch.Tensor:
             self.x.grad = None
@@ -288,14 +307,13 @@ class _Commrts(_Way):
         experts = self.moe.experts
         return [self.moe.router.weight.grad, experts.up.grad, experts.down.grad]
 
-    def close(self) -> None:
-        self._grid.close()
-
 
 class _DeepSpeeds(_Way):
-    """DeepSpeed's layer on the ranks of a group."""
+    """DeepSpeed's layer on the ranks of a group, with the weights of all experts."""
 
-    def __init__(self, workload: Workload, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, workload: Workload, group: dist.ProcessGroup, state: dict[str, Any]
+    ) -> None:
         import torch.distributed as dist
 
         from commrt.bench import peer_deepspeed
@@ -305,6 +323,7 @@ class _DeepSpeeds(_Way):
             group,
             capacity_factor=workload.capacity_factor,
         )
+        peer_deepspeed.load(made, state, dist.get_rank())
         self._router = made.deepspeed_moe.gate.wg.weight
         self.x, gradient = _tokens(workload, dist.get_rank())
 
@@ -317,14 +336,6 @@ class _DeepSpeeds(_Way):
             return output
 
         self.step = step
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take the weights of commrt's layer."""
-        import torch.distributed as dist
-
-        from commrt.bench import peer_deepspeed
-
-        peer_deepspeed.load(self.made, state, dist.get_rank())
 
     def gradients(self) -> list[torch.Tensor]:
         import torch

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from expert_cases import Form, batches_of, compare
 from tensor3d_cases import NEAR
 
@@ -91,8 +92,12 @@ def weights_are_in_the_order_of_ranks(patch: pytest.MonkeyPatch) -> None:
 def one_copy_of_each_token_is_lost(patch: pytest.MonkeyPatch) -> None:
     def of(source: Any, num_rows: int, most: int) -> Copies:
         copies = right(source, num_rows, most)
-        copies.places[:, 1:] = len(source)
-        return copies
+        ordered = source[copies.order]
+        is_first = torch.ones_like(ordered, dtype=torch.bool)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        rows = torch.arange(num_rows)
+        first = torch.searchsorted(ordered[is_first], rows)
+        return Copies(source, copies.order[is_first], first, most)
 
     right = Copies.of
     patch.setattr(route.Copies, "of", of)

@@ -110,16 +110,24 @@ class MlpExperts(GridModule):
         """
         if not counts:
             return x
-        pieces = enumerate(x.split([*counts]))
-        return torch.cat([self._one(number, tokens) for number, tokens in pieces])
+        # unbind, not an index for each expert, whose gradients have the whole's size.
+        weights = zip(*(getattr(self, name).unbind() for name in self.cuts), strict=True)
+        pieces = x.split([*counts])
+        return torch.cat(
+            [
+                self._one(tokens, *own)
+                for tokens, own in zip(pieces, weights, strict=True)
+            ]
+        )
 
-    def _one(self, number: int, x: Tensor) -> Tensor:
-        hidden = functional.linear(x, self.up[number])
-        if self.activation == "swiglu":
-            hidden = functional.silu(functional.linear(x, self.gate[number])) * hidden
+    def _one(self, x: Tensor, *weights: Tensor) -> Tensor:
+        *gate, up, down = weights
+        hidden = functional.linear(x, up)
+        if gate:
+            hidden = functional.silu(functional.linear(x, *gate)) * hidden
         else:
             hidden = getattr(functional, self.activation)(hidden)
-        return hidden @ self.down[number]
+        return hidden @ down
 
     def extra_repr(self) -> str:
         """Return the experts' sizes and grid, for ``print(model)``."""

@@ -24,7 +24,7 @@ from commrt.layers.experts.owned import ModuleExperts
 from commrt.layers.experts.roles import ExpertRoles
 from commrt.layers.experts.route import Arrivals, Route
 from commrt.layers.experts.router import Choice, Router
-from commrt.layers.experts.rows import collect, spread
+from commrt.layers.experts.rows import collect, collect_weighted, spread
 from commrt.layers.experts.trips import arrived, moved, sent
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.grid_module import GridModule
@@ -243,7 +243,7 @@ class MoE(GridModule):
         copies = spread(rows, arrivals.copies)
         outputs = self.experts(copies, arrivals.counts).to(rows.dtype)
         factors = factors.index_select(0, arrivals.order)
-        summed = collect(outputs * factors[:, None], arrivals.copies)
+        summed = collect_weighted(outputs, factors, arrivals.copies)
         if torch.is_grad_enabled() and not summed.requires_grad:
             # The backward pass sends on all ranks, or on none; this one may have no
             # expert that is trained.

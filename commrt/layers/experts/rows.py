@@ -2,20 +2,26 @@
 """Copies of rows: each row goes to several places, and comes back as their sum.
 
 A token has a copy for each rank that has some of its experts, and there one for each of
-these experts. The two functions are each other's backward pass. Both gather, so they
-add in one order on all devices.
+these experts. The two functions are each other's backward pass. Both read the copies of
+a row one after the other, so they add in one order on all devices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-__all__ = ["Copies", "collect", "spread"]
+__all__ = ["Copies", "collect", "collect_weighted", "spread"]
 
 Tensor: TypeAlias = torch.Tensor
+
+_IN_ONE_PASS = (torch.float32, torch.float64)
+"""Types that torch sums bags of rows in; narrower ones it would round less often."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +30,15 @@ class Copies:
 
     Args:
         source: (n,), int64: the row of each copy.
-        places: (rows, width), int64: the copies of each row, in their order; n where a
-            row has fewer.
+        order: (n,), int64: the copies, sorted by their rows, then by their own order.
+        first: (rows,), int64: where each row's copies begin in ``order``.
+        most: no row has more copies.
     """
 
     source: Tensor
-    places: Tensor
+    order: Tensor
+    first: Tensor
+    most: int
 
     @classmethod
     def of(cls, source: Tensor, num_rows: int, most: int) -> Copies:
@@ -41,13 +50,17 @@ class Copies:
             most: no row has more copies.
         """
         order = torch.argsort(source, stable=True)
-        ordered = source[order]
         rows = torch.arange(num_rows, device=source.device)
-        first = torch.searchsorted(ordered, rows)
-        nth = torch.arange(len(source), device=source.device) - first[ordered]
-        places = source.new_full((num_rows, most), len(source))
-        places[ordered, nth] = order
-        return cls(source, places)
+        return cls(source, order, torch.searchsorted(source[order], rows), most)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """(rows, most), int64: the copies of each row; n where a row has fewer."""
+        ordered = self.source[self.order]
+        nth = torch.arange(len(ordered), device=ordered.device) - self.first[ordered]
+        places = ordered.new_full((len(self.first), self.most), len(ordered))
+        places[ordered, nth] = self.order
+        return places
 
 
 def spread(x: Tensor, copies: Copies) -> Tensor:
@@ -68,7 +81,26 @@ def collect(x: Tensor, copies: Copies) -> Tensor:
     return result
 
 
+def collect_weighted(x: Tensor, weights: Tensor, copies: Copies) -> Tensor:
+    """Return ``collect(x * weights[:, None], copies)``; differentiable once and local.
+
+    It keeps no product, and its backward pass writes over no more than it has made.
+
+    Args:
+        x: (n, d), the copies.
+        weights: (n,), of the same type.
+        copies: the row of each copy.
+    """
+    result: Tensor = _CollectWeighted.apply(x, weights, copies)
+    return result
+
+
 def _collected(x: Tensor, copies: Copies) -> Tensor:
+    if x.device.type == "cpu" and x.dtype in _IN_ONE_PASS and x.numel():
+        # A bag's rows are added in their order, as below, and read once.
+        flat = x.reshape(len(x), -1)
+        bags = functional.embedding_bag(copies.order, flat, copies.first, mode="sum")
+        return bags.view(len(copies.first), *x.shape[1:])
     padded = torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
     first, *others = copies.places.unbind(1)
     total = padded[first]
@@ -97,3 +129,19 @@ class _Collect(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Spread.apply(gradient, ctx.copies), None
+
+
+class _CollectWeighted(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(x, weights)
+        return _collected(x * weights[:, None], copies)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weights = ctx.saved_tensors
+        each = gradient.index_select(0, ctx.copies.source)
+        of_weights = (each * x).sum(-1) if ctx.needs_input_grad[1] else None
+        return each.mul_(weights[:, None]), of_weights, None

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from commrt.errors import UsageError, shown
 from commrt.layers.experts.roles import ExpertRoles
+from commrt.layers.experts.stacked import stacked_mlp
 from commrt.layers.tensor3d.features import Features
 from commrt.layers.tensor3d.grid_module import GridModule
 from commrt.layers.tensor3d.parameter_cut import FeatureCut, ParameterCut
@@ -110,15 +111,14 @@ class MlpExperts(GridModule):
         """
         if not counts:
             return x
+        whole = [getattr(self, name) for name in self.cuts]
+        kinds = {each.dtype for each in (x, *whole)}
+        if len(kinds) == 1 and not torch.is_autocast_enabled(x.device.type):
+            return stacked_mlp(x, counts, self.activation, whole)
         # unbind, not an index for each expert, whose gradients have the whole's size.
-        weights = zip(*(getattr(self, name).unbind() for name in self.cuts), strict=True)
-        pieces = x.split([*counts])
-        return torch.cat(
-            [
-                self._one(tokens, *own)
-                for tokens, own in zip(pieces, weights, strict=True)
-            ]
-        )
+        weights = zip(*(each.unbind() for each in whole), strict=True)
+        pieces = zip(x.split([*counts]), weights, strict=True)
+        return torch.cat([self._one(tokens, *own) for tokens, own in pieces])
 
     def _one(self, x: Tensor, *weights: Tensor) -> Tensor:
         *gate, up, down = weights

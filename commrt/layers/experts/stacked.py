@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked perceptrons on tokens that are sorted by expert, as one function of torch.
+
+Each expert's products are written to their rows of one result, and its weights'
+gradients to their place in the stack. So no piece is copied, and the activation of all
+experts is one call. Results have the bits of a loop over experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+__all__ = ["stacked_mlp"]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def stacked_mlp(
+    x: Tensor, counts: Sequence[int], activation: str, weights: Sequence[Tensor]
+) -> Tensor:
+    """Return the outputs (n, d_model) of experts; differentiable once and local.
+
+    Args:
+        x: (n, d_model), the tokens of the first expert, then of the second one, and so
+            on.
+        counts: the tokens of each expert; n together.
+        activation: "swiglu", "gelu" or "relu".
+        weights: ``gate`` (with "swiglu"), ``up`` and ``down``, each of
+            (experts, d_hidden, d_model) and of the type of ``x``.
+    """
+    result: Tensor = _Stacked.apply(x, tuple(counts), activation, *weights)
+    return result
+
+
+class _Stacked(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, counts: tuple[int, ...], activation: str, *weights: Tensor
+    ) -> Tensor:
+        *gates, down = weights  # what is multiplied first, and last
+        inner = [_products(x, weight.mT, counts) for weight in gates]
+        if activation == "swiglu":
+            hidden = functional.silu(inner[0]) * inner[1]
+        else:
+            hidden = getattr(functional, activation)(*inner)
+        ctx.counts, ctx.activation, ctx.num_weights = counts, activation, len(weights)
+        ctx.save_for_backward(x, hidden, *inner, *weights)
+        return _products(hidden, down, counts)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, *others = ctx.saved_tensors
+        inner = others[: ctx.num_weights - 1]
+        *gates, down = others[ctx.num_weights - 1 :]
+        counts = ctx.counts
+        of_x, _, _, *of_gates, of_down = ctx.needs_input_grad
+        found: list[Tensor | None] = []
+        summed = None
+        if of_x or any(of_gates):
+            of_hidden = _products(gradient, down.mT, counts)
+            of_inner = _through(ctx.activation, of_hidden, inner)
+            for each, weight, is_wanted in zip(of_inner, gates, of_gates, strict=True):
+                found.append(_outer(each, x, counts) if is_wanted else None)
+                if of_x:
+                    summed = _products(each, weight, counts, summed)
+        else:
+            found += [None] * len(gates)
+        found.append(_outer(hidden, gradient, counts) if of_down else None)
+        return summed, None, None, *found
+
+
+def _products(
+    x: Tensor, weights: Tensor, counts: Sequence[int], total: Tensor | None = None
+) -> Tensor:
+    """Return the rows (n, a) of experts times the experts' (a, b); added to a total."""
+    out = total
+    if out is None:
+        out = x.new_empty((len(x), weights.shape[2]))
+    parts = zip(x.split([*counts]), weights.unbind(), out.split([*counts]), strict=True)
+    for rows, weight, place in parts:
+        if total is None:
+            torch.mm(rows, weight, out=place)
+        else:
+            place.addmm_(rows, weight)
+    return out
+
+
+def _outer(x: Tensor, y: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return x^T y (experts, a, b) of each expert's rows (n, a) and (n, b)."""
+    out = x.new_empty((len(counts), x.shape[1], y.shape[1]))
+    parts = zip(x.split([*counts]), y.split([*counts]), out.unbind(), strict=True)
+    for left, right, place in parts:
+        torch.mm(left.mT, right, out=place)
+    return out
+
+
+def _through(activation: str, gradient: Tensor, inner: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of what the activation has taken."""
+    aten = torch.ops.aten
+    if activation == "gelu":
+        return [aten.gelu_backward(gradient, inner[0])]
+    if activation == "relu":
+        return [aten.threshold_backward(gradient, inner[0], 0)]
+    gate, up = inner
+    of_gate = aten.silu_backward(gradient * up, gate)
+    return [of_gate, gradient * functional.silu(gate)]

@@ -2,7 +2,7 @@
 """A step of a mixture of experts beside DeepSpeed's, in one launch.
 
     torchrun --nproc-per-node 2 -m commrt.bench.experts
-    torchrun --nproc-per-node 4 -m commrt.bench.experts --widths 512 --tokens 1024
+    torchrun --nproc-per-node 4 -m commrt.bench.experts --widths 512 --experts 7,8
 
 A step is the forward and the backward pass of one layer, and the sum of the router's
 gradient over ranks. Weights, tokens and the output's gradient are the same for all
@@ -103,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=2.0,
         help="hidden features of an expert for each feature of a token (default: 2)",
     )
+    parser.add_argument(
+        "--alone", action="store_true", help="without DeepSpeed, which may be missing"
+    )
     parser.add_argument("--blocks", type=int, default=15, help="turns of each way")
     parser.add_argument("--out", help="write all times to this file")
     given = parser.parse_args(argv)
@@ -112,7 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(given.widths, given.tokens, given.experts, given.top_k, given.routing),
         expansion=given.expansion,
     )
-    report(lambda: measure(wanted, given.blocks), _text, given.out)
+    report(
+        lambda: measure(wanted, given.blocks, with_deepspeed=not given.alone),
+        _text,
+        given.out,
+    )
     return 0
 
 
@@ -161,11 +168,21 @@ def workloads(
 
 
 def measure(
-    wanted: Sequence[Workload], blocks: int, *, least_s: float = 0.05
+    wanted: Sequence[Workload],
+    blocks: int,
+    *,
+    with_deepspeed: bool = True,
+    least_s: float = 0.05,
 ) -> list[dict[str, Any]]:
     """Return the times of blocks, in µs for a step, by workload and way.
 
-    Raises UsageError on one rank, and where DeepSpeed is not installed.
+    Args:
+        wanted: the workloads.
+        blocks: turns of each way.
+        with_deepspeed: False: commrt's ways alone.
+        least_s: how long a block is to last about.
+
+    Raises UsageError on one rank, and where DeepSpeed is missing.
     """
     import torch
     import torch.distributed as dist
@@ -177,8 +194,10 @@ def measure(
     everyone: Any = dist.group.WORLD
     if dist.get_world_size() == 1:
         raise UsageError("experts: 1 rank; start two at least: one rank sends nothing")
-    peer_deepspeed.begin()
-    gloo = dist.new_group(backend="gloo")
+    groups: dict[str, dist.ProcessGroup] = {}
+    if with_deepspeed:
+        peer_deepspeed.begin()
+        groups = {"gloo": dist.new_group(backend="gloo"), "commrt": everyone}
     comm = everyone.communicator
     rows = []
     with (
@@ -186,7 +205,6 @@ def measure(
         ProcessGrid(comm, {"expert": 0}) as grid,
         ProcessGrid(own, {"expert": 0}) as alone,
     ):
-        groups = {"gloo": gloo, "commrt": everyone}
         for workload in wanted:
             ways, refusal = _ways(workload, grid, alone, groups)
             steps = {name: way.step for name, way in ways.items()}
@@ -219,7 +237,7 @@ def _ways(
     refusal = None
     try:
         for name, group in groups.items():
-            ways[f"DeepSpeed on {name}"] = _DeepSpeeds(workload, group, state)
+            ways[f"DeepSpeed, {name}"] = _DeepSpeeds(workload, group, state)
     except AssertionError as error:
         refusal = str(error)
     right = [each.clone() for each in ours.results()]

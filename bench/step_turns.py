@@ -63,11 +63,12 @@ def table(rows: Sequence[Mapping[str, Any]], what: str) -> str:
         what: the first column.
     """
     ways = [*rows[0]["us"]]
-    header = f"{what:<20}" + "".join(f"{way:>18}" for way in ways)
+    width = max(20, 2 + max(len(row[what]) for row in rows))
+    header = f"{what:<{width}}" + "".join(f"{way:>18}" for way in ways)
     lines = [header + "".join(f"{'ratio':>8}" for _ in ways[1:])]
     for row in rows:
         times = row["us"]
-        text = f"{row[what]:<20}"
+        text = f"{row[what]:<{width}}"
         text += "".join(f"{median(times[way]):>18.1f}" for way in ways)
         for way in ways[1:]:
             pairs = zip(times[ways[0]], times[way], strict=True)

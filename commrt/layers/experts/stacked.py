@@ -2,8 +2,8 @@
 """Stacked perceptrons on tokens that are sorted by expert, as one function of torch.
 
 Each expert's products are written to their rows of one result, and its weights'
-gradients to their place in the stack. So no piece is copied, and the activation of all
-experts is one call. Results have the bits of a loop over experts.
+gradients to their place in the stack. So no piece is copied. Outputs have the bits of a
+loop over experts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,7 @@ class _Stacked(torch.autograd.Function):  # type: ignore[misc]
     ) -> Tensor:
         *gates, down = weights  # what is multiplied first, and last
         inner = [_products(x, weight.mT, counts) for weight in gates]
-        if activation == "swiglu":
-            hidden = functional.silu(inner[0]) * inner[1]
-        else:
-            hidden = getattr(functional, activation)(*inner)
+        hidden = _activated(activation, inner, counts)
         ctx.counts, ctx.activation, ctx.num_weights = counts, activation, len(weights)
         ctx.save_for_backward(x, hidden, *inner, *weights)
         return _products(hidden, down, counts)
@@ -97,6 +94,29 @@ def _outer(x: Tensor, y: Tensor, counts: Sequence[int]) -> Tensor:
     parts = zip(x.split([*counts]), y.split([*counts]), out.unbind(), strict=True)
     for left, right, place in parts:
         torch.mm(left.mT, right, out=place)
+    return out
+
+
+def _activated(
+    activation: str, inner: Sequence[Tensor], counts: Sequence[int]
+) -> Tensor:
+    """Return the activation of each expert's rows.
+
+    One call for all rows would have other bits: the last elements of a call, too few
+    for the processor's vectors, are computed by another function.
+    """
+    aten = torch.ops.aten
+    out = torch.empty_like(inner[0])
+    pieces = zip(*(each.split([*counts]) for each in (out, *inner)), strict=True)
+    for place, *given in pieces:
+        if activation == "swiglu":
+            gate, up = given
+            aten.silu.out(gate, out=place)
+            place.mul_(up)
+        elif activation == "gelu":
+            aten.gelu.out(*given, out=place)
+        else:
+            torch.clamp(*given, min=0, out=place)
     return out
 
 

@@ -18,6 +18,7 @@ from commrt.hvd.gradients import GradientExchange, Groups, Named, named
 from commrt.hvd.operators import Adasum, Average, ReduceOp
 from commrt.hvd.process_sets import ProcessSet, global_process_set
 from commrt.hvd.submitting import grouped_allreduce_async_, refusing
+from commrt.layers.data.own_pieces import advice, is_mixed
 
 __all__ = ["DistributedOptimizer"]
 
@@ -62,7 +63,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks. Others take steps by their own gradients.
 
-    Raises UsageError for arguments that do not fit, and before ``hvd.init()``.
+    Raises UsageError for arguments that do not fit, for parameters of which the ranks
+    have different pieces, such as experts, and before ``hvd.init()``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"{_WHAT}: {shown(optimizer)} is no optimizer of torch's")
@@ -85,6 +87,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     session = current()
     ranks = session.ranks_of(process_set.number(_WHAT))
     names = named(_WHAT, optimizer, named_parameters)
+    for parameter, name in names.items():
+        if parameter.requires_grad and is_mixed(parameter, len(ranks)):
+            raise UsageError(f"{_WHAT}: parameter {name}: {advice(parameter)}")
     if op is Adasum and session.comm.size > 1:
         if process_set.process_set_id != 0:
             raise UsageError(

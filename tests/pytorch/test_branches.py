@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from branch_cases import (
@@ -195,7 +196,7 @@ def test_a_call_sends_the_bytes_of_its_formula(
     num = sum(given) if samples == "own" else given[0]
     computed = placement.samples(num, ranks)
     start = 0
-    for rank, log in enumerate(recording.logs()):
+    for rank, log in enumerate(logs_of(recording)):
         own = start, start + given[rank]
         start = own[1]
         width = sum(4 + at % 3 for at in placement.of(rank)) * 8

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from cnn_networks import UNet3d, meshnet
@@ -163,7 +164,7 @@ def test_a_rank_keeps_its_share_and_sends_no_weights() -> None:
                 comm.barrier()
             # Inputs stay in the first two layers, and outputs in the last one.
             expected = [16, 4, 2, 4, 2, 8]
-            for log in recording.logs():
+            for log in logs_of(recording):
                 sent = [each.nbytes for each in log.operations if each.nbytes]
                 assert sent == [each * channel for each in expected]
             optimizer.step()

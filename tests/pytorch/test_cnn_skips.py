@@ -8,6 +8,7 @@ import math
 import random
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_a_step_moves_the_tensors_that_the_cost_model_counts() -> None:
             with commrt.trace.record() as recording:
                 mine(x)
                 comm.barrier()
-            for log in recording.logs():
+            for log in logs_of(recording):
                 ops = [e.nbytes for e in log.operations if e.op == "redistribute"]
                 assert ops == moved
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from dist_tensor_cases import SHAPES, draw_placement, drawn, leaf, off_by
@@ -354,7 +355,7 @@ def test_bytes_of_losses_are_those_of_the_docstrings(case: int) -> None:
 
     with commrt.trace.record() as recording:
         run(4, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         calls = [(call.op, call.nbytes) for call in log.operations]
         first, last = (at for at, (op, _) in enumerate(calls) if op == "barrier")
         found = calls[first + 1 : last]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from recorded import logs_of
 import pytest
 import torch
 from embedding_cases import FORMS, Tables, batches_of, counts_of, layer_of
@@ -101,7 +102,7 @@ def test_a_step_of_embedding_bags_sends_the_bytes_of_its_formula(
         run(ranks, step)
     asks = [asked(tables, bags, placement) for bags in batches]
     classes = len({key[1:] for each in asks for key in each.rows})
-    for rank, log in enumerate(recording.logs()):
+    for rank, log in enumerate(logs_of(recording)):
         mine = asks[rank]
         to_me = Asked(Counter(), Counter())
         for other in asks:
@@ -199,7 +200,7 @@ def test_a_new_layer_compares_its_arguments_and_draws_a_seed() -> None:
 
     with commrt.trace.record() as recording:
         run(3, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         found = between_barriers(log)
         assert found["allgather"] == 40 * 3
         assert found["bcast"] == 8

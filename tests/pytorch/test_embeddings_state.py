@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from embedding_cases import (
@@ -471,7 +472,7 @@ def test_bags_of_one_rank_that_do_not_fit_are_told_on_all() -> None:
     assert "table 'c': the indices 1 to 1 must lie in 0 to 0" in second
     assert first == third
     assert "the bags of rank 1 do not fit its tables" in first
-    for log in recording.logs():
+    for log in logs_of(recording):
         names = [call.op for call in log.operations if call.nbytes or call.op]
         start = names.index("barrier")
         assert names[start : start + 3] == ["barrier", "alltoall", "barrier"]

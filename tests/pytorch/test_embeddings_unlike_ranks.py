@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from embedding_cases import MIXED, batches_of, layer_of, loss_of, serial_of
@@ -128,7 +129,7 @@ def test_tables_that_all_ranks_froze_send_only_that() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main, timeout_s=SHORT_S)
-    for log in recording.logs():
+    for log in logs_of(recording):
         names = [(call.op, call.nbytes) for call in log.operations]
         start = [name for name, _ in names].index("barrier")
         assert names[start + 1] == ("allreduce", 16)

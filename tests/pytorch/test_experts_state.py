@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from dist_tensor_cases import off_by
@@ -275,7 +276,7 @@ def test_a_refused_sum_sends_nothing() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert log.operations[-1].op == "barrier"
 
 
@@ -355,5 +356,5 @@ def test_input_is_refused_before_anything_is_sent() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert log.operations[-1].op == "barrier"

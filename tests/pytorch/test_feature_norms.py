@@ -7,6 +7,7 @@ import math
 import random
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from dist_tensor_cases import SHAPES, draw_placement, drawn, leaf, off_by
@@ -152,7 +153,7 @@ def test_norms_send_the_bytes_of_the_docstring(kind: str) -> None:
         run(4, main)
     rows = 7 * 8
     expected = [rows, rows, 2 * rows] if kind == "layer" else [rows, rows]
-    for log in recording.logs():
+    for log in logs_of(recording):
         calls = [(call.op, call.nbytes) for call in log.operations]
         first, last = (at for at, (op, _) in enumerate(calls) if op == "barrier")
         assert calls[first + 1 : last] == [("allreduce", n) for n in expected]

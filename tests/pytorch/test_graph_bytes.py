@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 from graph_cases import axes_of, grids_of, karate, made_layers, outputs, random_graph
@@ -173,7 +174,7 @@ def test_the_best_grid_sends_fewer_bytes_than_the_worst() -> None:
         with commrt.trace.record() as recording:
             run(4, lambda comm, shape=shape: step(comm, shape, False, "gcn"))
         wire = 0.0
-        for log in recording.logs():
+        for log in logs_of(recording):
             marks = [n for n, call in enumerate(log.operations) if call.op == "barrier"]
             inside = log.operations[marks[0] + 1 : marks[1]]
             wire += sum(call.wire_nbytes for call in inside)
@@ -224,7 +225,7 @@ def test_chunks_are_all_under_way_before_the_first_is_waited_for() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         marks = [n for n, call in enumerate(log.operations) if call.op == "barrier"]
         chunks = log.operations[marks[0] + 1 : marks[1]]
         assert [call.op for call in chunks] == ["allreduce"] * 4

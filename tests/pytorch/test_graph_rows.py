@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_messages_have_the_bytes_of_the_formula() -> None:
 
     with commrt.trace.record() as recording:
         named = [count for count, _ in run(2, main)]
-    for rank, log in enumerate(recording.logs()):
+    for rank, log in enumerate(logs_of(recording)):
         marks = [n for n, call in enumerate(log.operations) if call.op == "barrier"]
         before = log.operations[: marks[0]]
         assert [call.nbytes for call in before if call.op == "alltoallv"] == [

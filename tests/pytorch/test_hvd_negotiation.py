@@ -8,6 +8,7 @@ import random
 import threading
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from hvd_cases import calls_of, drawn, drawn_of_all, on_ranks, raised_by
@@ -352,7 +353,7 @@ def test_repeated_steps_negotiate_in_one_allreduce() -> None:
 
     with commrt.trace.record() as recording:
         run(3, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         rounds = calls_of(log, of_rounds=True)
         assert [(call.op, call.nbytes) for call in rounds] == [("allreduce", 24)]
         transfers = calls_of(log, of_rounds=False)

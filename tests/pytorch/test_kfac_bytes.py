@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from kfac_cases import MODELS, loss_of, model_of, own_part
@@ -64,7 +65,7 @@ def test_a_step_of_kfac_sends_the_bytes_of_its_formula(
 
     with commrt.trace.record() as recording:
         found = run(ranks, main)
-    for rank, log in enumerate(recording.logs()):
+    for rank, log in enumerate(logs_of(recording)):
         placement, numbers = found[rank]
         sides = placement.sides
         right: Counter[str] = Counter()

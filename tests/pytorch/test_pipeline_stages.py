@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from pipeline_cases import (
@@ -441,7 +442,7 @@ def test_a_step_sends_the_bytes_of_its_formula(
     with commrt.trace.record() as recording:
         run(ranks, main)
     ends = [each.stop for each in ranges_of(len(model), ranks)][:-1]
-    for rank, log in enumerate(recording.logs()):
+    for rank, log in enumerate(logs_of(recording)):
         first, second, evaluated = sent_in_steps(log)
         meetings = (56 + 80) * ranks if ranks > 1 else 0
         forward = back = shapes = 0
@@ -477,7 +478,7 @@ def test_replicas_start_with_the_bytes_of_their_formula() -> None:
     nbytes = sum(x.nbytes for x in (*plain().parameters(), *plain().buffers()))
     with commrt.trace.record() as recording:
         run(4, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         (sent,) = sent_in_steps(log)
         assert sent["allgather"] == (40 + 8) * 4
         assert sent["bcast"] == nbytes
@@ -496,6 +497,6 @@ def test_replicas_send_the_bytes_of_their_gradients() -> None:
     numbers = [each.numel() for each in plain().parameters()]
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         (sent,) = sent_in_steps(log)
         assert sent["allreduce"] == 8 * (sum(numbers) + len(numbers))

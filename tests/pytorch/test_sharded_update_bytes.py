@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from science_cases import sent_between_barriers
@@ -56,7 +57,7 @@ def test_a_step_sends_the_bytes_of_its_formula(
         owned = on_ranks(ranks, main)
     psi = sum(each.nbytes for at, each in enumerate(made_parameters()) if at != 5)
     assert sum(owned) * E == psi
-    for log in recording.logs():
+    for log in logs_of(recording):
         right: Counter[str] = Counter()
         if ranks > 1:
             right["allreduce"] = 17 + NUM + 1
@@ -108,7 +109,7 @@ def test_a_whole_state_travels_once(root: int | None) -> None:
     axes = [each for each in made_parameters() if each.dim()]
     op = "allgatherv" if root is None else "gatherv"
     right = {op: 2 * sum(each.nbytes for each in axes), "allreduce": 17 + 17}
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert sent_between_barriers(log) == right
 
 

@@ -7,6 +7,7 @@ import random
 import threading
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from spatial_reference import (
@@ -196,7 +197,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     strips = (columns // 2) + (rows // 2 + 2)
     halo = batch * channels * strips * element
     weights = filters * channels * 9 * element
-    for log in recording.logs():
+    for log in logs_of(recording):
         volume = log.volume(("op",))
         assert volume["send",].nbytes == 2 * halo  # forward, and backward
         assert volume["allreduce",].nbytes == weights
@@ -274,7 +275,7 @@ def test_input_without_gradient_sends_nothing_back(overlap: bool) -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         strip = 2 * channels * columns * element
         volume = log.volume(("op",))["send",]
         assert volume.nbytes - 4 * channels * 9 * element == strip
@@ -312,7 +313,7 @@ def test_autocast_computes_and_sends_bfloat16() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         volume = log.volume(("op",))
         assert volume["send",].nbytes == 2 * 4 * 6 * 2
         assert volume["allreduce",].nbytes == 4 * 4 * 9 * 4

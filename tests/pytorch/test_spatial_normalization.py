@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from spatial_reference import NEAR, CutGrid, difference, drawn, off_by, on_grids
@@ -107,7 +108,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         volume = log.volume(("op",))
         assert volume["allreduce",].nbytes == 2 * channels * element
         gathered = volume["allgather",]

@@ -8,6 +8,7 @@ import math
 import random
 from typing import Any
 
+from recorded import logs_of
 import pytest
 import torch
 from tensor3d_cases import (
@@ -183,7 +184,7 @@ def test_groups_send_the_gatherings_of_the_docstring(grid: Grid) -> None:
         ("allreduce", 12 // places * 8),
     ]
     expected = sorted(whole + (along_z if z > 1 else []))
-    for log in recording.logs():
+    for log in logs_of(recording):
         calls = [(call.op, call.nbytes) for call in log.operations]
         first, last = (at for at, (op, _) in enumerate(calls) if op == "barrier")
         assert sorted(calls[first + 1 : last]) == expected

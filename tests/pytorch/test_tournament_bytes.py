@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from recorded import logs_of
 import pytest
 from science_cases import sent_between_barriers
 from tournament_cases import OPTIMIZERS, net_of, tensors_in, trained
@@ -91,7 +92,7 @@ def test_a_state_goes_in_two_messages() -> None:
 
     with commrt.trace.record() as recording:
         run(2, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert [each.op for each in log.operations].count("send") == 2
 
 
@@ -107,7 +108,7 @@ def test_nothing_is_sent_for_wrong_arguments() -> None:
 
     with commrt.trace.record() as recording:
         run(4, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert [(each.op, each.nbytes) for each in log.operations] == [
             ("allgather", 16 * 4)
         ] * 9

@@ -34,7 +34,7 @@ from commrt.layers.experts.rows import Copies, spread
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.samples.agreement import agreed
 from commrt.layers.spatial.windows import Range, meet
-from commrt.layers.tensor3d.whole_state import WholeState
+from commrt.layers.tensor3d.whole_state import WholeState, load_own
 
 __all__ = ["Branches"]
 
@@ -436,25 +436,9 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
                 self._ranks.bcast(found[name], root=ranks[0])
         return found
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Tensor],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *given: Any) -> None:
         """Load as torch does; branches of other ranks may be in the state."""
-        unexpected: list[str] = []
-        super()._load_from_state_dict(
-            *(state_dict, prefix, local_metadata, strict, missing_keys),
-            *(unexpected, error_msgs),
-        )
-        unexpected_keys += [
-            key for key in unexpected if not self.has_elsewhere(key[len(prefix) :])
-        ]
+        load_own(self, super()._load_from_state_dict, *given)
 
 
 def _shared(one: Range, other: Range) -> int:

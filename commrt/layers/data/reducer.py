@@ -29,6 +29,7 @@ from commrt.layers.data.bucket_size import (
 from commrt.layers.data.buckets import cut, start_order
 from commrt.layers.data.gradients import Parameter
 from commrt.layers.data.options import Options
+from commrt.layers.data.own_pieces import advice, is_mixed
 from commrt.layers.data.sparse_rows import as_sparse, summed
 from commrt.layers.data.transfers import Bucket, Transfer, start
 
@@ -92,6 +93,9 @@ class GradientReducer:
             priority: from the second step on, start buckets in the order of a queue in
                 which what the forward pass needs first goes first. Worth it only to
                 those who take sums by ``wait`` or ``arrivals``.
+
+        Raises MismatchError on all ranks for different arguments, and UsageError for
+        parameters of which the ranks have different pieces, such as experts.
         """
         given = [Parameter.of(index, each) for index, each in enumerate(parameters)]
         self._options = Options(
@@ -100,7 +104,7 @@ class GradientReducer:
         self._options.check(given, bucket_nbytes)
         self._parameters = given
         self._comm = comm.dup(name=f"{comm.name}.gradients")
-        self._check_equal(bucket_nbytes)
+        self._check_equal(parameters, bucket_nbytes)
         where = "cuda" if given and given[0].on_device else "host"
         self._bucket_nbytes = bucket_nbytes or best_bucket_nbytes(
             self._comm, device=where
@@ -313,8 +317,16 @@ class GradientReducer:
 
     # -- agreement ---------------------------------------------------------------
 
-    def _check_equal(self, bucket_nbytes: int | None) -> None:
-        """Raise MismatchError on all ranks unless they have made the same reducer."""
+    def _check_equal(
+        self, parameters: Sequence[Any], bucket_nbytes: int | None
+    ) -> None:
+        """Raise an error on all ranks unless they have made the same reducer.
+
+        UsageError for parameters of which they have different pieces, else
+        MismatchError.
+        """
+        size = self._comm.size
+        mixed = [n for n, each in enumerate(parameters) if is_mixed(each, size)]
         facts = [
             [[list(each.shape), each.dtype] for each in self._parameters],
             [*self._options.facts(), bucket_nbytes],
@@ -322,8 +334,13 @@ class GradientReducer:
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         number = int.from_bytes(digest[:7], "little")
         nbytes = sum(each.nbytes for each in self._parameters)
-        mine = np.array([len(self._parameters), nbytes, number], np.int64)
-        said = self._comm.allgather(mine).reshape(self._comm.size, -1)
+        first = mixed[0] if mixed else -1
+        mine = np.array([len(self._parameters), nbytes, number, first], np.int64)
+        *said, firsts = self._comm.allgather(mine).reshape(size, -1).T
+        if firsts.max() >= 0:
+            self._comm.free()
+            raise self._refused_pieces(parameters, firsts.tolist())
+        said = np.stack(said, 1)
         if any((row != said[0]).any() for row in said):
             self._comm.free()
             lines = [
@@ -335,6 +352,21 @@ class GradientReducer:
                 "and types, in order) or other arguments; pass equal ones:\n"
                 + "\n".join(lines)
             )
+
+    def _refused_pieces(
+        self, parameters: Sequence[Any], firsts: Sequence[int]
+    ) -> UsageError:
+        """Return the error for the first such parameter, of this rank if it has one."""
+        own = firsts[self._comm.rank]
+        rank = self._comm.rank if own >= 0 else [n >= 0 for n in firsts].index(True)
+        what = f"GradientReducer: parameter {firsts[rank]} of rank {rank}"
+        if own < 0:
+            return UsageError(
+                f"{what} is a piece that other ranks have not; leave it out, and call "
+                f"sync_gradients of its layer's package"
+            )
+        shape = self._parameters[own].shape
+        return UsageError(f"{what}, of shape {shape}: {advice(parameters[own])}")
 
     def _agreed_buckets(self) -> list[Bucket]:
         """Return buckets in the order in which rank 0 saw gradients come."""

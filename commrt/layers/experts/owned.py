@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.grid_module import equal_on_all_ranks
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
 from commrt.layers.tensor3d.roles import Along
-from commrt.layers.tensor3d.whole_state import WholeState
+from commrt.layers.tensor3d.whole_state import WholeState, load_own
 
 __all__ = ["MakeExpert", "ModuleExperts"]
 
@@ -162,22 +162,6 @@ class ModuleExperts(nn.Module, WholeState):  # type: ignore[misc]
                     found[name] = value
         return found
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Tensor],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, *given: Any) -> None:
         """Load as torch does; experts of other ranks may be in the state."""
-        unexpected: list[str] = []
-        super()._load_from_state_dict(
-            *(state_dict, prefix, local_metadata, strict, missing_keys),
-            *(unexpected, error_msgs),
-        )
-        unexpected_keys += [
-            key for key in unexpected if not self.has_elsewhere(key[len(prefix) :])
-        ]
+        load_own(self, super()._load_from_state_dict, *given)

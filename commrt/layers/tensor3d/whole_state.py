@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.grid_module import cuts_of, wrong_shape
 from commrt.layers.tensor3d.parameter_cut import ParameterCut
 
-__all__ = ["WholeState", "load_state_dict", "state_dict"]
+__all__ = ["WholeState", "load_own", "load_state_dict", "state_dict"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -45,6 +45,22 @@ class WholeState(ABC):
     @abstractmethod
     def gathered(self) -> dict[str, Any]:
         """Return the state of the children of all ranks; collective."""
+
+
+def load_own(module: WholeState, load: Callable[..., None], *given: Any) -> None:
+    """Load a module's state as torch does; entries of other ranks may be in it; local.
+
+    Args:
+        module: whose ``_load_from_state_dict`` calls this.
+        load: that of its base in torch.
+        given: what torch has called it with.
+    """
+    state, prefix, metadata, strict, missing, unexpected, errors = given
+    unknown: list[str] = []
+    load(state, prefix, metadata, strict, missing, unknown, errors)
+    unexpected += [
+        key for key in unknown if not module.has_elsewhere(key.removeprefix(prefix))
+    ]
 
 
 def state_dict(

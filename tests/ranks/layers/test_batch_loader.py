@@ -8,6 +8,7 @@ import operator
 import threading
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 from shuffle_cases import CASES, check_samples, exchanged, ids_of, samples_of
@@ -153,7 +154,7 @@ def test_samples_of_the_next_epoch_travel_beside_the_last_steps() -> None:
         found = run(2, main)
     # Nothing is prepared after the second epoch, which is the last one.
     assert found == [[False] * 3 + [True] * 2 + [False] * 5] * 2
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert [call.op for call in log.operations].count("alltoallv") == 2
 
 

@@ -7,6 +7,7 @@ import re
 import tracemalloc
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 from shuffle_cases import (
@@ -204,7 +205,7 @@ def refused(size: int, make: Any) -> list[str]:
 
     with commrt.trace.record() as recording:
         found = run(size, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         sent = [(call.op, call.nbytes) for call in log.operations if call.nbytes]
         assert sent == [("allgather", 24 * size)]
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 from shuffle_cases import CASES, FRACTIONS, ids_of, samples_of
@@ -77,7 +78,7 @@ def test_bytes_are_those_of_the_fraction_on_average(size: int, fraction: float) 
 def test_making_a_shuffle_sends_24_bytes_for_each_rank() -> None:
     with commrt.trace.record() as recording:
         run(3, lambda comm: PartialShuffle(np.zeros(2), comm).close())
-    for log in recording.logs():
+    for log in logs_of(recording):
         sent = [(call.op, call.nbytes) for call in log.operations if call.nbytes]
         assert sent == [("allgather", 24 * 3)]
 
@@ -98,7 +99,7 @@ def test_loading_a_state_sends_24_bytes_for_each_rank(what: str, number: int) ->
 
     with commrt.trace.record() as recording:
         run(3, main)
-    for log in recording.logs():
+    for log in logs_of(recording):
         calls = calls_of(log)
         assert calls[:-1] == [("allgather", 24 * 3)] * number
         assert calls[-1][0] == "alltoallv"

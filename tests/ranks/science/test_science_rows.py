@@ -7,6 +7,7 @@ import functools
 import operator
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 from science_cases import cut_of
@@ -67,7 +68,7 @@ def refused_by_all(
     with commrt.trace.record() as recording:
         found = run(size, main)
     assert len(recording.logs()) == size
-    for log in recording.logs():
+    for log in logs_of(recording):
         assert [(call.op, call.nbytes) for call in log.operations] == [
             ("allgather", 32 * size)
         ]

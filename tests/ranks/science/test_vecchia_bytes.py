@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from recorded import logs_of
 import numpy as np
 import pytest
 from science_cases import cut_of, points_of, sent_between_barriers
@@ -147,7 +148,7 @@ def test_a_prediction_sends_the_bytes_of_its_formula(size: int) -> None:
     for each in traffic:
         total += neighbor_bytes(each, size)
     found: Counter[str] = Counter()
-    for log in recording.logs():
+    for log in logs_of(recording):
         found += sent_between_barriers(log)
     assert found == total
 

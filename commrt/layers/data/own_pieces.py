@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of which ranks have different pieces, or different ones altogether.
+
+Experts of a mixture, tables of embeddings and cut weights lie on different ranks. Their
+layers note on each parameter how it is cut (``grid_cut``). A sum over all ranks would
+add gradients of different parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["advice", "is_mixed"]
+
+
+def is_mixed(parameter: Any, num_ranks: int) -> bool:
+    """Return whether so many ranks cannot all have the same piece of it; local.
+
+    Parameters without a mark are the same on all ranks, as far as anybody knows.
+    """
+    cut = getattr(parameter, "grid_cut", None)
+    if cut is None or not cut.axes:
+        return False
+    grid = cut.grid
+    return bool(num_ranks > grid.num_ranks // grid.size(cut.axes))
+
+
+def advice(parameter: Any) -> str:
+    """Return the end of a message about such a parameter."""
+    axes = " and ".join(parameter.grid_cut.axes)
+    return (
+        f"ranks along {axes} have different pieces of it, or different parameters, "
+        f"whose gradients must not be added up; call sync_gradients of the layer's "
+        f"package in place of this, or give ranks that have the same piece"
+    )

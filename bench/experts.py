@@ -13,10 +13,11 @@ their experts in two ways:
 - ``even``: each expert gets as many tokens as each other one from every rank. Layers
   have a capacity factor of 1, so DeepSpeed's sends no padding. That is its best case.
 
-Under both rules DeepSpeed's layer and commrt's are the same function. Outputs, gradients
-of tokens, of the router and of experts are compared before anything is timed. DeepSpeed
-runs over groups of gloo and over groups of commrt. ``alone`` is commrt's layer where
-each rank has all experts for itself: it computes as much, and sends nothing.
+Under both rules DeepSpeed's layer and commrt's are the same function. Outputs, and
+gradients of tokens, of the router and of experts, are compared before anything is
+timed. DeepSpeed runs over groups of gloo and over groups of commrt. ``alone`` is
+commrt's layer where each rank has all experts for itself: it computes as much, and
+sends nothing.
 
 All ways take turns, block by block, so that they meet the same machine. Times are
 medians over blocks, in microseconds for a step, of rank 0. ``ratio`` is that of
@@ -66,8 +67,8 @@ class Workload(NamedTuple):
     def name(self) -> str:
         """The first column of the table."""
         return (
-            f"{self.tokens}x{self.width}, {self.hidden} hidden, {self.experts} experts, "
-            f"top {self.top_k}, {self.routing}"
+            f"{self.tokens}x{self.width}, {self.hidden} hidden, "
+            f"{self.experts} experts, top {self.top_k}, {self.routing}"
         )
 
     @property

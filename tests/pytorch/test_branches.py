@@ -7,7 +7,6 @@ import copy
 from collections import Counter
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from branch_cases import (
@@ -18,6 +17,7 @@ from branch_cases import (
     product,
     serial_of,
 )
+from recorded import logs_of
 from science_cases import sent_between_barriers
 from tensor3d_cases import NEAR, drawn_in
 from torch import nn

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from cnn_networks import UNet3d, meshnet
 from dist_tensor_cases import off_by
+from recorded import logs_of
 from torch import nn
 from torch.distributed import checkpoint
 from torch_ranks import TorchRun

@@ -8,11 +8,11 @@ import math
 import random
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
 import torch
 from cnn_networks import ResNet50, UNet3d
+from recorded import logs_of
 from torch import nn
 
 import commrt.trace

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from dist_tensor_cases import SHAPES, draw_placement, drawn, leaf, off_by
+from recorded import logs_of
 from torch import nn
 from torch.nn import functional
 

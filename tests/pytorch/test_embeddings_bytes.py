@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from recorded import logs_of
 import pytest
 import torch
 from embedding_cases import FORMS, Tables, batches_of, counts_of, layer_of
+from recorded import logs_of
 
 import commrt.trace
 from commrt.layers.embeddings import (

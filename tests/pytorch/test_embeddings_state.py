@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from embedding_cases import (
@@ -19,6 +18,7 @@ from embedding_cases import (
     layer_of,
     serial_of,
 )
+from recorded import logs_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,10 +7,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from embedding_cases import MIXED, batches_of, layer_of, loss_of, serial_of
+from recorded import logs_of
 from torch import nn
 
 import commrt.trace

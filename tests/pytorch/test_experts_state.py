@@ -7,11 +7,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from dist_tensor_cases import off_by
 from expert_cases import Form, Split, axes_of, layer_of, network_of, serial_of
+from recorded import logs_of
 from tensor3d_cases import NEAR, drawn_in
 from torch import nn
 

@@ -7,10 +7,10 @@ import math
 import random
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from dist_tensor_cases import SHAPES, draw_placement, drawn, leaf, off_by
+from recorded import logs_of
 from tensor3d_cases import Grid, axes_of, batches_of, compare, filled, grids_of
 from torch import nn
 from torch.nn import functional

@@ -8,10 +8,10 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
 from graph_cases import axes_of, grids_of, karate, made_layers, outputs, random_graph
+from recorded import logs_of
 
 import commrt.trace
 from commrt.errors import UsageError

@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
 import torch
 from layout_cases import draw_sizes
+from recorded import logs_of
 
 import commrt.trace
 from commrt.errors import UsageError

@@ -8,10 +8,10 @@ import random
 import threading
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from hvd_cases import calls_of, drawn, drawn_of_all, on_ranks, raised_by
+from recorded import logs_of
 
 import commrt.hvd as hvd
 import commrt.trace

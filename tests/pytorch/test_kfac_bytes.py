@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from kfac_cases import MODELS, loss_of, model_of, own_part
+from recorded import logs_of
 from science_cases import sent_between_barriers
 
 import commrt.trace

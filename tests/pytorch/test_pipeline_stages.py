@@ -7,7 +7,6 @@ import copy
 from collections import Counter
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
 from pipeline_cases import (
@@ -22,6 +21,7 @@ from pipeline_cases import (
     serial,
     tuples,
 )
+from recorded import logs_of
 from torch import nn
 
 import commrt.trace

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
+from recorded import logs_of
 from science_cases import sent_between_barriers
 from sharded_update_cases import (
     SHAPES,

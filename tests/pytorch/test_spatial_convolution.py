@@ -7,9 +7,9 @@ import random
 import threading
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
+from recorded import logs_of
 from spatial_reference import (
     NEAR,
     CutGrid,

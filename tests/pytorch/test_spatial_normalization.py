@@ -6,9 +6,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
+from recorded import logs_of
 from spatial_reference import NEAR, CutGrid, difference, drawn, off_by, on_grids
 from torch.nn import functional
 

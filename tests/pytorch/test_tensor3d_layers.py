@@ -8,9 +8,9 @@ import math
 import random
 from typing import Any
 
-from recorded import logs_of
 import pytest
 import torch
+from recorded import logs_of
 from tensor3d_cases import (
     NEAR,
     Grid,

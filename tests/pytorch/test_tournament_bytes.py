@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from recorded import logs_of
 import pytest
+from recorded import logs_of
 from science_cases import sent_between_barriers
 from tournament_cases import OPTIMIZERS, net_of, tensors_in, trained
 

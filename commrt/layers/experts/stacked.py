@@ -120,7 +120,9 @@ def _activated(
     return out
 
 
-def _through(activation: str, gradient: Tensor, inner: Sequence[Tensor]) -> list[Tensor]:
+def _through(
+    activation: str, gradient: Tensor, inner: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the gradients of what the activation has taken."""
     aten = torch.ops.aten
     if activation == "gelu":

@@ -8,9 +8,9 @@ import operator
 import threading
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
+from recorded import logs_of
 from shuffle_cases import CASES, check_samples, exchanged, ids_of, samples_of
 
 import commrt.trace

@@ -7,9 +7,9 @@ import re
 import tracemalloc
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
+from recorded import logs_of
 from shuffle_cases import (
     CASES,
     FRACTIONS,

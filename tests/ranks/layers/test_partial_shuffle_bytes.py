@@ -6,9 +6,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
+from recorded import logs_of
 from shuffle_cases import CASES, FRACTIONS, ids_of, samples_of
 
 import commrt.trace

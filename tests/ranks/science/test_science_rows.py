@@ -7,9 +7,9 @@ import functools
 import operator
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
+from recorded import logs_of
 from science_cases import cut_of
 
 import commrt.trace

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from recorded import logs_of
 import numpy as np
 import pytest
+from recorded import logs_of
 from science_cases import cut_of, points_of, sent_between_barriers
 
 import commrt.trace

@@ -320,7 +320,9 @@ class _Commrts(_Way):
         """Return the weights of all experts; collective."""
         from commrt.layers.experts import state_dict
 
-        return dict(state_dict(self.moe))
+        whole = state_dict(self.moe)
+        assert whole is not None  # all ranks get it
+        return whole
 
     def gradients(self) -> list[torch.Tensor]:
         experts = self.moe.experts

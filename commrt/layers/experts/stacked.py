@@ -123,12 +123,18 @@ def _activated(
 def _through(
     activation: str, gradient: Tensor, inner: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the gradients of what the activation has taken."""
+    """Return the gradients of what the activation has taken; writes over ``gradient``.
+
+    Fresh memory of this size costs more than the arithmetic.
+    """
     aten = torch.ops.aten
     if activation == "gelu":
-        return [aten.gelu_backward(gradient, inner[0])]
+        aten.gelu_backward.grad_input(gradient, inner[0], grad_input=gradient)
+        return [gradient]
     if activation == "relu":
-        return [aten.threshold_backward(gradient, inner[0], 0)]
+        aten.threshold_backward.grad_input(gradient, inner[0], 0, grad_input=gradient)
+        return [gradient]
     gate, up = inner
-    of_gate = aten.silu_backward(gradient * up, gate)
-    return [of_gate, gradient * functional.silu(gate)]
+    of_gate = gradient * up
+    aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+    return [of_gate, gradient.mul_(functional.silu(gate))]

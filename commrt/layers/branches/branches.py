@@ -392,6 +392,14 @@ class Branches(nn.Module, WholeState):  # type: ignore[misc]
         total: Tensor = functools.reduce(operator.add, outputs.values())
         return total
 
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Branches:
+        """Raise UsageError: a copy needs communicators, which all ranks must make."""
+        raise UsageError(
+            "Branches: copy.deepcopy, which is local, cannot make the communicators "
+            "that a copy needs; make another Branches of the same branches on all "
+            "ranks, and load this one's state into it (load_state_dict)"
+        )
+
     def extra_repr(self) -> str:
         """Return the branches' ranks, for ``print(model)``."""
         ranks = zip(self.names, self.placement.ranks, strict=True)

@@ -34,7 +34,7 @@ def test_a_reducer_over_all_ranks_refuses_experts(of_modules: bool) -> None:
         with ProcessGrid(comm, {"expert": 0}) as grid:
             model = model_on(grid, of_modules=of_modules)
             with pytest.raises(UsageError, match="sync_gradients") as caught:
-                GradientReducer(comm, [*model.parameters()])
+                GradientReducer(comm, model.parameters())
             comm.barrier()
             return str(caught.value)
 

@@ -97,6 +97,7 @@ class GradientReducer:
         Raises MismatchError on all ranks for different arguments, and UsageError for
         parameters of which the ranks have different pieces, such as experts.
         """
+        parameters = list(parameters)  # read twice
         given = [Parameter.of(index, each) for index, each in enumerate(parameters)]
         self._options = Options(
             op, compress, density, error_feedback, frozenset(sparse), priority

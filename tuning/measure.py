@@ -34,6 +34,7 @@ from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Policy
 from commrt.select.schema import Catalog
 from commrt.tuning.interference import (
+    WAKE_UP_US,
     CoreTime,
     Reference,
     WaitingTime,
@@ -135,7 +136,9 @@ class Session:
         self._crowded = self.facts.ppn > self.facts.cores
         # Threads of a pretended device share the ranks' cores, too.
         alone = device == "cpu" and not self._crowded
-        self._waiting = WaitingTime() if alone else None
+        # Between nodes a rank sleeps until a message comes; its core wakes late.
+        wake_up_us = WAKE_UP_US if self.facts.nodes > 1 else 0.0
+        self._waiting = WaitingTime(wake_up_us) if alone else None
         self._reference = Reference() if alone else None
         self._core_time = CoreTime()
 

@@ -13,6 +13,7 @@ from functools import partial
 from json import loads
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from commrt.errors import TableError, UsageError
 from commrt.files.write import check_writable
@@ -31,6 +32,9 @@ from commrt.tuning.summary import describe_failure, summarise
 from commrt.tuning.table_writer import make_table, write_table
 from commrt.tuning.tested_pairs import keep_pairs
 from commrt.tuning.tuner import Options, jobs_within, run_launches
+
+if TYPE_CHECKING:
+    from commrt.tuning.measure import Session
 
 __all__ = [
     "check_outputs",
@@ -89,25 +93,37 @@ def within(options: Options, *, out: Path | None, raw: Path | None) -> str | Non
     from commrt.tuning.worker import measure
 
     session = Session(None, device=options.device)
-    problem: UsageError | None = None
-    if session.rank == 0:
-        try:
-            check_outputs(out, raw, options.device)
-        except UsageError as error:
-            problem = error
-    if session.agree(float(problem is not None)):
-        if problem is not None:
-            raise problem
-        return None  # rank 0 says why
+    if not _done_by_rank_0(session, lambda: check_outputs(out, raw, options.device)):
+        return None
     recording = Recording()
     progress = Progress(options.budget_s)
     for number, share in enumerate(_SHARES):
         job = jobs_within(options, number, share * options.budget_s)
         measure(session, job, partial(_take, recording, progress, number))
     progress.close()
-    summary = finish(recording, options, out=out, raw=raw) if not session.rank else None
-    session.barrier()
-    return summary
+    summaries: list[str] = []
+    _done_by_rank_0(
+        session,
+        lambda: summaries.append(finish(recording, options, out=out, raw=raw)),
+    )
+    return summaries[0] if summaries else None
+
+
+def _done_by_rank_0(session: Session, work: Callable[[], None]) -> bool:
+    """Run ``work`` on rank 0, where its error is raised; return whether it worked.
+
+    The other ranks wait for it, and say nothing about an error that rank 0 reports.
+    """
+    problem: Exception | None = None
+    if session.rank == 0:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised below
+            problem = error
+    failed = session.agree(float(problem is not None))
+    if problem is not None:
+        raise problem
+    return not failed
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from commrt.select.rules import Match, Rule
 from commrt.select.table import Table
 from commrt.select.write import dump
 from commrt.tuning.measure import Session
+from commrt.tuning.run import within
+from commrt.tuning.tuner import Options
 
 
 def table_of(
@@ -162,3 +164,19 @@ def test_the_tuner_measures_for_the_class_that_calls_will_have(
         2, tunes_for, env={"COMMRT_NODES": "1,1"}, flags=str(tmp_path / "flags")
     )
     assert got == [["network", "network"]] * 2
+
+
+def tunes_for_no_time(out: str) -> str:
+    options = Options(ranks=(2,), ops=("allreduce",), budget_s=0.01)
+    try:
+        return str(within(options, out=Path(out), raw=None))
+    except TableError as error:
+        return str(error)
+
+
+def test_only_rank_0_speaks_of_a_table_that_was_not_written(
+    mpirun: Any, tmp_path: Path
+) -> None:
+    said, silent = mpirun(2, tunes_for_no_time, out=str(tmp_path / "table.yaml"))
+    assert "no table was written: the budget ended" in said
+    assert silent == "None"

@@ -10,6 +10,7 @@ import pytest
 
 from commrt.tuning import interference
 from commrt.tuning.interference import (
+    WAKE_UP_US,
     CoreTime,
     Reference,
     WaitingTime,
@@ -36,7 +37,24 @@ def test_the_kernel_counts_how_long_a_thread_waited(
     assert waiting.us() == 2500.5
 
 
-@pytest.mark.parametrize("text", [None, "", "no numbers here\n"])
+def test_a_thread_that_slept_may_wake_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "schedstat"
+    monkeypatch.setattr(interference, "_SCHEDSTAT", str(path))
+    path.write_text("0 0 0\n")
+    waiting = WaitingTime(wake_up_us=WAKE_UP_US)
+    path.write_text("9000 100000 1\n")
+    before_us = waiting.us()
+    # Three messages, each of which woke the thread after 50 us: nobody else ran.
+    path.write_text("9000 250000 4\n")
+    assert waiting.us() - before_us <= 0
+    # Another program had the core for 400 us before one of them.
+    path.write_text("9000 650000 4\n")
+    assert waiting.us() - before_us == pytest.approx(550 - 3 * WAKE_UP_US)
+
+
+@pytest.mark.parametrize("text", [None, "", "no numbers here\n", "1 2\n"])
 def test_without_the_kernels_count_two_clocks_say_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:

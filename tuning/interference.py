@@ -32,8 +32,9 @@ _STAT = "/proc/stat"
 _LONGEST_LINE = 128
 _SHORTEST_S = 0.1
 """The kernel counts the time of all processes in hundredths of a second."""
-_BUSY = (0, 1, 2, 5, 6)
-"""Columns of ``/proc/stat`` that are work: user, nice, system, and interrupts."""
+_BUSY = (0, 1, 2)
+"""Columns of ``/proc/stat`` that are work of processes: user, nice, and system."""
+_INTERRUPTS = (5, 6)
 _STOLEN = 7
 _REFERENCE_NBYTES = 2 << 20
 _REFERENCE_TIMES = 3
@@ -86,10 +87,16 @@ class _Moment:
 
 
 class CoreTime:
-    """How the time of this process's cores was shared, from one moment to another."""
+    """How the time of this process's cores was shared, from one moment to another.
 
-    def __init__(self) -> None:
+    Args:
+        of_interrupts: False: time in which the kernel handled interrupts is nobody's.
+            Between nodes it is the ranks' own messages that cause them.
+    """
+
+    def __init__(self, *, of_interrupts: bool = True) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
+        self._columns = _BUSY + _INTERRUPTS if of_interrupts else _BUSY
         self._since = self._now()
 
     def start(self) -> None:
@@ -108,14 +115,14 @@ class CoreTime:
         ]
 
     def _now(self) -> _Moment:
-        busy, stolen = _ticks(self._cores)
+        busy, stolen = _ticks(self._cores, self._columns)
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
         return _Moment(
             time.monotonic(), busy * tick_s, stolen * tick_s, time.process_time()
         )
 
 
-def _ticks(cores: Sequence[int]) -> tuple[int, int]:
+def _ticks(cores: Sequence[int], columns: Sequence[int]) -> tuple[int, int]:
     """Return the ticks that these cores worked and that were stolen from them."""
     names = {f"cpu{core}" for core in cores}
     busy = stolen = 0
@@ -125,21 +132,34 @@ def _ticks(cores: Sequence[int]) -> tuple[int, int]:
                 name, *words = line.split()
                 if name in names:
                     counts = [int(word) for word in words]
-                    busy += sum(counts[column] for column in _BUSY)
+                    busy += sum(counts[column] for column in columns)
                     stolen += counts[_STOLEN]
     except (OSError, ValueError, IndexError):
         return 0, 0
     return busy, stolen
 
 
-def others_share(rows: Sequence[Sequence[float]], *, share_cores: bool) -> float:
+def others_share(
+    rows: Sequence[Sequence[float]],
+    *,
+    share_cores: bool,
+    machines: Sequence[int] | None = None,
+) -> float:
     """Return the share of the cores' time that the ranks did not get.
 
     Args:
         rows: what ``CoreTime.row`` said on each rank.
-        share_cores: whether all ranks run on the same cores. Otherwise only the time
-            counts that was stolen from all processes alike.
+        share_cores: whether ranks of a machine run on the same cores. Otherwise only
+            the time counts that was stolen from all processes alike.
+        machines: the number of each rank's machine; None: all are on one. The worst
+            machine counts.
     """
+    if machines is not None and len(set(machines)) > 1:
+        apart = [
+            [row for row, one in zip(rows, machines, strict=True) if one == machine]
+            for machine in sorted(set(machines))
+        ]
+        return max(others_share(each, share_cores=share_cores) for each in apart)
     passed_s = max(row[0] for row in rows)
     if passed_s < _SHORTEST_S:
         return 0.0

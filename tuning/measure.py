@@ -6,7 +6,10 @@ Everything else in this package works on recorded data and needs no ranks.
 
 from __future__ import annotations
 
+import os
 import platform
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +32,7 @@ from commrt.bench.timing_loop import (
 )
 from commrt.bench.worker import CommrtPeer, equal_counts
 from commrt.comm import core_of
+from commrt.job.arena import machine_identity
 from commrt.nccl.features import version_text
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.policy import Policy
@@ -52,6 +56,9 @@ _PATIENT_SPINS = 200_000
 """Polls, some 6 ms, for which a rank waits before it gives its core away: longer than
 the turn of a program that has taken another rank's core. A rank that gave way sooner
 would itself be away when the other one comes back, and so on at every repetition."""
+
+
+_MOST_CORES = 4096
 
 
 class _CandidatePeer(CommrtPeer):
@@ -133,14 +140,19 @@ class Session:
             changes = self.facts.link_class in ("near", "far")
             self._flags = shared if changes else None
         self._turn = Turn(turn) if turn is not None and self.rank == 0 else None
-        self._crowded = self.facts.ppn > self.facts.cores
+        spans_nodes = self.facts.nodes > 1
+        self._machines: list[int] | None = None
+        self.crowded: bool = self.facts.ppn > self.facts.cores
+        """True if ranks outnumber the cores of their machine."""
+        if spans_nodes:
+            self._machines, self.crowded = self._look_at_machines()
         # Threads of a pretended device share the ranks' cores, too.
-        alone = device == "cpu" and not self._crowded
+        alone = device == "cpu" and not self.crowded
         # Between nodes a rank sleeps until a message comes; its core wakes late.
-        wake_up_us = WAKE_UP_US if self.facts.nodes > 1 else 0.0
+        wake_up_us = WAKE_UP_US if spans_nodes else 0.0
         self._waiting = WaitingTime(wake_up_us) if alone else None
         self._reference = Reference() if alone else None
-        self._core_time = CoreTime()
+        self._core_time = CoreTime(of_interrupts=not spans_nodes)
 
     def link_class(self) -> str:
         """Return the class of the links now; collective, equal on all ranks.
@@ -169,8 +181,31 @@ class Session:
         """Return the share of the cores' time, since ``watch_cores``, that the ranks
         did not get; collective, equal on all ranks."""
         rows = self._plain.gather(self._core_time.row())
-        found = others_share(rows, share_cores=self._crowded) if rows else 0.0
+        if not rows:
+            return self.agree(0.0)
+        shares = self.crowded
+        found = others_share(rows, share_cores=shares, machines=self._machines)
         return self.agree(found)
+
+    def _look_at_machines(self) -> tuple[list[int], bool]:
+        """Return a number for each rank's machine, and whether one is crowded.
+
+        Nodes that are containers of one machine share its cores.
+        """
+        number = zlib.crc32(machine_identity().encode())
+        cores = sum(1 << core for core in os.sched_getaffinity(0) if core < _MOST_CORES)
+        mine = number.to_bytes(4, "little") + cores.to_bytes(_MOST_CORES // 8, "little")
+        rows = self._comm.allgather(np.frombuffer(mine, np.uint8))
+        numbers: list[int] = []
+        shared: dict[int, int] = {}
+        for row in rows.reshape(self.size, -1):
+            number = int.from_bytes(row[:4].tobytes(), "little")
+            numbers.append(number)
+            own = int.from_bytes(row[4:].tobytes(), "little")
+            shared[number] = shared.get(number, 0) | own
+        ranks = Counter(numbers)
+        crowded = any(ranks[one] > shared[one].bit_count() for one in ranks)
+        return numbers, crowded or self.facts.ppn > self.facts.cores
 
     def reference_us(self) -> float:
         """Return what a fixed piece of work takes now on the slowest rank; collective.

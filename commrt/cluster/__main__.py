@@ -34,7 +34,7 @@ from commrt.cluster.topology import (
     with_latency,
 )
 from commrt.cluster.topology_file import read_topology
-from commrt.cluster.wiring import Wiring
+from commrt.cluster.wiring import ETHERNET_NBYTES, Wiring
 from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, UsageError, suggest
 from commrt.vocabulary.link_rates import parse_rate
@@ -43,6 +43,7 @@ __all__ = ["main"]
 
 _SHAPES = ("star", "fat-tree", "loop")
 _SMALLEST_MTU, _LARGEST_MTU = 1280, 9000
+_LARGEST_BURST = 1_000_000_000
 _LONGEST_S = 50.0
 
 
@@ -156,6 +157,13 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     network.add_argument(
         "--mtu", type=int, default=_LARGEST_MTU, help=f"largest packet ({_LARGEST_MTU})"
     )
+    network.add_argument(
+        "--burst",
+        type=int,
+        metavar="BYTES",
+        help="what a link with a rate lets pass at once after a rest (1 ms of its "
+        "rate, at least 68000); with little, and a small MTU, links are like cables",
+    )
 
 
 def _wiring(said: argparse.Namespace) -> Wiring:
@@ -168,7 +176,21 @@ def _wiring(said: argparse.Namespace) -> Wiring:
     topology = _topology(said)
     if latency_us:
         topology = with_latency(topology, latency_us)
-    return Wiring(topology, said.mtu)
+    _check_burst(said, topology)
+    return Wiring(topology, said.mtu, said.burst)
+
+
+def _check_burst(said: argparse.Namespace, topology: Topology) -> None:
+    if said.burst is None:
+        return
+    least = said.mtu + ETHERNET_NBYTES
+    if not least <= said.burst <= _LARGEST_BURST:
+        raise UsageError(
+            f"--burst {said.burst}: expected {least}, which is a packet of --mtu "
+            f"{said.mtu} with its header, to {_LARGEST_BURST} bytes"
+        )
+    if all(link.rate is None for link in topology.links):
+        raise UsageError("--burst is for links with a rate: add --rate")
 
 
 def _topology(said: argparse.Namespace) -> Topology:

@@ -48,6 +48,8 @@ class Found:
     pair: tuple[str, str]
     asked: int | None
     """Bits a second of the slowest link between them; None: unlimited."""
+    data_share: float
+    """The part of it that is left for data beside headers."""
     rate: float
     """Bits a second of data that came."""
     asked_us: int
@@ -58,8 +60,10 @@ class Found:
 
     @property
     def off(self) -> float | None:
-        """How far the rate is from the one asked for, as a part of that."""
-        return None if self.asked is None else self.rate / self.asked - 1
+        """How far the rate is from what the one asked for leaves for data."""
+        if self.asked is None:
+            return None
+        return self.rate / (self.asked * self.data_share) - 1
 
     @property
     def judged(self) -> bool:
@@ -145,6 +149,7 @@ def _measured(cluster: Cluster, pair: tuple[str, str], seconds: float) -> Found:
     return Found(
         pair,
         min(rates) if rates else None,
+        cluster.wiring.data_share,
         rate,
         asked_us,
         round_trip,

@@ -92,6 +92,7 @@ def write_entry(place: Path, cluster: Cluster) -> None:
         "first": cluster.first,
         "processes": cluster.processes,
         "mtu": cluster.wiring.mtu,
+        "burst_nbytes": cluster.wiring.burst_nbytes,
         "topology": asdict(cluster.wiring.topology),
     }
     write_file(place / _FILE, json.dumps(said), mode=0o644)
@@ -195,8 +196,9 @@ def _read_entry(place: Path) -> Entry:
                 for one in drawn["links"]
             ),
         )
+        burst = said["burst_nbytes"]
         cluster = Cluster(
-            Wiring(topology, int(said["mtu"])),
+            Wiring(topology, int(said["mtu"]), None if burst is None else int(burst)),
             int(said["first"]),
             {str(host): int(pid) for host, pid in said["processes"].items()},
         )

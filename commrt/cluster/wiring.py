@@ -15,10 +15,14 @@ from commrt.cluster.relay import Cut
 from commrt.cluster.routes import hops
 from commrt.cluster.topology import Topology
 
-__all__ = ["INTERFACE", "Wiring", "hosts_file"]
+__all__ = ["ETHERNET_NBYTES", "INTERFACE", "Wiring", "hosts_file"]
 
 INTERFACE = "eth0"
 """The name of each host's network interface."""
+ETHERNET_NBYTES = 14
+"""Header of each packet beside the MTU, which token buckets count, too."""
+_TCP_IP_NBYTES = 52
+"""Headers of TCP, with its time stamps, and IPv4 in each packet."""
 _NETWORK = "10.77"
 
 
@@ -28,6 +32,14 @@ class Wiring:
 
     topology: Topology
     mtu: int
+    """Bytes of the largest packet, without its Ethernet header."""
+    burst_nbytes: int | None = None
+    """Bytes that a link lets pass at once; None: see ``bucket``."""
+
+    @property
+    def data_share(self) -> float:
+        """The part of a link's rate that is left for data beside TCP's headers."""
+        return (self.mtu - _TCP_IP_NBYTES) / (self.mtu + ETHERNET_NBYTES)
 
     def address(self, host: str) -> str:
         """Return a host's address of IPv4."""
@@ -88,7 +100,7 @@ class Wiring:
         """Yield commands of ``tc`` for the namespace of the switches."""
         for port, rate in self._ports():
             if rate is not None:
-                yield f"qdisc add dev {port} root {bucket(rate)}"
+                yield f"qdisc add dev {port} root {bucket(rate, self.burst_nbytes)}"
 
     def host_addresses(self, host: str) -> Iterator[str]:
         """Yield commands of ``ip`` for a host's namespace."""
@@ -107,7 +119,7 @@ class Wiring:
         [(_, index)] = self.topology.neighbors(host)
         rate = self.topology.links[index].rate
         if rate is not None:
-            yield f"qdisc add dev {INTERFACE} root {bucket(rate)}"
+            yield f"qdisc add dev {INTERFACE} root {bucket(rate, self.burst_nbytes)}"
 
     def _bridge(self, switch: str) -> str:
         return f"b{self.topology.switches.index(switch)}"

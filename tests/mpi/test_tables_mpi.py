@@ -166,6 +166,19 @@ def test_the_tuner_measures_for_the_class_that_calls_will_have(
     assert got == [["network", "network"]] * 2
 
 
+def is_crowded() -> bool:
+    return Session(None).crowded
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_nodes_of_one_machine_share_its_cores(mpirun: Any, more: int) -> None:
+    """As containers do: each pretends to have all cores for its own rank."""
+    cores = len(os.sched_getaffinity(0))
+    nodes = max(2, cores) + more
+    env = {"COMMRT_NODES": ",".join(["1"] * nodes)}
+    assert mpirun(nodes, is_crowded, env=env) == [nodes > cores] * nodes
+
+
 def tunes_for_no_time(out: str) -> str:
     options = Options(ranks=(2,), ops=("allreduce",), budget_s=0.01)
     try:

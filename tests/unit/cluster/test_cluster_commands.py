@@ -105,6 +105,9 @@ def test_each_rank_gets_torchruns_variables() -> None:
         ("up a --hosts 2 --rate 1gbit --latency fast", "latency 'fast': expected"),
         ("up a --hosts 2 --latency 1ms", "link h1-s1 has a latency and the rate"),
         ("up a --hosts 2 --mtu 100", "--mtu 100: expected 1280 to 9000"),
+        ("up a --hosts 2 --burst 5000", "--burst 5000: expected 9014"),
+        ("up a --hosts 2 --burst 2000 --mtu 2000", "expected 2014"),
+        ("up a --hosts 2 --burst 9014", "--burst is for links with a rate"),
         ("up a --hosts 2 --topology tree", "--topology 'tree'"),
         ("up a --hosts 2 --topology x.yaml", "leave --hosts, --rate and"),
         ("up a --hosts 2 --spines 3", "--spines says nothing about star"),
@@ -187,6 +190,18 @@ def test_a_process_that_another_cluster_was_made_with_is_not_entered(
             find_cluster("a", tmp_path)
 
 
+@pytest.mark.parametrize("burst", [None, 3200])
+def test_a_cluster_keeps_its_packets_and_buckets(
+    tmp_path: Path, burst: int | None
+) -> None:
+    with claimed_name("a", tmp_path) as place:
+        write_entry(
+            place, Cluster(Wiring(star(1), 1500, burst), os.getpid(), {"h1": 2})
+        )
+        wiring = find_cluster("a", tmp_path).cluster.wiring
+    assert (wiring.mtu, wiring.burst_nbytes) == (1500, burst)
+
+
 @pytest.mark.parametrize("said", ["", "{}", "[1]", '{"first": 1}'])
 def test_a_state_that_is_none_is_refused(tmp_path: Path, said: str) -> None:
     with claimed_name("a", tmp_path) as place:
@@ -209,14 +224,19 @@ def test_the_agent_refuses_a_host_that_is_none(
 def test_a_rate_is_judged_where_cores_had_time_to_spare(
     rate: float, idle: float, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Found(("h1", "h2"), 500_000_000, rate, 0, 20.0, idle)
+    found = Found(("h1", "h2"), 500_000_000, 1.0, rate, 0, 20.0, idle)
     assert verdict([found]) == status
     said = capsys.readouterr().err
     assert ("h1-h2: the rate is more than 3% off" in said) == bool(status)
     assert ("not judged" in found.line()) == (idle < 0.2)
 
 
+@pytest.mark.parametrize(("share", "good"), [(0.956, True), (1.0, False)])
+def test_a_rate_is_judged_by_what_it_leaves_for_data(share: float, good: bool) -> None:
+    assert Found(("h1", "h2"), 200_000_000, share, 191.2e6, 0, 24, 0.9).good == good
+
+
 def test_unlimited_links_are_not_judged() -> None:
-    found = Found(("h1", "h2"), None, 9e9, 0, 20.0, 0.9)
+    found = Found(("h1", "h2"), None, 1.0, 9e9, 0, 20.0, 0.9)
     assert found.good
     assert "unlimited" in found.line()

@@ -78,5 +78,5 @@ def test_only_links_with_a_latency_are_cut(tmp_path: Path) -> None:
 
 
 def test_a_round_trip_that_was_asked_for_is_printed() -> None:
-    found = Found(("h1", "h2"), 500 * MBIT, 497e6, 800, 873.4, 0.5)
+    found = Found(("h1", "h2"), 500 * MBIT, 1.0, 497e6, 800, 873.4, 0.5)
     assert found.line().split()[-3:] == ["800", "873", "50%"]

@@ -154,6 +154,19 @@ def test_a_bucket_holds_the_largest_packet_of_the_kernel() -> None:
     assert "burst 1250000 " in bucket(10_000 * MBIT)
 
 
+def test_a_bucket_may_be_as_small_as_a_packet() -> None:
+    assert bucket(200 * MBIT, 3200).startswith("tbf rate 200000000bit burst 3200 ")
+    wiring = Wiring(star(2, 200 * MBIT), 1500, 3200)
+    rates = [*wiring.switch_rates(), *wiring.host_rates("h1")]
+    assert len(rates) == 3
+    assert all("burst 3200 " in line for line in rates)
+
+
+def test_headers_of_packets_leave_less_of_a_rate_for_data() -> None:
+    """1448 bytes of data, as every capture of TCP with time stamps shows, of 1514."""
+    assert Wiring(star(2), 1500).data_share == 1448 / 1514
+
+
 def test_switches_get_a_fixed_entry_for_each_host() -> None:
     wiring = Wiring(fat_tree(5, 500 * MBIT, per_switch=2, spines=2), 9000)
     tables = [*wiring.tables()]

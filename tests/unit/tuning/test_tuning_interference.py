@@ -88,6 +88,22 @@ def test_the_cores_of_this_process_alone_are_looked_at(
     assert stolen_s == pytest.approx(50 * tick_s)
 
 
+@pytest.mark.parametrize(("counted", "ticks"), [(True, 20 + 60 + 7), (False, 80)])
+def test_interrupts_count_as_work_where_messages_do_not_cause_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: bool, ticks: int
+) -> None:
+    path = tmp_path / "stat"
+    path.write_text(STAT.format(0, 10))
+    monkeypatch.setattr(interference, "_STAT", str(path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    core_time = CoreTime(of_interrupts=counted)
+    grown = STAT.format(0, 10).replace("cpu0 100 0 50", "cpu0 120 0 50")
+    grown = grown.replace("cpu1 200 0 50 4000 5 1 1", "cpu1 260 0 50 4000 5 4 5")
+    path.write_text(grown)
+    _, busy_s, _, _ = core_time.row()
+    assert busy_s == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
+
+
 def test_a_system_that_does_not_say_is_taken_to_be_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +116,22 @@ def test_ranks_that_share_cores_see_what_no_rank_used() -> None:
     rows = [[2.0, 1.9, 0.0, 0.7], [2.0, 1.85, 0.0, 0.7]]
     assert others_share(rows, share_cores=True) == pytest.approx(0.25)
     assert others_share(rows, share_cores=False) == 0.0
+
+
+def test_each_machine_has_cores_of_its_own() -> None:
+    """Together the ranks of both did 1.4 s; on the second machine others did 0.6 s."""
+    rows = [
+        [1.0, 0.7, 0.0, 0.4],
+        [1.0, 0.7, 0.0, 0.3],
+        [1.0, 1.0, 0.0, 0.2],
+        [1.0, 1.0, 0.0, 0.2],
+    ]
+    machines = [5, 5, 9, 9]
+    assert others_share(rows[:2], share_cores=True) == pytest.approx(0.0)
+    share = others_share(rows, share_cores=True, machines=machines)
+    assert share == pytest.approx(0.6)
+    mixed = [rows[2], rows[0], rows[3], rows[1]]
+    assert others_share(mixed, share_cores=True, machines=[9, 5, 9, 5]) == share
 
 
 def test_what_a_hypervisor_took_counts_always() -> None:

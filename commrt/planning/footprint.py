@@ -16,7 +16,14 @@ from commrt.errors import UsageError
 from commrt.schedule.ir import Op, ParamValue
 from commrt.schedule.nodes import Nodes
 
-__all__ = ["CHUNK_NBYTES", "LANE_NBYTES", "Footprint", "Own", "footprint"]
+__all__ = [
+    "CHUNK_NBYTES",
+    "DIRECT_CHUNK_NBYTES",
+    "LANE_NBYTES",
+    "Footprint",
+    "Own",
+    "footprint",
+]
 
 Own = tuple[tuple[str, ParamValue], ...]
 """An algorithm's own parameters, by name."""
@@ -24,6 +31,8 @@ Own = tuple[tuple[str, ParamValue], ...]
 LANE_NBYTES = 4 << 20
 """Payload memory of one operation in flight, per rank."""
 CHUNK_NBYTES = 131072
+DIRECT_CHUNK_NBYTES = 65536
+"""Bytes of a message, about, over connections of commrt's own between nodes."""
 _EXCHANGED_NBYTES = 262144
 """Ranks that exchange wait for each other anyway: from 256 KiB to 4 MiB, twice the
 chunk took 0.92 to 0.98 of the time on two ranks, near and far, and on four; one way it

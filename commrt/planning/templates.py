@@ -22,7 +22,12 @@ from commrt import _native
 from commrt.errors import UsageError
 from commrt.planning import host_plans, vectors
 from commrt.planning.compared import facts_of
-from commrt.planning.footprint import LANE_NBYTES, Own, footprint
+from commrt.planning.footprint import (
+    DIRECT_CHUNK_NBYTES,
+    LANE_NBYTES,
+    Own,
+    footprint,
+)
 from commrt.planning.host_plans import (
     check_params,
     lowered_program,
@@ -95,7 +100,7 @@ def _reach(comm: Ranks, spec: PlanSpec) -> dict[str, Any]:
     }
 
 
-_DIRECT_CHUNK = 65536
+_DIRECT_CHUNK = DIRECT_CHUNK_NBYTES
 """Bytes per message of connections of commrt's own: such messages leave at once, long
 ones wait until their receiver has said yes, behind data on the same way. On 4 hosts at
 500 Mbit/s a sum of 16 MiB took 414 ms so, and 725 in messages of 1 MiB; 403 is what the

@@ -18,11 +18,12 @@ from commrt.commands.console import until_reader_leaves
 from commrt.commands.verify import parse_params
 from commrt.errors import CommError, ScheduleError, UsageError
 from commrt.files.write import write_file
-from commrt.schedule.ir import ParamValue
+from commrt.schedule.ir import ParamValue, Schedule
 from commrt.sim.chakra import write_chakra
 from commrt.sim.costs import Costs
 from commrt.sim.critical_path import critical_path, describe
 from commrt.sim.exports import add_exports
+from commrt.sim.fragments import fragmented, num_fragments
 from commrt.sim.goal import goal_text
 from commrt.sim.named_schedules import imported, is_file, named_schedule
 from commrt.sim.network_files import KINDS, Described, load_network, preset_names
@@ -48,6 +49,8 @@ _COSTS = {
     "eager_nbytes": "longest message that leaves before its receive (all do)",
     "local_latency_us": "latency between two ranks of one host",
     "local_gbytes_per_s": "rate between two ranks of one host (unlimited)",
+    "queued_nbytes": "longest message that passes its first link behind earlier ones "
+    "(none does)",
     "contention_penalty": "loss of shared links: with n flows they carry "
     "1/(1 + penalty (1 - 1/n)) of their rate",
 }
@@ -93,10 +96,15 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--unverified", action="store_true",
                      help="simulate without proving the schedule first")  # fmt: skip
     for name, text in _COSTS.items():
-        kind = int if name == "eager_nbytes" else float
+        kind = int if name.endswith("_nbytes") else float
         run.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     run.add_argument("--handshake", action="store_true", default=None,
                      help="rendezvous costs a request and an answer")  # fmt: skip
+    run.add_argument("--in-order", action="store_true", default=None,
+                     help="messages of a pair flow one after the other")  # fmt: skip
+    run.add_argument("--chunk", metavar="BYTES", default="",
+                     help="cut messages into fragments of about this length, as ranks "
+                     "do; with --in-order")  # fmt: skip
     for name, text in (
         ("gantt", "chart of ranks and links over time (SVG)"),
         ("heat", "map of the network with the load of its links (SVG)"),
@@ -167,12 +175,16 @@ def _run(args: argparse.Namespace) -> int:
         if not args.unverified:
             prove()
             clock.lap("proving it")
-        runs = [
-            simulate(
-                *(schedule, network, nbytes, hosts), itemsize=args.itemsize, costs=costs
+        runs = []
+        for nbytes in lengths:
+            played, length = _cut(name, schedule, nbytes, args)
+            runs.append(
+                simulate(
+                    *(played, network, length, hosts),
+                    itemsize=args.itemsize,
+                    costs=costs,
+                )
             )
-            for nbytes in lengths
-        ]
         clock.lap(f"simulating {len(runs)} x {len(runs[0].messages.send):,} messages")
         if args.timings:
             print(clock.text())
@@ -183,6 +195,26 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(describe(run, critical_path(run))))
     _write(args, results, costs)
     return 0
+
+
+def _cut(
+    name: str, schedule: Schedule, nbytes: int, args: argparse.Namespace
+) -> tuple[Schedule, int]:
+    """Return what is simulated for a length, and the length that is asked for then."""
+    if not args.chunk:
+        return schedule, nbytes
+    if is_file(name):
+        raise UsageError(
+            f"--chunk: {name} is a file, whose messages are what it says; leave it out"
+        )
+    chunk, unit = parse_nbytes(args.chunk), args.itemsize * schedule.length_unit
+    if chunk < 1:
+        raise UsageError(f"--chunk {args.chunk}: expected 1 byte or more")
+    if unit < 1 or nbytes % unit:
+        return schedule, nbytes  # simulate says what is wrong
+    num_elements = nbytes // args.itemsize
+    number = num_fragments(schedule, num_elements, args.itemsize, chunk)
+    return fragmented(schedule, num_elements, args.itemsize, number), 0
 
 
 class _Clock:

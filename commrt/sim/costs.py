@@ -43,6 +43,13 @@ class Costs:
     """Latency between two ranks of one host."""
     local_gbytes_per_s: float | None = None
     """Rate between two ranks of one host, for each message; None: no time at all."""
+    in_order: bool = False
+    """True if messages from one rank to another flow one after the other, as over one
+    connection; else those on their way at one time share the links."""
+    queued_nbytes: int = 0
+    """A message up to this length passes its first link after those that left before
+    it, whatever their ways are after that: its host hands it to the link at once.
+    Longer ones share the link."""
     contention_penalty: float = 0.0
     """Loss of shared links: with n flows a link carries 1/(1 + penalty (1 - 1/n)) of
     its rate. A penalty of 1 halves a link that very many flows share."""
@@ -70,5 +77,7 @@ class Costs:
         made.local_latency_us = self.local_latency_us
         local = self.local_gbytes_per_s
         made.local_rate = math.inf if local is None else 1000.0 * local
+        made.in_order = self.in_order
+        made.queued_nbytes = min(self.queued_nbytes, _MOST_BYTES)
         made.contention_penalty = self.contention_penalty
         return made

@@ -77,7 +77,12 @@ def messages_of(
 
 
 def ends_by_hand(
-    schedule: Schedule, network: Network, nbytes: int
+    schedule: Schedule,
+    network: Network,
+    nbytes: int,
+    *,
+    in_order: bool = False,
+    queued_nbytes: int = 0,
 ) -> dict[Place, float]:
     """Return when each message has arrived, in microseconds; rank i is on host i."""
     programs = schedule.programs()
@@ -96,6 +101,13 @@ def ends_by_hand(
     rates, limits = links.shared_rate.tolist(), links.flow_rate.tolist()
     ways = {send: network.way(send[0], recv[0]) for send, (recv, _) in messages.items()}
     ends: dict[Place, float] = {}
+    lines: dict[Place, list[Place]] = {}  # of a pair: who flows, and who waits for it
+    free: dict[
+        int, float
+    ] = {}  # of first links: when the last one that queues has left
+    enters: dict[Place, float] = {}
+    passes: dict[Place, float] = {}
+    flowing: dict[Place, list[int]] = {}
     now = 0.0
     while True:
         progress = True
@@ -114,22 +126,52 @@ def ends_by_hand(
             send for send, time in latent.items() if time <= now * (1 + 1e-12)
         ]:
             del latent[send]
-            left[send] = float(messages[send][1])
-        ended = [send for send, rest in left.items() if rest <= 0]
+            (recv, length), way = messages[send], ways[send]
+            if 0 < length <= queued_nbytes:
+                start = max(now, free.get(way[0], 0.0))
+                passes[send] = start + length / min(rates[way[0]], limits[way[0]])
+                free[way[0]], enters[send] = passes[send], start
+                continue
+            line = lines.setdefault((send[0], recv[0]), [])
+            line.append(send)
+            if not in_order or len(line) == 1:
+                flowing[send], left[send] = way, float(length)
+        for send in [
+            send for send, time in enters.items() if time <= now * (1 + 1e-12)
+        ]:
+            del enters[send]
+            flowing[send] = ways[send][1:]
+            left[send] = float(messages[send][1]) if flowing[send] else 0.0
+        ended = [
+            send
+            for send, rest in left.items()
+            if rest <= 0 and passes.get(send, 0.0) <= now * (1 + 1e-12)
+        ]
         if ended:
             for send in ended:
                 del left[send]
                 arrived.add(send)
                 ends[send] = now
+                line = lines.get((send[0], messages[send][0][0]), [])
+                if send in line:
+                    line.remove(send)
+                    if in_order and line:
+                        flowing[line[0]] = ways[line[0]]
+                        left[line[0]] = float(messages[line[0]][1])
             continue
-        if not left and not latent:
+        if not left and not latent and not enters:
             break
-        speeds = fair_rates({send: ways[send] for send in left}, rates, limits)
-        times = {send: now + left[send] / speeds[send] for send in left}
-        after = min([*times.values(), *latent.values()])
+        moving = {send: flowing[send] for send, rest in left.items() if rest > 0}
+        speeds = fair_rates(moving, rates, limits)
+        times = {
+            send: now + left[send] / speeds[send] if send in moving else passes[send]
+            for send in left
+        }
+        after = min([*times.values(), *latent.values(), *enters.values()])
         for send, rest in left.items():
             over = times[send] <= after * (1 + 1e-12)
-            left[send] = 0.0 if over else rest - speeds[send] * (after - now)
+            if send in moving:
+                left[send] = 0.0 if over else rest - speeds[send] * (after - now)
         now = after
     assert len(done) == len(waits)
     return ends

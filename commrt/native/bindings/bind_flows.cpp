@@ -154,7 +154,9 @@ void bind_costs(nb::module_& m) {
       .def_rw("handshake", &SimulatedCosts::handshake)
       .def_rw("local_latency_us", &SimulatedCosts::local_latency_us)
       .def_rw("local_rate", &SimulatedCosts::local_rate)
-      .def_rw("contention_penalty", &SimulatedCosts::contention_penalty);
+      .def_rw("contention_penalty", &SimulatedCosts::contention_penalty)
+      .def_rw("in_order", &SimulatedCosts::in_order)
+      .def_rw("queued_nbytes", &SimulatedCosts::queued_nbytes);
 }
 
 void bind_simulation(nb::module_& m) {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace commrt {
 
@@ -38,6 +39,8 @@ FlowSimulation::FlowSimulation(AllSteps all,
   core_free_.assign(all_.size(), 0);
   core_last_.assign(all_.size(), -1);
   link_nbytes_.assign(latencies_us_.size(), 0);
+  last_of_pair_.assign(routes_.peers.size(), -1);
+  link_free_.assign(latencies_us_.size(), 0);
   link_busy_us_ = link_since_ = link_nbytes_;
   for (std::size_t at = 0; at < all_.size(); ++at) {
     const StepColumns& steps = *all_[at].steps;
@@ -87,8 +90,18 @@ void FlowSimulation::expect(double time, Kind kind, std::int64_t subject, std::i
 void FlowSimulation::handle(const Event& event) {
   switch (event.kind) {
     case Kind::kPosted: return post(event.subject, kSendPosted);
-    case Kind::kBegins: return flow(event.subject);
-    case Kind::kFlows: return arrive(event.subject);
+    case Kind::kBegins: return queue(event.subject);
+    case Kind::kEnters: {
+      SimulatedMessage& message = messages_[event.subject];
+      message.flowing = now_;
+      const std::int64_t way = routes_.ways[pair_of(event.subject)] + message.way;
+      const std::int64_t first = routes_.starts[way] + 1, last = routes_.starts[way + 1];
+      if (first == last) return expect(message.passed, Kind::kFlows, event.subject);
+      return enter(event.subject, first, last);
+    }
+    case Kind::kFlows:
+      let_next_flow(event.subject);
+      return arrive(event.subject);
     case Kind::kDone: return finish(event.subject);
     case Kind::kEnds: {
       Flow& ended = flows_[event.subject];
@@ -98,10 +111,15 @@ void FlowSimulation::handle(const Event& event) {
       ++ended.version;
       const std::int64_t way = routes_.ways[pair_of(message)] + messages_[message].way;
       sharing_.remove(static_cast<std::int32_t>(event.subject));
-      for (std::int64_t at = routes_.starts[way]; at < routes_.starts[way + 1]; ++at) {
+      // It was no flow on a link where it queued.
+      const std::int64_t first = routes_.starts[way] + (messages_[message].passed >= 0 ? 1 : 0);
+      for (std::int64_t at = first; at < routes_.starts[way + 1]; ++at) {
         const std::int32_t link = routes_.links[at];
         if (sharing_.load(link) == 0) link_busy_us_[link] += now_ - link_since_[link];
       }
+      if (messages_[message].passed > now_)
+        return expect(messages_[message].passed, Kind::kFlows, message);
+      let_next_flow(message);
       return arrive(message);
     }
   }
@@ -202,6 +220,21 @@ void FlowSimulation::begin(std::int64_t at) {
   expect(start + latency(routes_.ways[pair]), Kind::kBegins, at);
 }
 
+// Lets a message flow once those have that left before it for the same rank.
+void FlowSimulation::queue(std::int64_t at) {
+  if (!costs_.in_order || is_queued(messages_[at])) return flow(at);
+  const std::int64_t before = std::exchange(last_of_pair_[pair_of(at)], at);
+  if (before < 0) return flow(at);
+  messages_[before].next = at;
+}
+
+void FlowSimulation::let_next_flow(std::int64_t at) {
+  if (!costs_.in_order || is_queued(messages_[at])) return;
+  const std::int64_t next = messages_[at].next;
+  if (next >= 0) return flow(next);
+  last_of_pair_[pair_of(at)] = -1;
+}
+
 void FlowSimulation::flow(std::int64_t at) {
   SimulatedMessage& message = messages_[at];
   message.flowing = now_;
@@ -211,7 +244,28 @@ void FlowSimulation::flow(std::int64_t at) {
   const std::int64_t first = routes_.starts[way], last = routes_.starts[way + 1];
   if (first == last) return expect(now_ + message.nbytes / costs_.local_rate, Kind::kFlows, at);
   for (std::int64_t i = first; i < last; ++i) link_nbytes_[routes_.links[i]] += message.nbytes;
-  if (message.nbytes == 0) return arrive(at);
+  if (message.nbytes == 0) {
+    let_next_flow(at);
+    return arrive(at);
+  }
+  if (is_queued(message)) return pass_first_link(at);
+  enter(at, first, last);
+}
+
+// A message leaves its host behind those that queue there, and goes on while it leaves.
+void FlowSimulation::pass_first_link(std::int64_t at) {
+  SimulatedMessage& message = messages_[at];
+  const std::int32_t link = routes_.links[routes_.starts[routes_.ways[pair_of(at)] + message.way]];
+  const double start = std::max(now_, link_free_[link]);
+  const double rate = std::min(rates_.shared[link], rates_.per_flow[link]);
+  link_free_[link] = message.passed = start + message.nbytes / rate;
+  link_busy_us_[link] += message.passed - start;
+  expect(start, Kind::kEnters, at);
+}
+
+// Makes a message a flow on links of its way.
+void FlowSimulation::enter(std::int64_t at, std::int64_t first, std::int64_t last) {
+  SimulatedMessage& message = messages_[at];
   for (std::int64_t i = first; i < last; ++i)
     if (sharing_.load(routes_.links[i]) == 0) link_since_[routes_.links[i]] = now_;
   const std::int32_t slot =

@@ -25,6 +25,10 @@ struct SimulatedCosts {
   double local_latency_us = 0;    // of a message within a host
   double local_rate = 0;          // bytes per microsecond
   double contention_penalty = 0;
+  bool in_order = false;  // messages of a pair flow one after the other
+  // Messages up to this length pass their first link one after the other, and keep no later one
+  // from it while they wait for the rest of their way.
+  std::int64_t queued_nbytes = 0;
 };
 
 // The ways from each rank to its peers: rows of rows. A pair with several ways takes the one with
@@ -45,10 +49,12 @@ struct SimulatedMessage {
   double begun = -1;   // it leaves
   double flowing = -1; // its first byte arrives, were it alone
   double ended = -1;
+  double passed = -1;  // it has left the link where it queued
   std::int32_t way = -1;         // of the pair's
   std::int32_t bottleneck = -1;  // the link that it shared with most others while held back by it
   std::int32_t sharers = 1;
   std::uint8_t ends_posted = 0;
+  std::int64_t next = -1;  // the message that waits for this one, as it left later
 };
 
 class FlowSimulation {
@@ -74,7 +80,7 @@ class FlowSimulation {
   FairSharing& sharing() { return sharing_; }
 
  private:
-  enum class Kind : std::uint8_t { kPosted, kBegins, kFlows, kEnds, kDone };
+  enum class Kind : std::uint8_t { kPosted, kBegins, kEnters, kFlows, kEnds, kDone };
   struct Event {
     double time;
     std::int64_t number;
@@ -103,6 +109,13 @@ class FlowSimulation {
   void post(std::int64_t message, std::uint8_t end);
   void begin(std::int64_t message);
   void flow(std::int64_t message);
+  void queue(std::int64_t message);
+  void pass_first_link(std::int64_t message);
+  void enter(std::int64_t message, std::int64_t first, std::int64_t last);
+  bool is_queued(const SimulatedMessage& message) const {
+    return message.nbytes <= static_cast<double>(costs_.queued_nbytes);
+  }
+  void let_next_flow(std::int64_t message);
   void arrive(std::int64_t message);
   void receive(std::int64_t message);
   // Lets the rank's core work on a step; calls finish() or expects an event at the end.
@@ -131,6 +144,8 @@ class FlowSimulation {
   std::vector<double> core_free_;       // of each rank
   std::vector<std::int64_t> core_last_; // step that it worked on last
   std::vector<double> link_nbytes_, link_busy_us_, link_since_;
+  std::vector<std::int64_t> last_of_pair_;  // that left and has not ended; or -1
+  std::vector<double> link_free_;           // when a link has passed what queued there
   std::vector<Flow> flows_;
   std::vector<std::int64_t> todo_;
   std::vector<Event> events_;  // a heap

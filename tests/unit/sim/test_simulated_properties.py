@@ -11,6 +11,8 @@ from simulated_by_hand import ends_by_hand, messages_of
 
 from commrt import _native, algorithms
 from commrt.schedule.ir import Schedule
+from commrt.sim.costs import Costs
+from commrt.sim.fragments import fragmented
 from commrt.sim.link_series import crossings
 from commrt.sim.network_files import load_network
 from commrt.sim.simulate import Simulated, simulate
@@ -132,6 +134,47 @@ def test_times_equal_those_of_a_simulator_without_shortcuts(
     by_hand = ends_by_hand(schedule, network, 40_004)
     assert ends_of(run) == pytest.approx(by_hand, rel=1e-9)
     assert run.time_us == pytest.approx(max(by_hand.values(), default=0), rel=1e-9)
+
+
+@given(
+    fixed_ways | st.tuples(st.just("uneven"), st.integers(1, 6)),
+    st.sampled_from(NAMES),
+    st.booleans(),
+    st.sampled_from([0, 1000, 8000, 1 << 20]),
+    st.integers(1, 3),
+)
+@settings(max_examples=60)
+def test_lines_of_messages_equal_those_of_a_simulator_without_shortcuts(
+    where: tuple[str, int], name: str, in_order: bool, queued: int, fragments: int
+) -> None:
+    network = network_of(*where)
+    cut = fragmented(schedule_on(network, name), 10_001, 4, fragments)
+    costs = Costs(in_order=in_order, queued_nbytes=queued)
+    run = simulate(cut, network, 0, costs=costs)
+    by_hand = ends_by_hand(cut, network, 0, in_order=in_order, queued_nbytes=queued)
+    assert ends_of(run) == pytest.approx(by_hand, rel=1e-9)
+
+
+@given(networks, st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 3))
+@settings(max_examples=30)
+def test_lines_and_fragments_keep_the_laws(
+    where: tuple[str, int], name: str, fragments: int, depth: int
+) -> None:
+    network = network_of(*where)
+    schedule = schedule_on(network, name)
+    whole = simulate(schedule, network, 400_012 * 4).messages.nbytes.sum()
+    cut = fragmented(schedule, 400_012, 4, fragments, depth)
+    run = simulate(cut, network, 0, costs=Costs(in_order=True, queued_nbytes=32_768))
+    check_messages(run)
+    assert run.messages.nbytes.sum() == whole
+    links, passed = run.links, crossings(run)
+    carried = np.bincount(
+        passed.link, run.messages.nbytes[passed.message], minlength=len(links.nbytes)
+    )
+    np.testing.assert_array_equal(links.nbytes, carried)
+    assert (links.busy_us <= run.time_us * (1 + 1e-9)).all()
+    full = network.links.shared_rate * links.busy_us
+    assert (links.nbytes <= full * (1 + 1e-9)).all()
 
 
 @given(networks, st.sampled_from(NAMES), st.sampled_from([2, 3, 10]))

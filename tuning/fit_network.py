@@ -2,18 +2,15 @@
 """A network that takes as long as measured calls did: ``commrt-tune fit``.
 
 The recording of a tuning run has the times of schedules. The fit looks for a star of
-hosts, and for costs of messages, on which the simulator gives these times: the least
-squares of logarithms, by the method of Levenberg and Marquardt (D. Marquardt, "An
-algorithm for least-squares estimation of nonlinear parameters", SIAM J. 11, 1963).
-Times that are far off count less. A fifth of the cells, drawn, is left out, and judges
-the result.
+hosts, and for costs of messages, on which the simulator gives these times
+(commrt/sim/least_squares.py). A fifth of the cells, drawn, is left out, and judges the
+result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 from collections import Counter
@@ -32,10 +29,12 @@ from commrt.planning.prediction import full_nbytes
 from commrt.schedule.ir import Schedule, full_multiple
 from commrt.select.facts import Candidate, Query
 from commrt.sim.costs import Costs
+from commrt.sim.fragments import CONNECTIONS, as_sent_by_tcp
+from commrt.sim.least_squares import least_squares
 from commrt.sim.quantities import nbytes_text
 from commrt.sim.simulate import simulate
 from commrt.sim.topologies.crossbars import Star
-from commrt.sim.topologies.network import Cable, Floats
+from commrt.sim.topologies.network import Cable
 from commrt.tuning.decide import curves_of
 from commrt.tuning.recording_reader import load_recording
 from commrt.tuning.samples import Recording
@@ -44,14 +43,9 @@ from commrt.vocabulary.operations import SCHEDULED
 __all__ = ["Cell", "Fitted", "add_fit", "cells_of", "fit", "simulated_us"]
 
 _ITEM_NBYTES = 4
+_TCP = "tcp"
 _MOST_CELLS = 240
 _HELD_OUT = 5
-_MOST_STEPS = 40
-_LONGEST_STEP = math.log(4.0)
-_SMALL = 1e-3
-"""Change of a logarithm that tells its slope."""
-_FAR_OFF = 0.3
-"""Error of a logarithm beyond which it counts in proportion, not by its square."""
 _NUMBERS = (
     *("gbytes_per_s", "latency_us", "send_overhead_us", "receive_overhead_us"),
     "reduce_us_per_byte",
@@ -148,15 +142,13 @@ def simulated_us(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:
     hosts = max(cell.nodes) + 1
     cable = Cable(values["gbytes_per_s"], values["latency_us"] / 2)
     given: Any = {key: values[key] for key in _COSTS if key in values}
-    costs = Costs(**given)
-    one = kept.schedule(cell)
-    whole = full_nbytes(Query(cell.op, cell.nbytes, "float32"), one.size)
-    unit = _ITEM_NBYTES * full_multiple(cell.op, one.size)
+    if cell.candidate.backend == _TCP:
+        given |= CONNECTIONS
     run = simulate(
-        *(one, Star(max(hosts, 2), cable).network(), max(1, whole // unit) * unit),
+        *(kept.schedule(cell), Star(max(hosts, 2), cable).network(), kept.nbytes(cell)),
         np.array(cell.nodes),
         itemsize=_ITEM_NBYTES,
-        costs=costs,
+        costs=Costs(**given),
     )
     return max(run.time_us, 1e-3)
 
@@ -166,8 +158,31 @@ class _Kept:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Schedule] = {}
+        self._cut: dict[Cell, Schedule] = {}
 
     def schedule(self, cell: Cell) -> Schedule:
+        """Return what is simulated: over connections of commrt's own, its fragments."""
+        if cell.candidate.backend != _TCP:
+            return self._whole(cell)
+        if cell not in self._cut:
+            number = self._num_elements(cell)
+            self._cut[cell] = as_sent_by_tcp(self._whole(cell), number, _ITEM_NBYTES)
+        return self._cut[cell]
+
+    def nbytes(self, cell: Cell) -> int:
+        """Return the length that is simulated; fragments have their own."""
+        if cell.candidate.backend == _TCP:
+            return 0
+        return self._num_elements(cell) * _ITEM_NBYTES
+
+    @staticmethod
+    def _num_elements(cell: Cell) -> int:
+        size = len(cell.nodes)
+        whole = full_nbytes(Query(cell.op, cell.nbytes, "float32"), size)
+        unit = full_multiple(cell.op, size)
+        return max(1, whole // (_ITEM_NBYTES * unit)) * unit
+
+    def _whole(self, cell: Cell) -> Schedule:
         one = cell.candidate
         key = cell.op, one.algorithm, tuple(sorted(one.params.items())), cell.nodes
         if key not in self._made:
@@ -199,7 +214,11 @@ def fit(cells: Sequence[Cell]) -> Fitted:
     fifth = len(taken) // _HELD_OUT
     judging, shaping = taken[:fifth], taken[fifth:]
     kept = _Kept()
-    values = _least_squares(shaping, _first_guess(shaping), kept)
+    values = least_squares(
+        [cell.us for cell in shaping],
+        lambda at, values: simulated_us(shaping[at], values, kept),
+        _first_guess(shaping),
+    )
     return Fitted(
         values,
         tuple(_off(cell, values, kept) for cell in shaping),
@@ -216,46 +235,6 @@ def _first_guess(cells: Sequence[Cell]) -> dict[str, float]:
     if any(len({*cell.nodes}) < len(cell.nodes) for cell in cells):
         values |= zip(_LOCAL, (shortest / 8, bytes_per_us / 250), strict=True)
     return values
-
-
-def _least_squares(
-    cells: Sequence[Cell], start: Mapping[str, float], kept: _Kept
-) -> dict[str, float]:
-    """Return the numbers whose logarithms make the errors smallest."""
-    keys = [*start]
-
-    def errors(logs: Floats) -> Floats:
-        values = dict(zip(keys, map(float, np.exp(logs)), strict=True))
-        found = (math.log(simulated_us(each, values, kept) / each.us) for each in cells)
-        return np.fromiter(found, float)
-
-    def cost(found: Floats) -> float:
-        off = np.abs(found)
-        near = off <= _FAR_OFF
-        return float(np.where(near, off**2, _FAR_OFF * (2 * off - _FAR_OFF)).sum())
-
-    logs = np.log(np.array([start[key] for key in keys]))
-    here, damping = errors(logs), 1e-2
-    for _ in range(_MOST_STEPS):
-        changed = [errors(logs + _SMALL * unit) for unit in np.eye(len(keys))]
-        slopes = (np.stack(changed, axis=1) - here[:, None]) / _SMALL
-        weights = np.minimum(1.0, _FAR_OFF / np.maximum(np.abs(here), 1e-12))
-        normal = slopes.T @ (weights[:, None] * slopes)
-        target = slopes.T @ (weights * here)
-        before = cost(here)
-        while damping < 1e9:
-            # A number that changes no time stays where it is.
-            own = np.diag(normal) + 1e-4 * np.trace(normal)
-            step = -np.linalg.solve(normal + damping * np.diag(own), target)
-            step = np.clip(step, -_LONGEST_STEP, _LONGEST_STEP)
-            there = errors(logs + step)
-            if cost(there) < before:
-                logs, here, damping = logs + step, there, damping / 4
-                break
-            damping *= 4
-        if cost(here) > before * (1 - 1e-5):
-            break
-    return dict(zip(keys, map(float, np.exp(logs)), strict=True))
 
 
 def _off(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:

@@ -51,6 +51,7 @@ _COSTS = {
     "local_gbytes_per_s": "rate between two ranks of one host (unlimited)",
     "queued_nbytes": "longest message that passes its first link behind earlier ones "
     "(none does)",
+    "burst_nbytes": "bytes that a link that rested passes at once (0)",
     "contention_penalty": "loss of shared links: with n flows they carry "
     "1/(1 + penalty (1 - 1/n)) of their rate",
 }

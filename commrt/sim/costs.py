@@ -50,6 +50,9 @@ class Costs:
     """A message up to this length passes its first link after those that left before
     it, whatever their ways are after that: its host hands it to the link at once.
     Longer ones share the link."""
+    burst_nbytes: float = 0.0
+    """Bytes that a link that rested passes at once, beside its rate: the tokens of a
+    bucket, as limits of virtual machines and ``commrt.cluster`` have them."""
     contention_penalty: float = 0.0
     """Loss of shared links: with n flows a link carries 1/(1 + penalty (1 - 1/n)) of
     its rate. A penalty of 1 halves a link that very many flows share."""
@@ -79,5 +82,6 @@ class Costs:
         made.local_rate = math.inf if local is None else 1000.0 * local
         made.in_order = self.in_order
         made.queued_nbytes = min(self.queued_nbytes, _MOST_BYTES)
+        made.burst_nbytes = self.burst_nbytes
         made.contention_penalty = self.contention_penalty
         return made

@@ -12,17 +12,20 @@ that a few are on their way at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from commrt.errors import UsageError
-from commrt.planning.footprint import LANE_NBYTES, footprint
+from commrt.planning.footprint import DIRECT_CHUNK_NBYTES, LANE_NBYTES, footprint
 from commrt.schedule.ir import RankProgram, Schedule, Slice, Space, Step
 
-__all__ = ["DEPTH", "fragmented", "num_fragments"]
+__all__ = ["CONNECTIONS", "DEPTH", "as_sent_by_tcp", "fragmented", "num_fragments"]
 
 DEPTH = 2
 """Fragments that a rank has in hand at once, where nobody says otherwise."""
+CONNECTIONS: Mapping[str, Any] = {"in_order": True, "queued_nbytes": 40_000}
+"""Fields of ``Costs`` for messages over connections of commrt's own."""
 _LINE_NBYTES = 64
 """Fragments begin at multiples of this, in each block."""
 
@@ -41,6 +44,12 @@ def num_fragments(
         *(own, schedule.nodes),
     )
     return bound.fragments(num_elements, itemsize, chunk_nbytes, LANE_NBYTES)
+
+
+def as_sent_by_tcp(schedule: Schedule, num_elements: int, itemsize: int) -> Schedule:
+    """Return the schedule as ranks send it over connections of commrt's own."""
+    number = num_fragments(schedule, num_elements, itemsize, DIRECT_CHUNK_NBYTES)
+    return fragmented(schedule, num_elements, itemsize, number)
 
 
 def fragmented(

@@ -156,7 +156,8 @@ void bind_costs(nb::module_& m) {
       .def_rw("local_rate", &SimulatedCosts::local_rate)
       .def_rw("contention_penalty", &SimulatedCosts::contention_penalty)
       .def_rw("in_order", &SimulatedCosts::in_order)
-      .def_rw("queued_nbytes", &SimulatedCosts::queued_nbytes);
+      .def_rw("queued_nbytes", &SimulatedCosts::queued_nbytes)
+      .def_rw("burst_nbytes", &SimulatedCosts::burst_nbytes);
 }
 
 void bind_simulation(nb::module_& m) {

@@ -41,6 +41,8 @@ FlowSimulation::FlowSimulation(AllSteps all,
   link_nbytes_.assign(latencies_us_.size(), 0);
   last_of_pair_.assign(routes_.peers.size(), -1);
   link_free_.assign(latencies_us_.size(), 0);
+  tokens_.assign(latencies_us_.size(), costs_.burst_nbytes);
+  rests_since_.assign(latencies_us_.size(), 0);
   link_busy_us_ = link_since_ = link_nbytes_;
   for (std::size_t at = 0; at < all_.size(); ++at) {
     const StepColumns& steps = *all_[at].steps;
@@ -115,7 +117,9 @@ void FlowSimulation::handle(const Event& event) {
       const std::int64_t first = routes_.starts[way] + (messages_[message].passed >= 0 ? 1 : 0);
       for (std::int64_t at = first; at < routes_.starts[way + 1]; ++at) {
         const std::int32_t link = routes_.links[at];
-        if (sharing_.load(link) == 0) link_busy_us_[link] += now_ - link_since_[link];
+        if (sharing_.load(link) > 0) continue;
+        link_busy_us_[link] += now_ - link_since_[link];
+        rests_since_[link] = now_;
       }
       if (messages_[message].passed > now_)
         return expect(messages_[message].passed, Kind::kFlows, message);
@@ -258,22 +262,40 @@ void FlowSimulation::pass_first_link(std::int64_t at) {
   const std::int32_t link = routes_.links[routes_.starts[routes_.ways[pair_of(at)] + message.way]];
   const double start = std::max(now_, link_free_[link]);
   const double rate = std::min(rates_.shared[link], rates_.per_flow[link]);
-  link_free_[link] = message.passed = start + message.nbytes / rate;
+  const double tokens = burst(link, start), at_once = std::min(tokens, message.nbytes);
+  tokens_[link] = tokens - at_once;
+  message.passed = start + (message.nbytes - at_once) / rate;
+  link_free_[link] = rests_since_[link] = message.passed;
   link_busy_us_[link] += message.passed - start;
   expect(start, Kind::kEnters, at);
+}
+
+double FlowSimulation::burst(std::int32_t link, double time) const {
+  if (sharing_.load(link) > 0) return 0;
+  const double rested = std::max(0.0, time - rests_since_[link]);
+  if (rested == 0) return tokens_[link];
+  return std::min(costs_.burst_nbytes, tokens_[link] + rested * rates_.shared[link]);
 }
 
 // Makes a message a flow on links of its way.
 void FlowSimulation::enter(std::int64_t at, std::int64_t first, std::int64_t last) {
   SimulatedMessage& message = messages_[at];
+  double at_once = message.nbytes;
   for (std::int64_t i = first; i < last; ++i)
-    if (sharing_.load(routes_.links[i]) == 0) link_since_[routes_.links[i]] = now_;
+    at_once = std::min(at_once, burst(routes_.links[i], now_));
+  for (std::int64_t i = first; i < last; ++i) {
+    const std::int32_t link = routes_.links[i];
+    if (sharing_.load(link) > 0) continue;
+    link_since_[link] = now_;
+    tokens_[link] = burst(link, now_) - at_once;
+    rests_since_[link] = now_;
+  }
   const std::int32_t slot =
       sharing_.add(routes_.links.data() + first, routes_.links.data() + last);
   if (flows_.size() <= static_cast<std::size_t>(slot)) flows_.resize(slot + 1);
   Flow& made = flows_[slot];
   made.message = at;
-  made.left = message.nbytes;
+  made.left = message.nbytes - at_once;
   made.rate = 0;
   made.since = now_;
 }

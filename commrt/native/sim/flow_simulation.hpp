@@ -29,6 +29,7 @@ struct SimulatedCosts {
   // Messages up to this length pass their first link one after the other, and keep no later one
   // from it while they wait for the rest of their way.
   std::int64_t queued_nbytes = 0;
+  double burst_nbytes = 0;  // what a link that rested passes at once: a token bucket
 };
 
 // The ways from each rank to its peers: rows of rows. A pair with several ways takes the one with
@@ -112,6 +113,8 @@ class FlowSimulation {
   void queue(std::int64_t message);
   void pass_first_link(std::int64_t message);
   void enter(std::int64_t message, std::int64_t first, std::int64_t last);
+  // Bytes that the link would pass at once at that time.
+  double burst(std::int32_t link, double time) const;
   bool is_queued(const SimulatedMessage& message) const {
     return message.nbytes <= static_cast<double>(costs_.queued_nbytes);
   }
@@ -146,6 +149,7 @@ class FlowSimulation {
   std::vector<double> link_nbytes_, link_busy_us_, link_since_;
   std::vector<std::int64_t> last_of_pair_;  // that left and has not ended; or -1
   std::vector<double> link_free_;           // when a link has passed what queued there
+  std::vector<double> tokens_, rests_since_;  // of a link's bucket, when it came to rest
   std::vector<Flow> flows_;
   std::vector<std::int64_t> todo_;
   std::vector<Event> events_;  // a heap

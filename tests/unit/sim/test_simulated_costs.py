@@ -55,6 +55,11 @@ def time_us(costs: Costs, author: object = one_message, size: int = 2) -> float:
         (Costs(eager_nbytes=NBYTES - 1, handshake=True), 16),
         (Costs(local_latency_us=9, local_gbytes_per_s=0.1), 12),
         (Costs(contention_penalty=1), 12),
+        # What rested passes 3,000 bytes at once, and all of a shorter message.
+        (Costs(burst_nbytes=3000), 9),
+        (Costs(burst_nbytes=3000, queued_nbytes=NBYTES), 9),
+        (Costs(burst_nbytes=20_000), 2),
+        (Costs(burst_nbytes=20_000, queued_nbytes=NBYTES), 2),
     ],
 )
 def test_one_message_takes_its_latency_its_bytes_and_its_costs(
@@ -83,6 +88,36 @@ def test_rendezvous_waits_for_its_receive_and_eager_messages_do_not() -> None:
     assert time_us(Costs(**copies), late_receiver) == pytest.approx(20)  # type: ignore[arg-type]
     rendezvous = Costs(eager_nbytes=0, **copies)  # type: ignore[arg-type]
     assert time_us(rendezvous, late_receiver) == pytest.approx(20 + 7 + 7)
+
+
+def twice(b: Builder) -> None:
+    """Rank 0 sends half, copies, and sends the rest when it has copied."""
+    b.blocks(2)
+    if b.rank == 0:
+        first = b.send(b.inp[0], 1)
+        b.after(first)
+        copied = b.copy(b.out[:], b.inp[:])
+        b.after(copied)
+        b.send(b.inp[1], 1)
+    else:
+        b.recv(b.out[0], 0)
+        b.recv(b.out[1], 0)
+
+
+@pytest.mark.parametrize("queued", [0, NBYTES])
+@pytest.mark.parametrize(("copies_us", "rest_us"), [(0, 3), (0.5, 2.5), (1, 2), (60, 2)])
+def test_a_bucket_fills_while_its_link_rests(
+    queued: int, copies_us: float, rest_us: float
+) -> None:
+    """Of the first 5,000 bytes 3,000 pass at once. The link rests for 2 us and more."""
+    costs = Costs(
+        burst_nbytes=3000,
+        copy_us_per_byte=copies_us / NBYTES,
+        eager_nbytes=0,
+        queued_nbytes=queued,
+    )
+    # Sent and received at 4 us; the second one flows at 6 us, and after the copy.
+    assert time_us(costs, twice) == pytest.approx(4 + copies_us + 2 + rest_us)
 
 
 def to_one(b: Builder) -> None:

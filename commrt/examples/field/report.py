@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +15,7 @@ import torch
 import commrt
 from commrt.comm import Communicator
 from commrt.examples.field.rungs import RUNGS, scaled, serial
+from commrt.examples.field.schedules import scaled_lr
 from commrt.examples.field.tiles import Field
 from commrt.examples.field.training import Settings, Trained, mean_square
 from commrt.trace.recording import Recording
@@ -19,8 +23,8 @@ from commrt.trace.recording import Recording
 __all__ = ["CASES", "TOLERANCES", "Sent", "main", "sent_by"]
 
 SCALING = "scaling"
-FACTOR = 8
-"""Large batches have so many times the tiles of small ones."""
+AXIS = re.compile(r"\[(.+?)\]")
+"""In the name of a communicator along an axis of a grid."""
 CASES = (("none", 0), ("sqrt", 0), ("sqrt", 2), ("linear", 0), ("linear", 2))
 """Rules of the learning rate, and epochs of warm-up."""
 TOLERANCES = {torch.float64: 1e-10, torch.bfloat16: 2e-2}
@@ -39,11 +43,11 @@ class Sent(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train by one rung on the ranks that a launcher started; return the status."""
-    rung, settings = _arguments(argv)
+    rung, settings, factor = _arguments(argv)
     torch.set_num_threads(1)  # ranks share the cores
     comm = commrt.init()
     if rung == SCALING:
-        lines, status = [*_compared(comm, settings)], 0
+        lines, status = [*_compared(comm, settings, factor)], 0
     else:
         trained = RUNGS[rung](comm, settings)
         # The first rank repeats the training alone; the others are done.
@@ -60,13 +64,13 @@ def sent_by(recording: Recording, rank: int) -> list[Sent]:
         if log.rank == rank:
             for key, volume in log.volume(("dimension", "op", "dtype")).items():
                 group, op, dtype = key
-                axis = group.partition("[")[2].removesuffix("]")
-                number = round(volume.nbytes)
-                found.append(Sent(axis or "all ranks", op, dtype, volume.calls, number))
+                axis = AXIS.search(group)
+                of = "all ranks" if axis is None else axis[1]
+                found.append(Sent(of, op, dtype, volume.calls, volume.nbytes))
     return sorted(found)
 
 
-def _arguments(argv: Sequence[str] | None) -> tuple[str, Settings]:
+def _arguments(argv: Sequence[str] | None) -> tuple[str, Settings, int]:
     parser = argparse.ArgumentParser("python -m commrt.examples.field")
     parser.description = "Train a vision transformer that adds detail to a field."
     parser.add_argument("rung", choices=[*RUNGS, SCALING], help="how to train")
@@ -75,11 +79,18 @@ def _arguments(argv: Sequence[str] | None) -> tuple[str, Settings]:
     parser.add_argument(
         "--tiles", type=int, default=usual.num_tiles, help="to learn, at most"
     )
+    parser.add_argument("--lr", type=float, default=usual.lr, help="learning rate")
+    parser.add_argument(
+        "--factor", type=int, default=4, help="scaling: large batch over small one"
+    )
     given = parser.parse_args(argv)
-    for name in ("epochs", "tiles"):
+    for name in ("epochs", "tiles", "factor"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} {getattr(given, name)}: expected a number from 1")
-    return given.rung, Settings(epochs=given.epochs, num_tiles=given.tiles)
+    if not 0 < given.lr < math.inf:
+        parser.error(f"--lr {given.lr}: expected a number above 0")
+    settings = Settings(epochs=given.epochs, lr=given.lr, num_tiles=given.tiles)
+    return given.rung, settings, given.factor
 
 
 def _beside_one_process(
@@ -88,7 +99,7 @@ def _beside_one_process(
     """Return the report and the exit status; on other ranks than the first, nothing."""
     if comm.rank:
         return [], 0
-    alone = trained if rung == "serial" else serial(settings, trained.order)
+    alone = trained if rung == "serial" else serial(replace(settings, order=trained.order))
     field = settings.field()
     lines = [
         f"{rung} on {comm.size} ranks: {len(field.learned.guess)} tiles, "
@@ -99,7 +110,7 @@ def _beside_one_process(
     for epoch, pair in enumerate(zip(trained.losses, alone.losses, strict=True)):
         off = abs(pair[0] - pair[1])
         worst = off if not off <= worst else worst  # a NaN stays
-        lines.append(f"{epoch + 1:5}  {pair[0]:.12f}  {pair[1]:.12f}   {off:.0e}")
+        lines.append(f"{epoch + 1:5}  {pair[0]:14.8f}  {pair[1]:14.8f}   {off:.0e}")
     lines += _log_lines(sent_by(trained.recording, comm.rank))
     if rung == "serial":
         lines += _judged(trained, field)
@@ -136,22 +147,23 @@ def _judged(trained: Trained, field: Field) -> list[str]:
     ]
 
 
-def _compared(comm: Communicator, settings: Settings) -> Iterator[str]:
+def _compared(comm: Communicator, settings: Settings, factor: int) -> Iterator[str]:
     """Train with small and with large batches, and yield the lines of a table."""
     field = settings.field()
     bicubic = float(field.tested.detail.square().mean())
 
-    def line(batch: int, rule: str, epochs: int, trained: Trained) -> str:
+    def line(batch: int, rule: str, warm: int, rate: float, trained: Trained) -> str:
         tested = mean_square(trained.model, field.tested) / bicubic
         return (
-            f"{batch:5}  {rule:6} {epochs:8} {trained.losses[0]:12.4f} "
-            f"{trained.losses[-1]:12.4f} {tested:12.4f}"
+            f"{batch:5}  {rule:6} {rate:7.4f} {warm:8} {trained.losses[0]:11.4f} "
+            f"{trained.losses[-1]:10.4f} {tested:12.4f}"
         )
 
     yield f"scaling on {comm.size} ranks: {settings.epochs} epochs"
-    yield "batch  rate    warm-up   first loss    last loss  other tiles"
+    yield "batch  rule      rate  warm-up  first loss  last loss  other tiles"
     small = RUNGS["data"](comm, settings)
-    yield line(settings.batch, "none", 0, small)
-    for rule, epochs in CASES:
-        large = scaled(comm, settings, FACTOR, rule, epochs)
-        yield line(FACTOR * settings.batch, rule, epochs, large)
+    yield line(settings.batch, "-", 0, settings.lr, small)
+    for rule, warm in CASES:
+        rate = scaled_lr(settings.lr, factor, rule)
+        large = scaled(comm, settings, factor, rule, warm)
+        yield line(factor * settings.batch, rule, warm, rate, large)

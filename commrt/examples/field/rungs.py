@@ -25,10 +25,8 @@ from commrt.examples.field.training import (
     Settings,
     Trained,
     divided,
-    in_order,
     train,
 )
-from commrt.layers.data import GradientReducer
 from commrt.layers.pipeline import MessageDrivenPipeline, partition, split
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.samples import BatchLoader, PartialShuffle
@@ -50,12 +48,12 @@ FRACTION = 0.5
 """Of its tiles that a rank gives away before each epoch."""
 
 
-def serial(settings: Settings, order: Order | None = None) -> Trained:
+def serial(settings: Settings) -> Trained:
     """Train in one process."""
     model = made(settings.dtype)
     optimizer = AdamW(model.parameters(), settings.lr)
-    batches = in_order(settings, order)
-    return train(model, optimizer, batches, epochs=settings.epochs)
+    batches = divided(settings)
+    return train(model, optimizer, batches, settings)
 
 
 def data(comm: Communicator, settings: Settings) -> Trained:
@@ -68,24 +66,21 @@ def data(comm: Communicator, settings: Settings) -> Trained:
         for parameter in model.parameters():
             comm.allreduce(parameter.grad)
 
-    epochs = settings.epochs
-    trained = train(model, optimizer, batches, epochs=epochs, after_backward=add_up)
+    trained = train(model, optimizer, batches, settings, after_backward=add_up)
     return trained.over(comm)
 
 
 def buckets(comm: Communicator, settings: Settings) -> Trained:
-    """Send gradients together."""
-    model = made(settings.dtype)
-    optimizer = AdamW(model.parameters(), settings.lr)
-    batches = divided(settings, comm.rank, comm.size)
-    parameters = [*model.parameters()]
-    with GradientReducer(comm, parameters, op="sum", bucket_nbytes=1 << 20) as reducer:
+    """Send all gradients of a step together."""
+    with ProcessGrid(comm, {"data": 0}) as grid:
+        model = made(settings.dtype)
+        optimizer = AdamW(model.parameters(), settings.lr)
+        batches = divided(settings, comm.rank, comm.size)
 
         def add_up() -> None:
-            reducer([each.grad for each in parameters])
+            sync_gradients(model, grid, average=False)
 
-        epochs = settings.epochs
-        trained = train(model, optimizer, batches, epochs=epochs, after_backward=add_up)
+        trained = train(model, optimizer, batches, settings, after_backward=add_up)
     return trained.over(comm)
 
 
@@ -94,8 +89,8 @@ def samples(comm: Communicator, settings: Settings) -> Trained:
     model = made(settings.dtype)
     optimizer = AdamW(model.parameters(), settings.lr)
     tiles = settings.field().learned
-    own = torch.arange(len(tiles.guess)).tensor_split(comm.size)[comm.rank]
-    held = {"guess": tiles.guess[own], "detail": tiles.detail[own], "number": own}
+    part = torch.arange(len(tiles.guess)).tensor_split(comm.size)[comm.rank]
+    held = {"guess": tiles.guess[part], "detail": tiles.detail[part], "number": part}
     seen: list[list[list[int]]] = []
 
     def add_up() -> None:
@@ -104,20 +99,16 @@ def samples(comm: Communicator, settings: Settings) -> Trained:
 
     with PartialShuffle(held, comm, FRACTION) as shuffle:
         share = -(-settings.batch // comm.size)
-        loader = BatchLoader(
-            shuffle, share, overlap_steps=0, num_epochs=settings.epochs
-        )
+        loader = BatchLoader(shuffle, share, overlap_steps=0)
 
         def batches(epoch: int) -> Any:
             seen.append([])
             for batch in loader:
-                seen[-1].append(batch.samples["number"].tolist())
-                yield Batch(
-                    batch.samples["guess"], batch.samples["detail"], batch.total
-                )
+                own = batch.samples
+                seen[-1].append(own["number"].tolist())
+                yield Batch(own["guess"], own["detail"], batch.total)
 
-        epochs = settings.epochs
-        trained = train(model, optimizer, batches, epochs=epochs, after_backward=add_up)
+        trained = train(model, optimizer, batches, settings, after_backward=add_up)
     return replace(trained.over(comm), order=_order_of_all(comm, seen))
 
 
@@ -145,8 +136,7 @@ def bfloat16(comm: Communicator, settings: Settings) -> Trained:
         for parameter in model.parameters():
             comm.allreduce(parameter.grad)
 
-    epochs = settings.epochs
-    trained = train(forward, optimizer, batches, epochs=epochs, after_backward=add_up)
+    trained = train(forward, optimizer, batches, settings, after_backward=add_up)
     return trained.over(comm)
 
 
@@ -172,8 +162,7 @@ def scaled(
             comm.allreduce(parameter.grad)
 
     trained = train(
-        *(model, optimizer, batches),
-        epochs=settings.epochs,
+        *(model, optimizer, batches, settings),
         after_backward=add_up,
         scheduler=scheduler,
     )
@@ -183,12 +172,12 @@ def scaled(
 def zero(comm: Communicator, settings: Settings) -> Trained:
     """Divide the optimizer's state among the ranks (ZeRO, stage 1)."""
     model = made(settings.dtype)
+    optimizer = ShardedOptimizer(
+        model.parameters(), comm, AdamW, op="sum", lr=settings.lr
+    )
     batches = divided(settings, comm.rank, comm.size)
-    parameters = model.parameters()
-    with ShardedOptimizer(
-        parameters, comm, AdamW, op="sum", lr=settings.lr
-    ) as optimizer:
-        trained = train(model, optimizer, batches, epochs=settings.epochs)
+    with optimizer:
+        trained = train(model, optimizer, batches, settings)
     return trained.over(comm)
 
 
@@ -208,8 +197,8 @@ def tensor(comm: Communicator, settings: Settings) -> Trained:
     with ProcessGrid(comm, {"data": 1, "x": 0}) as grid:
         model = cut(made(settings.dtype), grid)
         optimizer = AdamW(model.parameters(), settings.lr)
-        batches = in_order(settings)
-        return train(model, optimizer, batches, epochs=settings.epochs)
+        batches = divided(settings)
+        return train(model, optimizer, batches, settings)
 
 
 def stage_of(model: nn.Sequential, number: int, stages: int) -> nn.Module:
@@ -222,14 +211,14 @@ def pipeline(comm: Communicator, settings: Settings) -> Trained:
     """Give each rank some of the modules, one behind the other."""
     stage = stage_of(made(settings.dtype), comm.rank, comm.size)
     optimizer = AdamW(stage.parameters(), settings.lr)
-    batches = in_order(settings)
+    batches = divided(settings)
     with MessageDrivenPipeline(stage, comm, functional.mse_loss) as pipe:
 
         def step(batch: Batch) -> float:
             micro = batch.guess.split(MICRO_BATCH), batch.detail.split(MICRO_BATCH)
             return pipe.step(*micro)
 
-        return train(stage, optimizer, batches, epochs=settings.epochs, step=step)
+        return train(stage, optimizer, batches, settings, step=step)
 
 
 def data_tensor(comm: Communicator, settings: Settings) -> Trained:
@@ -242,8 +231,7 @@ def data_tensor(comm: Communicator, settings: Settings) -> Trained:
         def add_up() -> None:
             sync_gradients(model, average=False)
 
-        epochs = settings.epochs
-        trained = train(model, optimizer, batches, epochs=epochs, after_backward=add_up)
+        trained = train(model, optimizer, batches, settings, after_backward=add_up)
         return trained.over(grid["data"])
 
 
@@ -259,7 +247,7 @@ def data_pipeline(comm: Communicator, settings: Settings) -> Trained:
                 micro = batch.guess.split(MICRO_BATCH), batch.detail.split(MICRO_BATCH)
                 return pipe.step(*micro)
 
-            return train(stage, optimizer, batches, epochs=settings.epochs, step=step)
+            return train(stage, optimizer, batches, settings, step=step)
 
 
 def _alone(comm: Communicator, settings: Settings) -> Trained:

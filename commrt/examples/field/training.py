@@ -26,9 +26,7 @@ __all__ = [
     "Settings",
     "Trained",
     "divided",
-    "in_order",
     "mean_square",
-    "shuffled_order",
     "train",
 ]
 
@@ -52,6 +50,8 @@ class Settings:
     """Of parameters, tiles and sums: with float64 a wrong sum is seen at once."""
     num_tiles: int = 1 << 30
     """Tiles to learn, at most."""
+    order: Order | None = None
+    """Batches of each epoch; None: all tiles, shuffled by a seed."""
 
     def field(self) -> Field:
         """Return the tiles."""
@@ -85,7 +85,7 @@ class Trained:
     recording: Recording
     """The log of the first epoch."""
     order: Order | None = None
-    """Batches of all ranks together, where they are others than those of one process."""
+    """Batches of all ranks together, where they are not those of the settings."""
 
     def over(self, comm: Communicator) -> Trained:
         """Return the losses of all ranks, where each has those of its own tiles."""
@@ -98,8 +98,8 @@ def train(
     model: Callable[[Any], Any],
     optimizer: torch.optim.Optimizer,
     batches: Batches,
+    settings: Settings,
     *,
-    epochs: int,
     step: Callable[[Batch], float] | None = None,
     after_backward: Callable[[], None] | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -110,7 +110,7 @@ def train(
         model: returns the detail of tiles.
         optimizer: of its parameters.
         batches: of each epoch.
-        epochs: their number.
+        settings: the number of epochs is taken from them.
         step: adds a batch's gradients to the parameters and returns its loss; None: the
             forward and the backward pass of ``model``.
         after_backward: called before each step of the optimizer.
@@ -140,37 +140,33 @@ def train(
 
     with commrt.trace.record() as recording:
         losses = [one_epoch(0)]
-    losses += [one_epoch(number) for number in range(1, epochs)]
+    losses += [one_epoch(number) for number in range(1, settings.epochs)]
     return Trained(losses, model, recording)
 
 
+def divided(settings: Settings, place: int = 0, places: int = 1) -> Batches:
+    """Return one of so many even parts of each batch; a part may be empty.
+
+    All ranks draw the same order of tiles, so their parts make up the batch.
+    """
+    tiles = settings.field().learned
+    order = settings.order or shuffled_order(settings, len(tiles.guess))
+
+    def batches(epoch: int) -> Iterator[Batch]:
+        for numbers in order[epoch]:
+            own = numbers.tensor_split(places)[place]
+            yield Batch(tiles.guess[own], tiles.detail[own], len(numbers))
+
+    return batches
+
+
 def shuffled_order(settings: Settings, num_tiles: int) -> Order:
-    """Return an order of all tiles for each epoch, the same on all ranks."""
+    """Return an order of all tiles for each epoch, in batches."""
     draws = torch.Generator().manual_seed(SEED)
     return [
         torch.randperm(num_tiles, generator=draws).split(settings.batch)
         for _ in range(settings.epochs)
     ]
-
-
-def in_order(settings: Settings, order: Order | None = None) -> Batches:
-    """Return whole batches, as one process takes them."""
-    return divided(settings, 0, 1, order)
-
-
-def divided(
-    settings: Settings, place: int, places: int, order: Order | None = None
-) -> Batches:
-    """Return one of so many even parts of each batch; a part may be empty."""
-    tiles = settings.field().learned
-    of_epochs = order or shuffled_order(settings, len(tiles.guess))
-
-    def batches(epoch: int) -> Iterator[Batch]:
-        for numbers in of_epochs[epoch]:
-            own = numbers.tensor_split(places)[place]
-            yield Batch(tiles.guess[own], tiles.detail[own], len(numbers))
-
-    return batches
 
 
 def mean_square(model: Callable[[Any], Any], tiles: Tiles) -> float:

@@ -14,6 +14,7 @@ import torch
 
 import commrt
 from commrt.comm import Communicator
+from commrt.errors import UsageError
 from commrt.examples.field.rungs import RUNGS, scaled, serial
 from commrt.examples.field.schedules import scaled_lr
 from commrt.examples.field.tiles import Field
@@ -46,12 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rung, settings, factor = _arguments(argv)
     torch.set_num_threads(1)  # ranks share the cores
     comm = commrt.init()
-    if rung == SCALING:
-        lines, status = [*_compared(comm, settings, factor)], 0
-    else:
-        trained = RUNGS[rung](comm, settings)
-        # The first rank repeats the training alone; the others are done.
-        lines, status = _beside_one_process(comm, rung, settings, trained)
+    try:
+        if rung == SCALING:
+            lines, status = [*_compared(comm, settings, factor)], 0
+        else:
+            trained = RUNGS[rung](comm, settings)
+            # The first rank repeats the training alone; the others are done.
+            lines, status = _beside_one_process(comm, rung, settings, trained)
+    except UsageError as error:  # such as a number of ranks that makes no grid
+        lines, status = [f"{rung} on {comm.size} ranks: {error}"], 2
     if comm.rank == 0:
         print("\n".join(lines), flush=True)
     return status

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commrt.bench.sealed.cells import cells, fitting_cells
+from commrt.bench.sealed.cells import cells, cells_of, fitting_cells
 from commrt.bench.sealed.judging import judged, report
 from commrt.bench.sealed.measuring import Times, measured
 from commrt.bench.sealed.networks import Numbers
@@ -28,7 +28,7 @@ from commrt.errors import CommError, UsageError
 from commrt.files.read import Kind, read_text
 from commrt.files.write import write_file
 
-_FOLDER = Path("tables/sealed")
+_FOLDER = Path("tables/sealed/round-2")
 _FITTING, _NUMBERS = "fitting-times.json", "numbers.json"
 _PREDICTIONS, _TIMES = "predictions.json", "times.json.gz"
 _KIND = Kind("file of sealed predictions", "JSON", 1 << 26, UsageError)
@@ -108,7 +108,12 @@ def _measure(arguments: argparse.Namespace) -> int:
 def _judge(arguments: argparse.Namespace) -> int:
     times: Times = _read(arguments.folder / _TIMES)
     predictions: dict[str, Any] = _read(arguments.folder / _PREDICTIONS)
-    known = [cell for cell in _asked(arguments) if cell.key in times]
+    asked = {*filter(None, arguments.networks.split(","))}
+    known = [
+        cell
+        for cell in cells_of(predictions)
+        if cell.key in times and (not asked or cell.network in asked)
+    ]
     if not known:
         raise UsageError("no cell of these networks is measured yet: measure first")
     for line in report(known, predictions, times):

@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from commrt import algorithms
-from commrt.bench.sealed.networks import FITTED_ON, NETWORKS
+from commrt.bench.sealed.networks import FITTED_ON, NETWORKS, network
 from commrt.cluster.topology import Topology
 from commrt.planning.host_plans import distinct
 from commrt.schedule.ir import Schedule, full_multiple
 from commrt.select.facts import Candidate
 
-__all__ = ["ITEM_NBYTES", "Cell", "cells", "fitting_cells", "runners"]
+__all__ = ["ITEM_NBYTES", "Cell", "cells", "cells_of", "fitting_cells", "runners"]
 
 ITEM_NBYTES = 4
 """Elements are of type float32."""
 _OPS = ("allreduce", "reduce", "bcast", "reduce_scatter", "allgather", "alltoall")
-_NBYTES = (8_192, 24_576, 65_536, 163_840, 393_216, 786_432, 1_572_864)
-_FITTED_NBYTES = (12_288, 98_304, 655_360)
+_NBYTES = (16_384, 40_960, 98_304, 229_376, 393_216, 589_824, 917_504)
+_FITTED_NBYTES = (24_576, 163_840, 655_360)
 _BACKEND = "tcp"
 
 
@@ -36,7 +36,7 @@ class Cell:
     @property
     def topology(self) -> Topology:
         """The network."""
-        return {**FITTED_ON, **NETWORKS}[self.network]
+        return network(self.network)
 
     @property
     def ranks(self) -> int:
@@ -58,21 +58,24 @@ class Cell:
 def cells() -> list[Cell]:
     """Return the cells that are predicted."""
     return [
-        Cell(network, op, nbytes)
-        for network in NETWORKS
-        for op in _OPS
-        for nbytes in _NBYTES
+        Cell(name, op, nbytes) for name in NETWORKS for op in _OPS for nbytes in _NBYTES
     ]
 
 
 def fitting_cells() -> list[Cell]:
     """Return the cells that shape the numbers: other networks, other lengths."""
     return [
-        Cell(network, op, nbytes)
-        for network in FITTED_ON
+        Cell(name, op, nbytes)
+        for name in FITTED_ON
         for op in _OPS
         for nbytes in _FITTED_NBYTES
     ]
+
+
+def cells_of(keys: Iterable[str]) -> list[Cell]:
+    """Return the cells with these names."""
+    words = [key.split() for key in keys]
+    return [Cell(name, op, int(nbytes)) for name, op, nbytes in words]
 
 
 def runners(cell: Cell) -> Iterator[tuple[Candidate, Schedule]]:

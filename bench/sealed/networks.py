@@ -16,12 +16,21 @@ from commrt.sim.topologies.crossbars import Star
 from commrt.sim.topologies.graphs import Graph, NamedLink
 from commrt.sim.topologies.network import Cable, Network
 
-__all__ = ["CLUSTER", "FITTED_ON", "NETWORKS", "Numbers", "one_switch", "simulated"]
+__all__ = [
+    "CLUSTER",
+    "FITTED_ON",
+    "NETWORKS",
+    "Numbers",
+    "network",
+    "one_switch",
+    "simulated",
+]
 
-_RATE = 200_000_000
+_RATE = 100_000_000
 _MTU, _BURST = 1500, 3200
 CLUSTER = ("--mtu", str(_MTU), "--burst", str(_BURST))
 """Options of all clusters: packets and buckets so small that a link is like a cable."""
+_PACKET_NBYTES = _MTU + ETHERNET_NBYTES
 _HEADERS_NBYTES = 52
 """Of IPv4 and TCP, in each packet."""
 
@@ -33,24 +42,47 @@ def _with_a_slow_host(hosts: int) -> Topology:
     return replace(made, links=(*made.links[:-1], slow))
 
 
+def _pair(hosts: int) -> Topology:
+    """Return two switches with half of the hosts each, joined by one link."""
+    half = hosts // 2
+    return fat_tree(
+        hosts, _RATE, per_switch=half, spines=1, oversubscription=float(half)
+    )
+
+
 FITTED_ON: Mapping[str, Topology] = {
     "star-2": star(2, _RATE),
     "star-4": star(4, _RATE),
+    "loop-5": loop_network(5, _RATE),
 }
 """Networks whose times shape the numbers; no prediction is about them."""
 
 NETWORKS: Mapping[str, Topology] = {
-    **{f"star-{n}": star(n, _RATE) for n in (3, 5, 6, 8)},
-    **{f"loop-{n}": loop_network(n, _RATE) for n in (4, 6, 8)},
+    **{f"star-{n}": star(n, _RATE) for n in (3, 5, 6)},
+    **{f"slow-{n}": _with_a_slow_host(n) for n in (4, 6)},
+    **{f"ring-{n}": loop_network(n, _RATE, per_switch=1, chords=()) for n in (4, 5)},
+    **{f"loop-{n}": loop_network(n, _RATE) for n in (4, 6)},
+    **{f"pair-{n}": _pair(n) for n in (4, 6)},
     **{
         f"tree-{n}": fat_tree(n, _RATE, per_switch=2, oversubscription=2.0)
-        for n in (4, 6, 8)
+        for n in (4, 6)
     },
-    **{f"slow-{n}": _with_a_slow_host(n) for n in (4, 6)},
 }
-"""One rank a host. ``loop``: a ring of switches with chords, two hosts a switch.
-``tree``: two levels; a switch's two hosts share half of what they have. ``slow``: a
-star whose last host has half the rate of the others."""
+"""One rank a host. ``slow``: a star whose last host has half the rate of the others.
+``ring``: a ring of switches with a host each. ``loop``: one with chords, and two hosts
+a switch. ``pair``: two switches; one link between them. ``tree``: two levels; a
+switch's two hosts share half of what they have."""
+
+_FIRST_ROUND: Mapping[str, Topology] = {
+    "star-8": star(8, _RATE),
+    "loop-8": loop_network(8, _RATE),
+    "tree-8": fat_tree(8, _RATE, per_switch=2, oversubscription=2.0),
+}
+
+
+def network(name: str) -> Topology:
+    """Return a network by its name."""
+    return {**_FIRST_ROUND, **FITTED_ON, **NETWORKS}[name]
 
 
 @dataclass(frozen=True)
@@ -65,7 +97,7 @@ class Numbers:
     def costs(self) -> Costs:
         """Costs of messages over connections of commrt's own."""
         # A bucket passes whole packets.
-        packets = _BURST // (_MTU + ETHERNET_NBYTES)
+        packets = _BURST // _PACKET_NBYTES
         tokens = packets * (_MTU - _HEADERS_NBYTES)
         given: dict[str, Any] = {**CONNECTIONS, "burst_nbytes": tokens, **self.values}
         for own in ("share", "latency_us"):
@@ -83,7 +115,10 @@ def simulated(topology: Topology, numbers: Numbers) -> Network:
         assert link.rate is not None
         rate = link.rate / 8e6 * share
         for tail, head in (link.ends, link.ends[::-1]):
-            links.append(NamedLink(tail, head, rate, rate, latency_us))
+            # A switch passes a packet on once it has all of it.
+            waits_us = _PACKET_NBYTES / (link.rate / 8e6)
+            after_us = waits_us if tail in topology.switches else 0.0
+            links.append(NamedLink(tail, head, rate, rate, latency_us + after_us))
 
     def route(source: str, target: str) -> list[int]:
         here, found = source, []

@@ -37,7 +37,7 @@ Model = Callable[[Cell, Schedule, Numbers], float]
 _FULL_START = {
     "share": 0.95,
     "latency_us": 15.0,
-    "send_overhead_us": 5.0,
+    "send_overhead_us": 8.0,
     "receive_overhead_us": 5.0,
     "reduce_us_per_byte": 1e-3,
     "contention_penalty": 0.05,

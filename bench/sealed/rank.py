@@ -19,7 +19,7 @@ import commrt
 from commrt.files.write import write_file
 from commrt.vocabulary.operations import operation
 
-_ROUNDS = 5
+_ROUNDS = 6
 _LOST_AFTER, _LOST = 2, 1.6
 """Rounds after which a candidate is left out that never came within so many times the
 best one's time."""

@@ -186,7 +186,9 @@ def test_larger_batches_on_ranks_are_those_of_one_process(
 def right_for(rung: str, rank: int, ranks: int) -> list[Sent]:
     """Return what the formulas of the tutorial say that a rank sends in an epoch."""
     number, n = len(TENSORS), sum(TENSORS)
-    one_by_one = Sent("all ranks", "allreduce", "float64", STEPS * number, STEPS * n * E)
+    one_by_one = Sent(
+        "all ranks", "allreduce", "float64", STEPS * number, STEPS * n * E
+    )
     activations = PATCHES * WIDTH * E
     if rung == "data":
         return [one_by_one]
@@ -255,9 +257,7 @@ def messages_of(rank: int, stages: int, tiles: list[int]) -> list[Sent]:
         nbytes += tiles.count(0)
     found = [Sent("all ranks", "send", "uint8", calls, nbytes)]
     if rank == 0:
-        found.insert(
-            0, Sent("all ranks", "send", "int64", len(tiles), 8 * sum(micro))
-        )
+        found.insert(0, Sent("all ranks", "send", "int64", len(tiles), 8 * sum(micro)))
     return found
 
 

@@ -21,9 +21,19 @@ _COMMAND = re.compile(r"^```sh\n([^\n]*)\n```\n\n```text\n(.*?)^```$", re.S | re
 
 
 def changed_lines(before: Callable[..., Any], after: Callable[..., Any]) -> str:
-    """Return the lines of both functions without docstrings, with ``+`` and ``-``."""
-    marked = difflib.ndiff(_lines_of(before), _lines_of(after))
-    lines = [line.rstrip() for line in marked if not line.startswith("?")]
+    """Return the lines of both functions without docstrings, with ``+`` and ``-``.
+
+    A line that only moved to the right is none that changed.
+    """
+    old, new = _lines_of(before), _lines_of(after)
+    plain = [[line.strip() for line in lines] for lines in (old, new)]
+    lines: list[str] = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, *plain, False).get_opcodes():
+        if kind == "equal":
+            lines += [f"  {line}".rstrip() for line in new[c:d]]
+        else:
+            lines += [f"- {line}".rstrip() for line in old[a:b]]
+            lines += [f"+ {line}".rstrip() for line in new[c:d]]
     return "\n".join([*lines, ""])
 
 

@@ -16,13 +16,15 @@ from commrt.sim.topologies.network import Network
 __all__ = ["ends_by_hand", "fair_rates", "messages_of"]
 
 Place = tuple[int, int]
+Flow = tuple[Place, int]
+"""A message, and the part of it: 1 on what follows a link where it queues."""
 
 
 def fair_rates(
-    ways: dict[Place, list[int]], rates: list[float], limits: list[float]
-) -> dict[Place, float]:
+    ways: dict[Flow, list[int]], rates: list[float], limits: list[float]
+) -> dict[Flow, float]:
     """Return the max-min fair rates of flows: raise all at once until one is full."""
-    found: dict[Place, float] = {}
+    found: dict[Flow, float] = {}
     open_ = dict(ways)
     while open_:
         level = math.inf
@@ -49,9 +51,9 @@ def fair_rates(
 def _is_full(
     link: int,
     level: float,
-    open_: dict[Place, list[int]],
-    found: dict[Place, float],
-    ways: dict[Place, list[int]],
+    open_: dict[Flow, list[int]],
+    found: dict[Flow, float],
+    ways: dict[Flow, list[int]],
     rates: list[float],
 ) -> bool:
     users = sum(link in way for way in open_.values())
@@ -96,19 +98,27 @@ def ends_by_hand(
     done: set[Place] = set()
     arrived: set[Place] = set()
     latent: dict[Place, float] = {}
-    left: dict[Place, float] = {}
     links = network.links
     rates, limits = links.shared_rate.tolist(), links.flow_rate.tolist()
     ways = {send: network.way(send[0], recv[0]) for send, (recv, _) in messages.items()}
+    lines: dict[object, list[Place]] = {}  # who passes, and who waits for it
+    parts: dict[tuple[Place, int], list[int]] = {}  # what flows now, and on which links
+    left: dict[tuple[Place, int], float] = {}
     ends: dict[Place, float] = {}
-    lines: dict[Place, list[Place]] = {}  # of a pair: who flows, and who waits for it
-    free: dict[
-        int, float
-    ] = {}  # of first links: when the last one that queues has left
-    enters: dict[Place, float] = {}
-    passes: dict[Place, float] = {}
-    flowing: dict[Place, list[int]] = {}
     now = 0.0
+
+    def line_of(send: Place) -> object:
+        recv, length = messages[send]
+        if length <= queued_nbytes and ways[send]:
+            return ways[send][0]
+        return (send[0], recv[0]) if in_order else send
+
+    def flow(send: Place) -> None:
+        (_, length), way = messages[send], ways[send]
+        apart = 0 < length <= queued_nbytes and len(way) > 1
+        for part, own in enumerate([way[:1], way[1:]] if apart else [way]):
+            parts[send, part], left[send, part] = own, float(length)
+
     while True:
         progress = True
         while progress:
@@ -126,52 +136,31 @@ def ends_by_hand(
             send for send, time in latent.items() if time <= now * (1 + 1e-12)
         ]:
             del latent[send]
-            (recv, length), way = messages[send], ways[send]
-            if 0 < length <= queued_nbytes:
-                start = max(now, free.get(way[0], 0.0))
-                passes[send] = start + length / min(rates[way[0]], limits[way[0]])
-                free[way[0]], enters[send] = passes[send], start
-                continue
-            line = lines.setdefault((send[0], recv[0]), [])
+            line = lines.setdefault(line_of(send), [])
             line.append(send)
-            if not in_order or len(line) == 1:
-                flowing[send], left[send] = way, float(length)
-        for send in [
-            send for send, time in enters.items() if time <= now * (1 + 1e-12)
-        ]:
-            del enters[send]
-            flowing[send] = ways[send][1:]
-            left[send] = float(messages[send][1]) if flowing[send] else 0.0
-        ended = [
-            send
-            for send, rest in left.items()
-            if rest <= 0 and passes.get(send, 0.0) <= now * (1 + 1e-12)
-        ]
+            if len(line) == 1:
+                flow(send)
+        ended = [each for each, rest in left.items() if rest <= 0]
         if ended:
-            for send in ended:
-                del left[send]
-                arrived.add(send)
-                ends[send] = now
-                line = lines.get((send[0], messages[send][0][0]), [])
-                if send in line:
+            for send, part in ended:
+                del left[send, part], parts[send, part]
+                if part == 0:  # whoever waits behind it may pass
+                    line = lines[line_of(send)]
                     line.remove(send)
-                    if in_order and line:
-                        flowing[line[0]] = ways[line[0]]
-                        left[line[0]] = float(messages[line[0]][1])
+                    if line:
+                        flow(line[0])
+                if not {(send, 0), (send, 1)} & {*left}:
+                    arrived.add(send)
+                    ends[send] = now
             continue
-        if not left and not latent and not enters:
+        if not left and not latent:
             break
-        moving = {send: flowing[send] for send, rest in left.items() if rest > 0}
-        speeds = fair_rates(moving, rates, limits)
-        times = {
-            send: now + left[send] / speeds[send] if send in moving else passes[send]
-            for send in left
-        }
-        after = min([*times.values(), *latent.values(), *enters.values()])
-        for send, rest in left.items():
-            over = times[send] <= after * (1 + 1e-12)
-            if send in moving:
-                left[send] = 0.0 if over else rest - speeds[send] * (after - now)
+        speeds = fair_rates(parts, rates, limits)
+        times = {each: now + left[each] / speeds[each] for each in left}
+        after = min([*times.values(), *latent.values()])
+        for each, rest in left.items():
+            over = times[each] <= after * (1 + 1e-12)
+            left[each] = 0.0 if over else rest - speeds[each] * (after - now)
         now = after
     assert len(done) == len(waits)
     return ends

@@ -39,8 +39,7 @@ FlowSimulation::FlowSimulation(AllSteps all,
   core_free_.assign(all_.size(), 0);
   core_last_.assign(all_.size(), -1);
   link_nbytes_.assign(latencies_us_.size(), 0);
-  last_of_pair_.assign(routes_.peers.size(), -1);
-  link_free_.assign(latencies_us_.size(), 0);
+  last_of_line_.assign(routes_.peers.size() + latencies_us_.size(), -1);
   tokens_.assign(latencies_us_.size(), costs_.burst_nbytes);
   rests_since_.assign(latencies_us_.size(), 0);
   link_busy_us_ = link_since_ = link_nbytes_;
@@ -93,40 +92,28 @@ void FlowSimulation::handle(const Event& event) {
   switch (event.kind) {
     case Kind::kPosted: return post(event.subject, kSendPosted);
     case Kind::kBegins: return queue(event.subject);
-    case Kind::kEnters: {
-      SimulatedMessage& message = messages_[event.subject];
-      message.flowing = now_;
-      const std::int64_t way = routes_.ways[pair_of(event.subject)] + message.way;
-      const std::int64_t first = routes_.starts[way] + 1, last = routes_.starts[way + 1];
-      if (first == last) return expect(message.passed, Kind::kFlows, event.subject);
-      return enter(event.subject, first, last);
-    }
     case Kind::kFlows:
-      let_next_flow(event.subject);
+      leave_line(event.subject);
       return arrive(event.subject);
     case Kind::kDone: return finish(event.subject);
-    case Kind::kEnds: {
-      Flow& ended = flows_[event.subject];
-      if (event.version != ended.version) return;
-      const std::int64_t message = ended.message;
-      ended.message = -1;
-      ++ended.version;
-      const std::int64_t way = routes_.ways[pair_of(message)] + messages_[message].way;
-      sharing_.remove(static_cast<std::int32_t>(event.subject));
-      // It was no flow on a link where it queued.
-      const std::int64_t first = routes_.starts[way] + (messages_[message].passed >= 0 ? 1 : 0);
-      for (std::int64_t at = first; at < routes_.starts[way + 1]; ++at) {
-        const std::int32_t link = routes_.links[at];
-        if (sharing_.load(link) > 0) continue;
-        link_busy_us_[link] += now_ - link_since_[link];
-        rests_since_[link] = now_;
-      }
-      if (messages_[message].passed > now_)
-        return expect(messages_[message].passed, Kind::kFlows, message);
-      let_next_flow(message);
-      return arrive(message);
-    }
+    case Kind::kEnds:
+      if (event.version == flows_[event.subject].version) end(event.subject);
   }
+}
+
+void FlowSimulation::end(std::int64_t slot) {
+  const Flow ended = flows_[slot];
+  flows_[slot].message = -1;
+  ++flows_[slot].version;
+  sharing_.remove(static_cast<std::int32_t>(slot));
+  for (std::int64_t at = ended.first; at < ended.last; ++at) {
+    const std::int32_t link = routes_.links[at];
+    if (sharing_.load(link) > 0) continue;
+    link_busy_us_[link] += now_ - link_since_[link];
+    rests_since_[link] = now_;
+  }
+  if (ended.leads) leave_line(ended.message);
+  if (--messages_[ended.message].parts == 0) arrive(ended.message);
 }
 
 // Gives flows the rates that they have from now on.
@@ -224,50 +211,50 @@ void FlowSimulation::begin(std::int64_t at) {
   expect(start + latency(routes_.ways[pair]), Kind::kBegins, at);
 }
 
-// Lets a message flow once those have that left before it for the same rank.
+// Lets a message flow once those have passed that left before it on its line.
 void FlowSimulation::queue(std::int64_t at) {
-  if (!costs_.in_order || is_queued(messages_[at])) return flow(at);
-  const std::int64_t before = std::exchange(last_of_pair_[pair_of(at)], at);
+  const std::int64_t pair = pair_of(at);
+  // Ways of a pair are equally long. Which one it takes is chosen with its first byte.
+  messages_[at].way = static_cast<std::int32_t>(choose_way(pair) - routes_.ways[pair]);
+  const std::int64_t line = line_of(at);
+  const std::int64_t before = line < 0 ? -1 : std::exchange(last_of_line_[line], at);
   if (before < 0) return flow(at);
   messages_[before].next = at;
 }
 
-void FlowSimulation::let_next_flow(std::int64_t at) {
-  if (!costs_.in_order || is_queued(messages_[at])) return;
+void FlowSimulation::leave_line(std::int64_t at) {
+  const std::int64_t line = line_of(at);
+  if (line < 0) return;
   const std::int64_t next = messages_[at].next;
   if (next >= 0) return flow(next);
-  last_of_pair_[pair_of(at)] = -1;
+  last_of_line_[line] = -1;
+}
+
+// Returns the line in which a message waits: of its first link, of its pair, or -1.
+std::int64_t FlowSimulation::line_of(std::int64_t at) const {
+  const SimulatedMessage& message = messages_[at];
+  const std::int64_t pair = pair_of(at), way = routes_.ways[pair] + message.way;
+  const std::int64_t first = routes_.starts[way];
+  if (is_queued(message) && first < routes_.starts[way + 1])
+    return static_cast<std::int64_t>(routes_.peers.size()) + routes_.links[first];
+  return costs_.in_order ? pair : -1;
 }
 
 void FlowSimulation::flow(std::int64_t at) {
   SimulatedMessage& message = messages_[at];
   message.flowing = now_;
-  const std::int64_t pair = pair_of(at);
-  const std::int64_t way = choose_way(pair);
-  message.way = static_cast<std::int32_t>(way - routes_.ways[pair]);
+  const std::int64_t way = routes_.ways[pair_of(at)] + message.way;
   const std::int64_t first = routes_.starts[way], last = routes_.starts[way + 1];
   if (first == last) return expect(now_ + message.nbytes / costs_.local_rate, Kind::kFlows, at);
   for (std::int64_t i = first; i < last; ++i) link_nbytes_[routes_.links[i]] += message.nbytes;
   if (message.nbytes == 0) {
-    let_next_flow(at);
+    leave_line(at);
     return arrive(at);
   }
-  if (is_queued(message)) return pass_first_link(at);
-  enter(at, first, last);
-}
-
-// A message leaves its host behind those that queue there, and goes on while it leaves.
-void FlowSimulation::pass_first_link(std::int64_t at) {
-  SimulatedMessage& message = messages_[at];
-  const std::int32_t link = routes_.links[routes_.starts[routes_.ways[pair_of(at)] + message.way]];
-  const double start = std::max(now_, link_free_[link]);
-  const double rate = std::min(rates_.shared[link], rates_.per_flow[link]);
-  const double tokens = burst(link, start), at_once = std::min(tokens, message.nbytes);
-  tokens_[link] = tokens - at_once;
-  message.passed = start + (message.nbytes - at_once) / rate;
-  link_free_[link] = rests_since_[link] = message.passed;
-  link_busy_us_[link] += message.passed - start;
-  expect(start, Kind::kEnters, at);
+  if (!is_queued(message) || first + 1 == last) return enter(at, first, last, true);
+  // Those behind it wait for its first link alone. It goes on while it passes that.
+  enter(at, first, first + 1, true);
+  enter(at, first + 1, last, false);
 }
 
 double FlowSimulation::burst(std::int32_t link, double time) const {
@@ -277,9 +264,10 @@ double FlowSimulation::burst(std::int32_t link, double time) const {
   return std::min(costs_.burst_nbytes, tokens_[link] + rested * rates_.shared[link]);
 }
 
-// Makes a message a flow on links of its way.
-void FlowSimulation::enter(std::int64_t at, std::int64_t first, std::int64_t last) {
+// Makes a message a flow on links of its way; `leads`: its end lets the next one of its line go.
+void FlowSimulation::enter(std::int64_t at, std::int64_t first, std::int64_t last, bool leads) {
   SimulatedMessage& message = messages_[at];
+  ++message.parts;
   double at_once = message.nbytes;
   for (std::int64_t i = first; i < last; ++i)
     at_once = std::min(at_once, burst(routes_.links[i], now_));
@@ -294,10 +282,7 @@ void FlowSimulation::enter(std::int64_t at, std::int64_t first, std::int64_t las
       sharing_.add(routes_.links.data() + first, routes_.links.data() + last);
   if (flows_.size() <= static_cast<std::size_t>(slot)) flows_.resize(slot + 1);
   Flow& made = flows_[slot];
-  made.message = at;
-  made.left = message.nbytes - at_once;
-  made.rate = 0;
-  made.since = now_;
+  made = {at, first, last, message.nbytes - at_once, 0, now_, made.version, leads};
 }
 
 void FlowSimulation::arrive(std::int64_t at) {

@@ -50,12 +50,12 @@ struct SimulatedMessage {
   double begun = -1;   // it leaves
   double flowing = -1; // its first byte arrives, were it alone
   double ended = -1;
-  double passed = -1;  // it has left the link where it queued
   std::int32_t way = -1;         // of the pair's
   std::int32_t bottleneck = -1;  // the link that it shared with most others while held back by it
   std::int32_t sharers = 1;
   std::uint8_t ends_posted = 0;
   std::int64_t next = -1;  // the message that waits for this one, as it left later
+  std::int32_t parts = 0;  // flows that have not ended
 };
 
 class FlowSimulation {
@@ -81,7 +81,7 @@ class FlowSimulation {
   FairSharing& sharing() { return sharing_; }
 
  private:
-  enum class Kind : std::uint8_t { kPosted, kBegins, kEnters, kFlows, kEnds, kDone };
+  enum class Kind : std::uint8_t { kPosted, kBegins, kFlows, kEnds, kDone };
   struct Event {
     double time;
     std::int64_t number;
@@ -95,10 +95,13 @@ class FlowSimulation {
   };
   struct Flow {
     std::int64_t message = -1;
+    std::int64_t first = 0;  // of its links, in the routes
+    std::int64_t last = 0;
     double left = 0;
     double rate = 0;
     double since = 0;
     std::int64_t version = 0;
+    bool leads = false;
   };
 
   void expect(double time, Kind kind, std::int64_t subject, std::int64_t version = 0);
@@ -111,14 +114,15 @@ class FlowSimulation {
   void begin(std::int64_t message);
   void flow(std::int64_t message);
   void queue(std::int64_t message);
-  void pass_first_link(std::int64_t message);
-  void enter(std::int64_t message, std::int64_t first, std::int64_t last);
+  void leave_line(std::int64_t message);
+  std::int64_t line_of(std::int64_t message) const;
+  void enter(std::int64_t message, std::int64_t first, std::int64_t last, bool leads);
+  void end(std::int64_t slot);
   // Bytes that the link would pass at once at that time.
   double burst(std::int32_t link, double time) const;
   bool is_queued(const SimulatedMessage& message) const {
     return message.nbytes <= static_cast<double>(costs_.queued_nbytes);
   }
-  void let_next_flow(std::int64_t message);
   void arrive(std::int64_t message);
   void receive(std::int64_t message);
   // Lets the rank's core work on a step; calls finish() or expects an event at the end.
@@ -147,8 +151,8 @@ class FlowSimulation {
   std::vector<double> core_free_;       // of each rank
   std::vector<std::int64_t> core_last_; // step that it worked on last
   std::vector<double> link_nbytes_, link_busy_us_, link_since_;
-  std::vector<std::int64_t> last_of_pair_;  // that left and has not ended; or -1
-  std::vector<double> link_free_;           // when a link has passed what queued there
+  // Of lines: of all pairs, and of all links. The message that came last, or -1.
+  std::vector<std::int64_t> last_of_line_;
   std::vector<double> tokens_, rests_since_;  // of a link's bucket, when it came to rest
   std::vector<Flow> flows_;
   std::vector<std::int64_t> todo_;

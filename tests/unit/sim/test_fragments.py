@@ -144,6 +144,31 @@ def test_a_queued_message_that_waits_elsewhere_keeps_no_other_one() -> None:
     assert run.links.busy_us.max() == pytest.approx(20)
 
 
+def test_queued_messages_leave_others_their_part_of_the_link() -> None:
+    """Rank 0 sends 30 us to one rank, and twice 10 us to another: 50 us in all."""
+
+    def author(b: Builder) -> None:
+        b.blocks(5)
+        if b.rank == 0:
+            b.send(b.inp[0:3], 1)
+            b.send(b.inp[3], 2)
+            b.send(b.inp[4], 2)
+        if b.rank == 1:
+            b.recv(b.out[0:3], 0)
+        if b.rank == 2:
+            b.recv(b.out[3], 0)
+            b.recv(b.out[4], 0)
+
+    def make(rank: int) -> RankProgram:
+        return build_program(author, "bcast", rank, 3)
+
+    schedule = Schedule("bcast", "by_hand", 3, 0, make)
+    run = simulate(
+        *(schedule, Star(3, CABLE).network(), 50_000), costs=Costs(queued_nbytes=10_000)
+    )
+    assert sorted(run.messages.ended_us.tolist()) == pytest.approx([20, 40, 50])
+
+
 def simulated(tmp_path: Path, *options: str) -> float:
     out = tmp_path / "out.json"
     words = ["run", "binomial", "--coll", "bcast", "--topology", "star:hosts=4"]

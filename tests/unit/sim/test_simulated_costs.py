@@ -105,7 +105,9 @@ def twice(b: Builder) -> None:
 
 
 @pytest.mark.parametrize("queued", [0, NBYTES])
-@pytest.mark.parametrize(("copies_us", "rest_us"), [(0, 3), (0.5, 2.5), (1, 2), (60, 2)])
+@pytest.mark.parametrize(
+    ("copies_us", "rest_us"), [(0, 3), (0.5, 2.5), (1, 2), (60, 2)]
+)
 def test_a_bucket_fills_while_its_link_rests(
     queued: int, copies_us: float, rest_us: float
 ) -> None:

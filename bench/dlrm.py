@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from commrt.comm import Communicator
 
-__all__ = ["WORKLOADS", "main", "measure"]
+__all__ = ["WORKLOADS", "main", "measure", "step_on"]
 
 
 class Workload(NamedTuple):
@@ -82,7 +82,7 @@ def measure(
     for name in wanted:
         workload = WORKLOADS[name]
         steps = {
-            "commrt": _by_layer(workload, everyone.communicator),
+            "commrt": step_on(workload, everyone.communicator),
             "gloo": _by_torch(workload, gloo),
             "torch on commrt": _by_torch(workload, everyone),
         }
@@ -90,7 +90,7 @@ def measure(
         for other in others:
             torch.testing.assert_close(right, other, rtol=1e-4, atol=1e-5)
         comm = everyone.communicator
-        steps["alone"] = _by_layer(workload, comm.split(comm.rank))
+        steps["alone"] = step_on(workload, comm.split(comm.rank))
         times = in_turns(steps, blocks=blocks, least_s=least_s)
         rows.append({"workload": name, "us": times})
     return rows
@@ -130,7 +130,13 @@ def _network(workload: Workload, bags: Any) -> Any:
     return Network(bags, _tables(workload), *sizes)
 
 
-def _by_layer(workload: Workload, comm: Communicator) -> Step:
+def step_on(workload: Workload, comm: Communicator) -> Step:
+    """Return a step with commrt's layers; collective.
+
+    Args:
+        workload: the model and its samples.
+        comm: the ranks that share the tables.
+    """
     import torch
 
     from commrt.layers.embeddings import ShardedEmbeddingBags

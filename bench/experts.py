@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from commrt.layers.process_grid import ProcessGrid
 
-__all__ = ["Workload", "main", "measure", "workloads"]
+__all__ = ["Workload", "main", "measure", "step_on", "workloads"]
 
 ROUTINGS = ("drawn", "even")
 """How tokens choose their experts."""
@@ -327,6 +327,16 @@ class _Commrts(_Way):
     def gradients(self) -> list[torch.Tensor]:
         experts = self.moe.experts
         return [self.moe.router.weight.grad, experts.up.grad, experts.down.grad]
+
+
+def step_on(workload: Workload, grid: ProcessGrid) -> Callable[[], list[torch.Tensor]]:
+    """Return a step of commrt's layer, which returns its output and gradients.
+
+    Args:
+        workload: the layer and its tokens.
+        grid: the ranks that share the experts, along its axis ``expert``.
+    """
+    return _Commrts(workload, grid, grid.rank).results
 
 
 class _DeepSpeeds(_Way):

@@ -103,7 +103,9 @@ def _beside_one_process(
     """Return the report and the exit status; on other ranks than the first, nothing."""
     if comm.rank:
         return [], 0
-    alone = trained if rung == "serial" else serial(replace(settings, order=trained.order))
+    alone = (
+        trained if rung == "serial" else serial(replace(settings, order=trained.order))
+    )
     field = settings.field()
     lines = [
         f"{rung} on {comm.size} ranks: {len(field.learned.guess)} tiles, "

@@ -40,11 +40,9 @@ LAYERS = (
     ("torch",),
     ("layers", "elastic", "science"),
     ("hvd",),
-    (
-        *("tuning", "bench", "commands", "examples", "tables"),
-        *("run", "__main__", "running", "sim", "oracle"),
-    ),
+    ("commands", "run", "running"),
     ("cluster",),
+    ("tuning", "bench", "examples", "tables", "sim", "oracle", "__main__"),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -11,11 +11,12 @@ import pytest
 
 from commrt import algorithms
 from commrt.errors import UsageError
+from commrt.launch.mpiexec import Completed
 from commrt.sim.cli import main
 from commrt.sim.costs import Costs
 from commrt.sim.network_files import load_network
 from commrt.sim.simulate import simulate
-from commrt.sim.studies import STUDIES
+from commrt.sim.studies import STUDIES, mcrdl
 from commrt.sim.studies.bine import Pair, rows
 from commrt.sim.studies.hybrid_switch import HybridSwitch, Ports, kept_circuits, play
 from commrt.sim.studies.sparse import ALGORITHMS, Case, break_even, fill, times_us
@@ -35,6 +36,35 @@ def test_the_command_prints_a_study_and_says_that_it_is_simulated(
     first, *_, last = capsys.readouterr().out.splitlines()
     assert "simulated" in first
     assert len(last) > 20
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_study_of_mixed_backends_runs_in_clusters(
+    quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def ran(argv: list[str], environ: object, *, timeout_s: float) -> Completed:
+        asked.append(argv)
+        return Completed(tuple(argv), 0, "workload  mixed\n", "", False, 1.0)
+
+    monkeypatch.setattr(mcrdl, "run_process", ran)
+    assert main(["study", "mcrdl", *["--quick"] * quick]) == 0
+    said = capsys.readouterr().out.splitlines()
+    launchers = ["torchrun"] if quick else ["torchrun", "mpiexec"]
+    assert [argv[argv.index("--launcher") + 1] for argv in asked] == launchers
+    assert all("commrt.bench.mixed" in argv for argv in asked)
+    assert "measured here, not simulated" in said[2]
+    assert said.count("workload  mixed") == len(launchers)
+
+
+def test_a_study_that_cannot_make_a_cluster_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = Completed(("x",), 2, "", "commrt cluster: it needs root", False, 1.0)
+    monkeypatch.setattr(mcrdl, "run_process", lambda *_, **__: failed)
+    assert main(["study", "mcrdl"]) == 2
+    assert "it needs root" in capsys.readouterr().err
 
 
 # -- messages of any lengths -----------------------------------------------------------

@@ -9,15 +9,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from commrt.bench.sealed.cells import cells, cells_of, fitting_cells
-from commrt.bench.sealed.judging import judged, report
+from commrt.bench.sealed.judging import report
 from commrt.bench.sealed.measuring import Times, measured
 from commrt.bench.sealed.networks import Numbers
 from commrt.bench.sealed.predicting import (
-    SIMULATOR,
     fitted,
     predicted,
     simulator,
@@ -28,7 +26,7 @@ from commrt.errors import CommError, UsageError
 from commrt.files.read import Kind, read_text
 from commrt.files.write import write_file
 
-_FOLDER = Path("tables/sealed/round-2")
+_FOLDER = Path("docs/data/sealed/round-2")
 _FITTING, _NUMBERS = "fitting-times.json", "numbers.json"
 _PREDICTIONS, _TIMES = "predictions.json", "times.json.gz"
 _KIND = Kind("file of sealed predictions", "JSON", 1 << 26, UsageError)
@@ -118,9 +116,6 @@ def _judge(arguments: argparse.Namespace) -> int:
         raise UsageError("no cell of these networks is measured yet: measure first")
     for line in report(known, predictions, times):
         _say(line)
-    found = judged(known, predictions, times, SIMULATOR)
-    _say("")
-    _say(f"median regret of all: {median(one.regret for one in found):.1%}")
     return 0
 
 
@@ -138,7 +133,10 @@ def _asked(arguments: argparse.Namespace) -> list[Any]:
 
 def _read(path: Path) -> Any:
     if path.suffix == ".gz":
-        return json.loads(gzip.decompress(path.read_bytes()))
+        try:
+            return json.loads(gzip.decompress(path.read_bytes()))
+        except (OSError, EOFError, ValueError) as error:
+            raise _KIND.refused(path, str(error)) from error
     return json.loads(read_text(path, _KIND))
 
 

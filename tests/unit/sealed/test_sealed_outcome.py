@@ -55,12 +55,15 @@ def test_rules_predict_no_times() -> None:
 
 def test_a_report_has_all_figures() -> None:
     lines = list(report(CELLS, PREDICTIONS, TIMES))
-    assert "| all 3 cells | right | mean regret where wrong | error of time |" in lines
-    assert f"| {SIMULATOR} | 66.7% | 25.0% | 0.0% |" in lines
-    assert f"| {TWO_NUMBERS} | 66.7% | 20.0% | 100.0% |" in lines
-    assert f"| {OPENMPI} | 100.0% | none |  |" in lines
-    assert "| star-3 | 2 | 100.0% | none | 5.9% |" in lines
-    assert "| loop-4 | 1 | 0.0% | 25.0% | 0.0% |" in lines
+    assert (
+        "| all 3 cells | right | mean regret where wrong | of all | error of time |"
+        in lines
+    )
+    assert f"| {SIMULATOR} | 66.7% | 25.0% | 9.0% | 0.0% |" in lines
+    assert f"| {TWO_NUMBERS} | 66.7% | 20.0% | 7.3% | 100.0% |" in lines
+    assert f"| {OPENMPI} | 100.0% | none | 0.0% |  |" in lines
+    assert "| star-3 | 2 | 100.0% | none | 1.0% | 5.9% |" in lines
+    assert "| loop-4 | 1 | 0.0% | 25.0% | 25.0% | 0.0% |" in lines
     (worst,) = [line for line in lines if line.startswith("| loop-4 bcast")]
     assert worst == "| loop-4 bcast 65536 | b | 25% | +0% | a |"
     (sums,) = [line for line in lines if line.startswith(f"{SIMULATOR}:")]

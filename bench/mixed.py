@@ -9,7 +9,7 @@ step take the backend that is the quickest for it. Here one way lets commrt choo
 its model or by the table that COMMRT_TABLE names. Each other way asks one backend for
 all that it can run. The steps are those of ``commrt.bench.dlrm`` and
 ``commrt.bench.experts``. All ways take turns, block by block, and their results are
-compared before. Behind the times stands what each operation took where commrt chose.
+compared before. Behind the times stands what each operation took in each way.
 ``ratio`` is the time of that way to each other one's, the median over blocks; below 1
 mixing wins.
 """
@@ -74,7 +74,7 @@ def measure(
             right, *others = [step() for step in steps.values()]
             for other in others:
                 torch.testing.assert_close(other, right, rtol=1e-4, atol=1e-5)
-            took = _taken(steps[_MIXED])
+            took = {way: _taken(step) for way, step in steps.items()}
             times = in_turns(steps, blocks=blocks, least_s=least_s)
         rows.append({"workload": name, "us": times, "took": took})
     return rows
@@ -128,8 +128,9 @@ def _text(rows: Sequence[dict[str, Any]]) -> str:
 
 def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
-        yield f"{row['workload']}, where commrt chose:"
-        yield from (f"  {line}" for line in row["took"])
+        for way, took in row["took"].items():
+            yield f"{row['workload']}, {way}:"
+            yield from (f"  {line}" for line in took)
 
 
 if __name__ == "__main__":

@@ -410,6 +410,7 @@ class Subgroups(Generic[Plain, Cart, Graph]):
                 identity = world.agree_id(ranks, label, same, limit, once=True)
             else:
                 identity = agree(label, same)
+            given = {"settings": comm.settings.inherited(), **given}
             made: Any = kind(world, ranks, name, identity, timeout_s=limit, **given)
         made.timeout_s = limit
         self.adopt(made)

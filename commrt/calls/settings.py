@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commrt.select.table import Table
 from commrt.select.wishes import Wishes
@@ -21,6 +21,17 @@ class Settings:
     """Selection table; None: that of the job."""
     checks: bool | None = None
     """True to compare calls across ranks; None: as COMMRT_DEBUG says."""
+
+    def inherited(self) -> Settings:
+        """Return what communicators of some of its ranks begin with.
+
+        A wish for one operation stays behind: some of the ranks may be unable to keep
+        it, as on one node, and it would be an error there.
+        """
+        wishes = self.wishes
+        if wishes is not None:
+            wishes = replace(wishes, named={})
+        return replace(self, wishes=wishes)
 
     def all_wishes(self, of_job: Wishes) -> list[Wishes]:
         """Return what is asked for beforehand; what comes first holds."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["changed_lines", "printed_by_commands"]
+__all__ = ["changed_lines", "function_lines", "printed_by_commands"]
 
 _COMMAND = re.compile(r"^```sh\n([^\n]*)\n```\n\n```text\n(.*?)^```$", re.S | re.M)
 
@@ -25,7 +25,7 @@ def changed_lines(before: Callable[..., Any], after: Callable[..., Any]) -> str:
 
     A line that only moved to the right is none that changed.
     """
-    old, new = _lines_of(before), _lines_of(after)
+    old, new = function_lines(before), function_lines(after)
     plain = [[line.strip() for line in lines] for lines in (old, new)]
     lines: list[str] = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, *plain, False).get_opcodes():
@@ -42,7 +42,8 @@ def printed_by_commands(page: Path) -> dict[str, str]:
     return dict(_COMMAND.findall(page.read_text()))
 
 
-def _lines_of(function: Callable[..., Any]) -> list[str]:
+def function_lines(function: Callable[..., Any]) -> list[str]:
+    """Return the lines of a function without its docstring."""
     text = inspect.getsource(function)
     found = ast.parse(text).body[0]
     assert isinstance(found, ast.FunctionDef)

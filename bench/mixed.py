@@ -93,10 +93,10 @@ def _of_one_backend(comm: Communicator) -> dict[str, Communicator]:
             for op in ("allreduce", "alltoall")
         ]
         if all(runs):
-            group: Any = dist.new_group(
+            made: Any = dist.new_group(
                 backend="commrt", pg_options=Options(backend=backend)
             )
-            found[backend] = group.communicator
+            found[backend] = made.communicator
     return found
 
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from commrt.bench.raw_data import write_data
 from commrt.bench.sealed.cells import cells, cells_of, fitting_cells
 from commrt.bench.sealed.judging import report
 from commrt.bench.sealed.measuring import Times, measured
@@ -24,7 +24,6 @@ from commrt.bench.sealed.predicting import (
 from commrt.commands.console import until_reader_leaves
 from commrt.errors import CommError, UsageError
 from commrt.files.read import Kind, read_text
-from commrt.files.write import write_file
 
 _FOLDER = Path("docs/data/sealed/round-2")
 _FITTING, _NUMBERS = "fitting-times.json", "numbers.json"
@@ -132,21 +131,11 @@ def _asked(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _read(path: Path) -> Any:
-    if path.suffix == ".gz":
-        try:
-            return json.loads(gzip.decompress(path.read_bytes()))
-        except (OSError, EOFError, ValueError) as error:
-            raise _KIND.refused(path, str(error)) from error
     return json.loads(read_text(path, _KIND))
 
 
 def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    else:
-        write_file(path, text + "\n")
+    write_data(path, json.dumps(content, indent=1) + "\n")
 
 
 def _say(line: str) -> None:

@@ -45,6 +45,10 @@ _RULES: Mapping[str, Sequence[tuple[int, _Rules]]] = {
         (8, ((0, "direct"),)),
     ),
 }  # fmt: skip
+_NO_POWER_OF_TWO: Mapping[str, Mapping[str, str]] = {
+    "allgather": {"recursive_doubling": "dissemination"}
+}
+"""Algorithms that others stand in for on such numbers of ranks; here Bruck's."""
 _BY_BLOCK = frozenset({"reduce_scatter", "allgather", "alltoall"})
 """Operations whose rules count the bytes of one rank's block."""
 
@@ -62,6 +66,6 @@ def fixed_rule(op: str, nbytes: int, ranks: int) -> str:
     block = nbytes // ranks if op in _BY_BLOCK else nbytes
     rules = [these for least, these in _RULES[op] if ranks >= least][-1]
     chosen = [name for least, name in rules if block >= least][-1]
-    if chosen == "recursive_doubling" and op == "allgather" and ranks & (ranks - 1):
-        return "dissemination"  # Bruck's, as Open MPI does for such numbers of ranks
+    if ranks & (ranks - 1):
+        chosen = _NO_POWER_OF_TWO.get(op, {}).get(chosen, chosen)
     return chosen

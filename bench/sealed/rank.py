@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import commrt
+from commrt.comm import Communicator
 from commrt.files.write import write_file
 from commrt.vocabulary.operations import operation
 
@@ -39,7 +40,9 @@ def main() -> None:
     comm.barrier()
 
 
-def _measured(comm: Any, number: int, cell: dict[str, Any]) -> dict[str, list[float]]:
+def _measured(
+    comm: Communicator, number: int, cell: dict[str, Any]
+) -> dict[str, list[float]]:
     """Return microseconds of the slowest rank, call by call, for each candidate."""
     calls = {
         one["name"]: _bound(comm, cell, one["algorithm"], one["params"])
@@ -60,7 +63,7 @@ def _measured(comm: Any, number: int, cell: dict[str, Any]) -> dict[str, list[fl
 
 
 def _bound(
-    comm: Any, cell: dict[str, Any], algorithm: str, params: dict[str, Any]
+    comm: Communicator, cell: dict[str, Any], algorithm: str, params: dict[str, Any]
 ) -> Callable[[], Any]:
     spec = operation(cell["op"])
     whole = cell["num_elements"]
@@ -73,7 +76,7 @@ def _bound(
     return call
 
 
-def _took_us(comm: Any, call: Callable[[], Any]) -> float:
+def _took_us(comm: Communicator, call: Callable[[], Any]) -> float:
     comm.barrier()
     comm.barrier()
     start = time.perf_counter()

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sent_by(recording: Recording, rank: int) -> list[Sent]:
-    """Return what a rank has sent, line by line, in the order of axes and operations."""
+    """Return what a rank has sent, by axis and operation, in their order."""
     found = []
     for log in recording.logs():
         if log.rank == rank:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -116,7 +117,7 @@ def _order_of_all(comm: Communicator, seen: list[list[list[int]]]) -> Order:
     """Return the tiles of each step over all ranks, for one process to repeat."""
     everybodys = comm.allgather_object(seen)
     return [
-        [torch.tensor(sum(parts, [])) for parts in zip(*epoch, strict=True)]
+        [torch.tensor([*chain(*parts)]) for parts in zip(*epoch, strict=True)]
         for epoch in zip(*everybodys, strict=True)
     ]
 

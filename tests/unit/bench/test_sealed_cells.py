@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from commrt import algorithms
@@ -80,17 +80,25 @@ def test_simulated_links_are_those_of_the_cluster(name: str) -> None:
             assert network.node_name(int(network.links.tails[number])) == here
             here = network.node_name(int(network.links.heads[number]))
         assert here == hosts[target]
-    assert np.allclose(network.links.latency_us, FULL["latency_us"] / 2)
+        assert network.links.latency_us[way[0]] == FULL["latency_us"] / 2
+        for link, number in list(zip(links, way, strict=True))[1:]:
+            assert link.rate is not None  # a switch waits for a whole packet
+            assert network.links.latency_us[number] == pytest.approx(
+                FULL["latency_us"] / 2 + 1514 * 8e6 / link.rate
+            )
 
 
 def test_a_star_is_what_the_model_without_a_network_knows() -> None:
     numbers, schedule = Numbers(FULL), algorithms.schedule("allreduce", "ring", 5)
     topology = NETWORKS["star-5"]
+    costs = replace(numbers.costs, burst_nbytes=0.0)
     both = [
-        simulate(schedule, made(topology, numbers), 40_000, costs=numbers.costs)
+        simulate(schedule, made(topology, numbers), 40_000, costs=costs)
         for made in (simulated, one_switch)
     ]
-    assert both[0].time_us == pytest.approx(both[1].time_us, rel=1e-12)
+    # Eight rounds, in each of which the switch waits for a packet of 1514 bytes.
+    waits_us = 8 * 1514 / 12.5
+    assert both[0].time_us == pytest.approx(both[1].time_us + waits_us, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The first rank repeats the training alone; the others are done.
             lines, status = _beside_one_process(comm, rung, settings, trained)
     except UsageError as error:  # such as a number of ranks that makes no grid
-        lines, status = [f"{rung} on {comm.size} ranks: {error}"], 2
+        lines, status = [f"{rung} on {_ranks(comm)}: {error}"], 2
     if comm.rank == 0:
         print("\n".join(lines), flush=True)
     return status
@@ -108,7 +108,7 @@ def _beside_one_process(
     )
     field = settings.field()
     lines = [
-        f"{rung} on {comm.size} ranks: {len(field.learned.guess)} tiles, "
+        f"{rung} on {_ranks(comm)}: {len(field.learned.guess)} tiles, "
         f"{settings.epochs} epochs of {settings.steps()} steps",
         "epoch            loss     one process   off by",
     ]
@@ -125,6 +125,10 @@ def _beside_one_process(
         lines.append(f"off by {worst:.1e}: expected at most {tolerance:.0e}")
         return lines, 1
     return lines, 0
+
+
+def _ranks(comm: Communicator) -> str:
+    return "1 rank" if comm.size == 1 else f"{comm.size} ranks"
 
 
 def _log_lines(sent: Sequence[Sent]) -> list[str]:
@@ -165,7 +169,7 @@ def _compared(comm: Communicator, settings: Settings, factor: int) -> Iterator[s
             f"{trained.losses[-1]:10.4f} {tested:12.4f}"
         )
 
-    yield f"scaling on {comm.size} ranks: {settings.epochs} epochs"
+    yield f"scaling on {_ranks(comm)}: {settings.epochs} epochs"
     yield "batch  rule      rate  warm-up  first loss  last loss  other tiles"
     small = RUNGS["data"](comm, settings)
     yield line(settings.batch, "-", 0, settings.lr, small)

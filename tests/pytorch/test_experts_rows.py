@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from commrt.errors import UsageError
+from commrt.layers.experts import MoE
 from commrt.layers.experts.rows import Copies, collect, collect_weighted, spread
 from commrt.layers.experts.stacked import stacked_mlp
+from commrt.layers.process_grid import ProcessGrid
+from commrt.local import run
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16
 SOURCES: dict[str, tuple[list[int], int]] = {
@@ -130,3 +134,22 @@ def test_stacked_experts_without_hidden_features_or_tokens() -> None:
     weights = [drawn(2, 4, 3).requires_grad_() for _ in range(2)]
     stacked_mlp(drawn(0, 3), (0, 0), "gelu", weights).sum().backward()
     assert all(torch.equal(each.grad, torch.zeros_like(each)) for each in weights)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_gradients_are_refused_on_all_ranks(ranks: int) -> None:
+    """Of a loss that is linear in the output: torch alone would leave them out."""
+
+    def main(comm: Any) -> list[str]:
+        with ProcessGrid(comm, {"expert": 0}) as grid:
+            moe = MoE(6, 4, 8, grid=grid, top_k=2).double()
+            x = drawn(5, 6, seed=comm.rank).requires_grad_()
+            output = moe(x).output
+            with pytest.raises(UsageError, match="create_graph=True") as caught:
+                torch.autograd.grad(output.sum(), x, create_graph=True)
+            moe(x).output.sum().backward()  # and once they can be had
+            assert x.grad is not None
+            return [str(caught.value)]
+
+    found = run(ranks, main, timeout_s=300)
+    assert found == [found[0]] * ranks

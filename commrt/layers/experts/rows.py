@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from commrt.layers.experts.differentiable_once import differentiable_once
 
 __all__ = ["Copies", "collect", "collect_weighted", "spread"]
 
@@ -139,7 +140,7 @@ class _CollectWeighted(torch.autograd.Function):  # type: ignore[misc]
         return _collected(x * weights[:, None], copies)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weights = ctx.saved_tensors
         each = gradient.index_select(0, ctx.copies.source)

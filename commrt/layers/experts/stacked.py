@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from commrt.layers.experts.differentiable_once import differentiable_once
 
 __all__ = ["stacked_mlp"]
 
@@ -50,7 +51,7 @@ class _Stacked(torch.autograd.Function):  # type: ignore[misc]
         return _products(hidden, down, counts)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, *others = ctx.saved_tensors
         inner = others[: ctx.num_weights - 1]

@@ -76,6 +76,39 @@ def test_a_reducer_over_ranks_with_the_same_experts_sums_them() -> None:
     run(4, main)
 
 
+def test_a_reducer_over_the_axis_that_cuts_refuses_them() -> None:
+    """As many ranks as have the same experts, and yet they have different ones."""
+
+    def main(comm: Any) -> str:
+        with ProcessGrid(comm, {"data": 2, "expert": 2}) as grid:
+            experts = [*model_on(grid)["moe"].experts.parameters()]
+            with pytest.raises(UsageError, match="different pieces") as caught:
+                GradientReducer(grid["expert",], experts)
+            comm.barrier()
+            return str(caught.value)
+
+    assert all("ranks along expert" in said for said in run(4, main))
+
+
+def test_a_reducer_between_two_grids_sums_the_same_experts() -> None:
+    def main(comm: Any) -> None:
+        replica, place = divmod(comm.rank, 2)
+        with (
+            comm.split(replica) as own,
+            comm.split(place) as across,
+            ProcessGrid(own, {"expert": 2}) as grid,
+        ):
+            experts = [*model_on(grid)["moe"].experts.parameters()]
+            reducer = GradientReducer(across, experts, op="sum")
+            for index, each in enumerate(experts):
+                reducer.ready(index, torch.full_like(each, 1.0 + replica))
+            for total in reducer.finish():
+                assert torch.equal(total, torch.full_like(total, 3.0))
+            reducer.close()
+
+    run(4, main)
+
+
 def test_an_optimizer_of_hvd_names_the_expert_that_it_refuses() -> None:
     def main() -> str:
         comm = current().comm

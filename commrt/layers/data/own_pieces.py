@@ -10,11 +10,22 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["advice", "is_mixed"]
+__all__ = ["advice", "is_mixed", "place_of"]
+
+
+def place_of(parameter: Any) -> tuple[tuple[str, int], ...]:
+    """Return which piece this rank has: its place along each axis that cuts; local.
+
+    Ranks have the same piece where they return the same. Empty: nothing cuts it.
+    """
+    cut = getattr(parameter, "grid_cut", None)
+    if cut is None:
+        return ()
+    return tuple((axis, cut.grid.coords[axis]) for axis in sorted(cut.axes))
 
 
 def is_mixed(parameter: Any, num_ranks: int) -> bool:
-    """Return whether so many ranks cannot all have the same piece of it; local.
+    """Return whether a grid has fewer copies of a piece than so many ranks; local.
 
     Parameters without a mark are the same on all ranks, as far as anybody knows.
     """

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from commrt.layers.data.bucket_size import (
 from commrt.layers.data.buckets import cut, start_order
 from commrt.layers.data.gradients import Parameter
 from commrt.layers.data.options import Options
-from commrt.layers.data.own_pieces import advice, is_mixed
+from commrt.layers.data.own_pieces import advice, place_of
 from commrt.layers.data.sparse_rows import as_sparse, summed
 from commrt.layers.data.transfers import Bucket, Transfer, start
 
@@ -327,7 +328,9 @@ class GradientReducer:
         MismatchError.
         """
         size = self._comm.size
-        mixed = [n for n, each in enumerate(parameters) if is_mixed(each, size)]
+        places = [place_of(each) for each in parameters]
+        pieces = [number for number, place in enumerate(places) if place]
+        held = zlib.crc32(json.dumps([places[number] for number in pieces]).encode())
         facts = [
             [[list(each.shape), each.dtype] for each in self._parameters],
             [*self._options.facts(), bucket_nbytes],
@@ -335,10 +338,10 @@ class GradientReducer:
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         number = int.from_bytes(digest[:7], "little")
         nbytes = sum(each.nbytes for each in self._parameters)
-        first = mixed[0] if mixed else -1
-        mine = np.array([len(self._parameters), nbytes, number, first], np.int64)
-        *said, firsts = self._comm.allgather(mine).reshape(size, -1).T
-        if firsts.max() >= 0:
+        first = pieces[0] if pieces else -1
+        mine = np.array([len(self._parameters), nbytes, number, first, held], np.int64)
+        *said, firsts, helds = self._comm.allgather(mine).reshape(size, -1).T
+        if (helds != helds[0]).any():
             self._comm.free()
             raise self._refused_pieces(parameters, firsts.tolist())
         said = np.stack(said, 1)

@@ -117,7 +117,10 @@ def _order_of_all(comm: Communicator, seen: list[list[list[int]]]) -> Order:
     """Return the tiles of each step over all ranks, for one process to repeat."""
     everybodys = comm.allgather_object(seen)
     return [
-        [torch.tensor([*chain(*parts)]) for parts in zip(*epoch, strict=True)]
+        [
+            torch.tensor([*chain(*parts)], dtype=torch.int64)
+            for parts in zip(*epoch, strict=True)
+        ]
         for epoch in zip(*everybodys, strict=True)
     ]
 

@@ -15,7 +15,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import numpy as np
 from commrt import algorithms
 from commrt.errors import UsageError
 from commrt.files.write import write_file
+from commrt.planning.footprint import DIRECT_CHUNK_NBYTES
 from commrt.planning.prediction import full_nbytes
 from commrt.schedule.ir import Schedule, full_multiple
 from commrt.select.facts import Candidate, Query
@@ -75,6 +76,8 @@ class Fitted:
     """Relative errors of the cells that shaped it."""
     held_out: tuple[float, ...]
     """Relative errors of the others."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Costs that are known of the backend's messages."""
 
     def text(self, hosts: int, source: str) -> str:
         """Return the network as a file for ``commrt-sim``."""
@@ -93,6 +96,7 @@ class Fitted:
             f"latency: {1000 * latency:.4g}ns",
             "costs:",
             *(f"  {key}: {value:.4g}" for key, value in costs.items()),
+            *(f"  {key}: {json.dumps(value)}" for key, value in self.fixed.items()),
         ]
         return "\n".join(lines) + "\n"
 
@@ -142,8 +146,7 @@ def simulated_us(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:
     hosts = max(cell.nodes) + 1
     cable = Cable(values["gbytes_per_s"], values["latency_us"] / 2)
     given: Any = {key: values[key] for key in _COSTS if key in values}
-    if cell.candidate.backend == _TCP:
-        given |= CONNECTIONS
+    given |= _fixed(cell)
     run = simulate(
         *(kept.schedule(cell), Star(max(hosts, 2), cable).network(), kept.nbytes(cell)),
         np.array(cell.nodes),
@@ -151,6 +154,11 @@ def simulated_us(cell: Cell, values: Mapping[str, float], kept: _Kept) -> float:
         costs=Costs(**given),
     )
     return max(run.time_us, 1e-3)
+
+
+def _fixed(cell: Cell) -> Mapping[str, Any]:
+    """Return the costs that are known of the messages that carried a cell."""
+    return CONNECTIONS if cell.candidate.backend == _TCP else {}
 
 
 class _Kept:
@@ -223,6 +231,7 @@ def fit(cells: Sequence[Cell]) -> Fitted:
         values,
         tuple(_off(cell, values, kept) for cell in shaping),
         tuple(_off(cell, values, kept) for cell in judging),
+        _fixed(taken[0]),
     )
 
 
@@ -269,6 +278,11 @@ def _fit(arguments: argparse.Namespace) -> int:
     hosts = measured if arguments.hosts is None else arguments.hosts
     write_file(arguments.out, found.text(hosts, arguments.recording.name), parents=True)
     sys.stdout.write(f"schedules of {cells[0].candidate.backend}\n")
+    if cells[0].candidate.backend == _TCP:
+        sys.stdout.write(
+            f"simulate them as ranks send them: commrt-sim run --chunk "
+            f"{nbytes_text(DIRECT_CHUNK_NBYTES)}\n"
+        )
     for key, value in found.values.items():
         sys.stdout.write(f"{key:<22}{value:>12.4g}\n")
     least, most = min(cell.nbytes for cell in cells), max(cell.nbytes for cell in cells)

@@ -6,10 +6,8 @@ Everything else in this package works on recorded data and needs no ranks.
 
 from __future__ import annotations
 
-import os
 import platform
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,9 +54,6 @@ _PATIENT_SPINS = 200_000
 """Polls, some 6 ms, for which a rank waits before it gives its core away: longer than
 the turn of a program that has taken another rank's core. A rank that gave way sooner
 would itself be away when the other one comes back, and so on at every repetition."""
-
-
-_MOST_CORES = 4096
 
 
 class _CandidatePeer(CommrtPeer):
@@ -145,7 +140,8 @@ class Session:
         self.crowded: bool = self.facts.ppn > self.facts.cores
         """True if ranks outnumber the cores of their machine."""
         if spans_nodes:
-            self._machines, self.crowded = self._look_at_machines()
+            self._machines = self._numbers_of_machines()
+            self.crowded |= core_of(self._comm).world.shares_cores
         # Threads of a pretended device share the ranks' cores, too.
         alone = device == "cpu" and not self.crowded
         # Between nodes a rank sleeps until a message comes; its core wakes late.
@@ -187,25 +183,10 @@ class Session:
         found = others_share(rows, share_cores=shares, machines=self._machines)
         return self.agree(found)
 
-    def _look_at_machines(self) -> tuple[list[int], bool]:
-        """Return a number for each rank's machine, and whether one is crowded.
-
-        Nodes that are containers of one machine share its cores.
-        """
-        number = zlib.crc32(machine_identity().encode())
-        cores = sum(1 << core for core in os.sched_getaffinity(0) if core < _MOST_CORES)
-        mine = number.to_bytes(4, "little") + cores.to_bytes(_MOST_CORES // 8, "little")
-        rows = self._comm.allgather(np.frombuffer(mine, np.uint8))
-        numbers: list[int] = []
-        shared: dict[int, int] = {}
-        for row in rows.reshape(self.size, -1):
-            number = int.from_bytes(row[:4].tobytes(), "little")
-            numbers.append(number)
-            own = int.from_bytes(row[4:].tobytes(), "little")
-            shared[number] = shared.get(number, 0) | own
-        ranks = Counter(numbers)
-        crowded = any(ranks[one] > shared[one].bit_count() for one in ranks)
-        return numbers, crowded or self.facts.ppn > self.facts.cores
+    def _numbers_of_machines(self) -> list[int]:
+        """Return a number for each rank's machine: nodes may be containers of one."""
+        mine = np.array([zlib.crc32(machine_identity().encode())], np.int64)
+        return [int(one) for one in self._comm.allgather(mine).ravel()]
 
     def reference_us(self) -> float:
         """Return what a fixed piece of work takes now on the slowest rank; collective.

@@ -21,7 +21,6 @@ __all__ = [
     "FITTED_ON",
     "NETWORKS",
     "Numbers",
-    "network",
     "one_switch",
     "simulated",
 ]
@@ -72,17 +71,6 @@ NETWORKS: Mapping[str, Topology] = {
 ``ring``: a ring of switches with a host each. ``loop``: one with chords, and two hosts
 a switch. ``pair``: two switches; one link between them. ``tree``: two levels; a
 switch's two hosts share half of what they have."""
-
-_FIRST_ROUND: Mapping[str, Topology] = {
-    "star-8": star(8, _RATE),
-    "loop-8": loop_network(8, _RATE),
-    "tree-8": fat_tree(8, _RATE, per_switch=2, oversubscription=2.0),
-}
-
-
-def network(name: str) -> Topology:
-    """Return a network by its name."""
-    return {**_FIRST_ROUND, **FITTED_ON, **NETWORKS}[name]
 
 
 @dataclass(frozen=True)

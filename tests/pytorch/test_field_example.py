@@ -56,7 +56,7 @@ MORE = [
 
 
 class Of(NamedTuple):
-    """What a rank of a rung found."""
+    """Losses, log and order of tiles of one rank."""
 
     losses: list[float]
     sent: list[Sent]
@@ -348,7 +348,7 @@ def test_the_model_begins_with_the_bicubic_guess_and_improves_on_it() -> None:
 
 
 def test_a_training_without_its_own_step_is_written_as_a_loop() -> None:
-    """What ``train`` does, once more in five lines."""
+    """A plain loop of torch's loses what ``train`` loses."""
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS.lr)
     found = train(model, optimizer, divided(SETTINGS), SETTINGS).losses

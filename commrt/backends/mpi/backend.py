@@ -8,6 +8,7 @@ backends run all else. Its schedules are of host memory alone.
 
 from __future__ import annotations
 
+from commrt import env
 from commrt.backends.base import Availability, Capabilities, Surroundings
 from commrt.backends.mpi.attached import AttachedMpi
 from commrt.backends.mpi.collectives import NATIVE
@@ -62,10 +63,12 @@ class MpiBackend:
     def may_run(self, algorithm: str, facts: CommFacts, *, by_mpi: bool) -> bool:
         """Return whether such ranks may be offered one of its algorithms.
 
-        Ranks of one node may have MPI also where they have not met by it.
+        Ranks of one node may have MPI also where they have not met by it. Between
+        nodes it runs schedules unless another carrier is asked for.
         """
         if facts.nodes > 1:
-            return by_mpi
+            is_carrier = env.read_str("COMMRT_CARRIER") in ("auto", self.name)
+            return by_mpi and (is_carrier or algorithm == NATIVE.algorithm)
         return algorithm == NATIVE.algorithm and facts.size > 1
 
     def variants(self, candidate: Candidate, full_nbytes: int) -> None:

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     guess: Tensor
     """The coarse field between its cells, by bicubic interpolation; mean 0."""
     detail: Tensor
-    """What is to be added to it. Its mean square over what is learned is 1."""
+    """The model adds this to the guess. Its mean square over learned tiles is 1."""
 
 
 class Field(NamedTuple):

@@ -233,6 +233,7 @@ void FlowSimulation::leave_line(std::int64_t at) {
 // Returns the line in which a message waits: of its first link, of its pair, or -1.
 std::int64_t FlowSimulation::line_of(std::int64_t at) const {
   const SimulatedMessage& message = messages_[at];
+  if (!costs_.in_order && !is_queued(message)) return -1;
   const std::int64_t pair = pair_of(at), way = routes_.ways[pair] + message.way;
   const std::int64_t first = routes_.starts[way];
   if (is_queued(message) && first < routes_.starts[way + 1])

@@ -168,6 +168,7 @@ def test_inside_a_launcher_its_ranks_are_used(
 
 SINGLE, MPI = LaunchInfo("single", 0, 1, "x"), LaunchInfo("mpi", 0, 4, "x")
 TORCHRUN = LaunchInfo("torchrun", 0, 4, "x")
+BY_MPI = {"COMMRT_NODES": "2", "COMMRT_CARRIER": "mpi"}
 
 
 @pytest.mark.parametrize(
@@ -175,9 +176,9 @@ TORCHRUN = LaunchInfo("torchrun", 0, 4, "x")
     [
         ("ring", 2, SINGLE, {}, "shm/ring"),
         ("ring", 1, SINGLE, {}, "local/ring"),
-        ("ring{chunk=64}", 4, SINGLE, {"COMMRT_NODES": "2"}, "mpi/ring{chunk=64}"),
+        ("ring{chunk=64}", 4, SINGLE, BY_MPI, "mpi/ring{chunk=64}"),
+        ("ring", 4, SINGLE, {**BY_MPI, "COMMRT_CARRIER": "tcp"}, "tcp/ring"),
         ("ring", 4, SINGLE, {"COMMRT_NODES": "4"}, "shm/ring"),
-        ("ring", 4, SINGLE, {"COMMRT_SHM": "off"}, "mpi/ring"),
         ("native", 2, SINGLE, {}, "mpi/native"),
         ("native", 4, MPI, {}, "mpi/native"),
         ("native", 4, TORCHRUN, {"COMMRT_NODES": "2"}, "gloo/native"),
@@ -198,6 +199,14 @@ def test_a_bare_algorithm_is_enough_where_one_backend_runs_it(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert str(resolve(text, "allreduce", ranks, launch)) == expected
+
+
+def test_a_bare_algorithm_is_not_enough_where_init_chooses_the_carrier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMRT_NODES", "2")
+    with pytest.raises(UsageError, match="write one of mpi/ring, tcp/ring"):
+        resolve("ring", "allreduce", 4, SINGLE)
 
 
 @pytest.mark.parametrize("line", ["bcast -T", "compare --dtype", "submit --dtype"])

@@ -55,7 +55,7 @@ def time_us(costs: Costs, author: object = one_message, size: int = 2) -> float:
         (Costs(eager_nbytes=NBYTES - 1, handshake=True), 16),
         (Costs(local_latency_us=9, local_gbytes_per_s=0.1), 12),
         (Costs(contention_penalty=1), 12),
-        # What rested passes 3,000 bytes at once, and all of a shorter message.
+        # A link that rested passes 3,000 bytes at once, and all of a shorter message.
         (Costs(burst_nbytes=3000), 9),
         (Costs(burst_nbytes=3000, queued_nbytes=NBYTES), 9),
         (Costs(burst_nbytes=20_000), 2),

@@ -14,7 +14,7 @@ from commrt.select.facts import Candidate
 from commrt.sim.network_files import load_network
 from commrt.tuning import fit_network
 from commrt.tuning.cli import main
-from commrt.tuning.fit_network import Cell, cells_of, fit, simulated_us
+from commrt.tuning.fit_network import Cell, Fitted, cells_of, fit, simulated_us
 from commrt.tuning.samples import Group
 
 TRUTH = {
@@ -26,7 +26,11 @@ TRUTH = {
 }
 
 
-def cells(truth: dict[str, float], nodes: tuple[int, ...] = (0, 1, 2, 3)) -> list[Cell]:
+def cells(
+    truth: dict[str, float],
+    nodes: tuple[int, ...] = (0, 1, 2, 3),
+    backend: str = "mpi",
+) -> list[Cell]:
     """Return times that a network with these numbers takes, on as many ranks."""
     kept = fit_network._Kept()
     found = []
@@ -37,7 +41,7 @@ def cells(truth: dict[str, float], nodes: tuple[int, ...] = (0, 1, 2, 3)) -> lis
     ):
         for name in names:
             for nbytes in (8, 1 << 12, 1 << 16, 1 << 20, 1 << 23):
-                cell = Cell(op, Candidate("mpi", name), nodes, nbytes, 1.0)
+                cell = Cell(op, Candidate(backend, name), nodes, nbytes, 1.0)
                 found.append(cell._replace(us=simulated_us(cell, truth, kept)))
     return found
 
@@ -49,6 +53,29 @@ def test_a_fit_gives_the_times_again() -> None:
     assert found.values["gbytes_per_s"] == pytest.approx(1.25, rel=0.05)
     one_way = "latency_us", "send_overhead_us", "receive_overhead_us"
     assert sum(found.values[key] for key in one_way) == pytest.approx(16.0, rel=0.1)
+
+
+def test_connections_of_ones_own_carry_fragments_in_order(tmp_path: Path) -> None:
+    """A pipeline of fragments is quicker than whole messages, with equal numbers."""
+    known = cells(TRUTH, backend="tcp")
+    whole = {
+        (each.op, each.candidate.algorithm, each.nbytes): each.us
+        for each in cells(TRUTH)
+    }
+    (tree,) = [
+        each
+        for each in known
+        if each.candidate.algorithm == "binomial" and each.nbytes == 1 << 23
+    ]
+    assert tree.us < 0.9 * whole["bcast", "binomial", 1 << 23]
+    found = fit(known)
+    assert max(found.held_out) < 0.1
+    path = tmp_path / "network.yaml"
+    path.write_text(found.text(4, "raw.json"))
+    costs = load_network(str(path)).costs
+    assert costs.in_order
+    assert costs.queued_nbytes == 40_000
+    assert not Fitted({**TRUTH}, (0.0,), (0.0,)).fixed
 
 
 def test_ranks_of_one_node_have_costs_of_their_own() -> None:

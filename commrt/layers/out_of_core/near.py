@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -229,7 +229,3 @@ class NearMemory:
                 f"OutOfCore: {type(self._far).__name__} failed: {error}"
             ) from error
 
-
-def nbytes_of(entries: Iterable[Any]) -> int:
-    """Return the bytes of entries."""
-    return sum(entry.nbytes for entry in entries)

@@ -42,6 +42,13 @@ class NearMemory:
         self._leaving: deque[list[Entry]] = deque()
         self._ending: list[Entry] = []  # dead ones, to which a transfer still writes
 
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self.poll()
+        self.stall_s = 0.0
+        self.stored_nbytes = self.loaded_nbytes = 0
+        self.ledger.restart()
+
     # -- room --------------------------------------------------------------------
 
     def make_room(self, nbytes: int) -> None:

@@ -22,7 +22,7 @@ from commrt.layers.out_of_core.entries import Entry, Use, storage_key
 from commrt.layers.out_of_core.near import NearMemory
 from commrt.layers.out_of_core.planner import Plan
 from commrt.layers.out_of_core.replay import Replay
-from commrt.layers.out_of_core.values import mapped, tensors_of
+from commrt.layers.out_of_core.values import tensors_of
 
 __all__ = ["Pass"]
 
@@ -91,6 +91,11 @@ class Pass:
         self._open: int | None = None
         self._is_abandoned = False
 
+    @property
+    def is_alive(self) -> bool:
+        """True while autograd holds any of its saved tensors."""
+        return any(block.num_alive for block in self._blocks)
+
     # -- forward -----------------------------------------------------------------
 
     def forward(self, value: Any) -> Any:
@@ -134,14 +139,17 @@ class Pass:
                 f"that keep or swap it"
             )
         outputs = tensors_of(value, f"the output of block {number}")
-        self._end_forward(number, outputs)
+        self._end_forward(number, inputs, outputs)
         return value
 
-    def _end_forward(self, number: int, outputs: Sequence[Tensor]) -> None:
+    def _end_forward(
+        self, number: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
         """Hand the output's entries on to the next block, and let others leave."""
         block = self._blocks[number]
         for output in outputs:
-            if output.requires_grad:
+            is_handed_on = any(output is x for x in inputs)
+            if output.requires_grad and not is_handed_on:
                 output.register_hook(lambda _: self._begin(number))
         if not block.num_alive:
             self._release_inputs(block)
@@ -246,9 +254,9 @@ class Pass:
             begin = self._plan.prefetch[earlier]
             if begin is None:
                 continue
-            wanted = [e for e in self._blocks[earlier].uses if e.owner == earlier]
             if begin < number:
                 break
+            wanted = [e for e in self._blocks[earlier].uses if e.owner == earlier]
             is_missing = any(not entry.is_near for entry in wanted)
             if not self._near.bring(wanted, is_needed=False):
                 break
@@ -395,7 +403,3 @@ class Pass:
 def _refused(_: Any) -> Tensor:
     raise AssertionError("the graph of a recomputation is never run backward")
 
-
-def detached(value: Any) -> Any:
-    """Return the value apart from its graph, with the same needs of gradients."""
-    return mapped(value, lambda x: x.detach().requires_grad_(x.requires_grad))

@@ -103,12 +103,14 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
         if comm is not None and comm.size > 1:
             self._comm = comm.dup(name=f"{comm.name}.out-of-core")
         try:
-            made = _Arguments.of(blocks, sample, budget_bytes, far, repeats, self._comm)
+            made = _Arguments.of(
+                *(blocks, sample, budget_bytes, far, repeats, bucket_nbytes),
+                self._comm,
+            )
             self.blocks = nn.ModuleList(made.modules)
             self._far = far
             costs, link = _agreed(self._comm, *made.measured())
-            self._plan = plan(costs, budget_bytes, link, policy=policy)
-            self._check_policies()
+            self._plan = self._planned(costs, budget_bytes, link, policy)
             self._start_sums(bucket_nbytes)
         except BaseException:
             self.close()
@@ -263,14 +265,31 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
                 "backward(loss) of the OutOfCore"
             )
 
-    def _check_policies(self) -> None:
-        """Raise UsageError on all ranks where plans differ, by other policies."""
-        if self._comm is None:
-            return
-        numbers = meet(
-            self._comm, "OutOfCore", None, [number_of(self._plan.modes)], ""
-        )
-        check_same("OutOfCore", numbers[:, 0].tolist(), "policies")
+    def _planned(
+        self,
+        costs: Sequence[BlockCost],
+        budget_bytes: int,
+        link: Link,
+        policy: str | Sequence[Mode],
+    ) -> Plan:
+        """Return the plan; raise UsageError on all ranks if one has none, or another.
+
+        Policies are all that can differ.
+        """
+        made: Plan | None = None
+        error: Exception | None = None
+        try:
+            made = plan(costs, budget_bytes, link, policy=policy)
+        except Exception as raised:
+            error = raised
+        if self._comm is not None:
+            modes = None if made is None else made.modes
+            numbers = meet(self._comm, "OutOfCore", error, [number_of(modes)])
+            check_same("OutOfCore", numbers[:, 0].tolist(), "policies")
+        if error is not None:
+            raise error
+        assert made is not None
+        return made
 
     def _start_sums(self, bucket_nbytes: int | None) -> None:
         self._owners = {}
@@ -311,35 +330,32 @@ class _Arguments(NamedTuple):
         budget_bytes: Any,
         far: Any,
         repeats: Any,
+        bucket_nbytes: Any,
         comm: Communicator | None,
     ) -> _Arguments:
         """Return them; UsageError on all ranks if one refuses its own. Collective."""
         error: Exception | None = None
         modules: list[nn.Module] = []
+        given = budget_bytes, bucket_nbytes
         try:
             modules = _modules_of(blocks)
             tensors_of(sample, "the sample")
-            if type(budget_bytes) is not int or budget_bytes < 0:
-                raise UsageError(
-                    f"OutOfCore: budget_bytes={shown(budget_bytes)}: expected an "
-                    f"integer from 0"
-                )
+            _check_number("budget_bytes", budget_bytes, 0)
+            _check_number("repeats", repeats, 1)
+            if bucket_nbytes is not None:
+                _check_number("bucket_nbytes", bucket_nbytes, 1)
             if not isinstance(far, FarMemory):
                 raise UsageError(
                     f"OutOfCore: far={shown(far)}: expected a FarMemory, such as "
                     f"FileFar, ThrottledCopy or PinnedMemory"
                 )
-            if type(repeats) is not int or repeats < 1:
-                raise UsageError(
-                    f"OutOfCore: repeats={shown(repeats)}: expected an integer from 1"
-                )
         except Exception as raised:
             error = raised
         if comm is not None:
-            said = [len(modules), 0 if error else budget_bytes]
-            numbers = meet(comm, "OutOfCore", error, said)
-            check_same("OutOfCore", numbers[:, 0].tolist(), "numbers of blocks")
-            check_same("OutOfCore", numbers[:, 1].tolist(), "budgets")
+            said = [len(modules), *(0 if error else each or 0 for each in given)]
+            every = meet(comm, "OutOfCore", error, said).T.tolist()
+            for values, name in zip(every, _NAMES, strict=True):
+                check_same("OutOfCore", values, name)
         elif error is not None:
             raise error
         return cls(modules, sample, far, repeats, comm)
@@ -361,6 +377,16 @@ class _Arguments(NamedTuple):
         elif error is not None:
             raise error
         return costs, link
+
+
+_NAMES = "numbers of blocks", "budget_bytes", "bucket_nbytes"
+
+
+def _check_number(name: str, number: Any, least: int) -> None:
+    if type(number) is not int or not least <= number < 2**63:
+        raise UsageError(
+            f"OutOfCore: {name}={shown(number)}: expected an integer from {least}"
+        )
 
 
 def _modules_of(blocks: Any) -> list[nn.Module]:

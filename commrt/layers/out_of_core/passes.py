@@ -154,14 +154,15 @@ class Pass:
         if not block.num_alive:
             self._release_inputs(block)
         is_last = number + 1 == len(self._blocks)
-        kept = set() if is_last else {storage_key(output) for output in outputs}
+        results = {storage_key(output) for output in outputs}
         leaving = []
         for key, entry in [*self._entries.items()]:
-            if key in kept:
+            if key in results and not is_last:
                 entry.owner = number + 1
-            else:
-                entry.is_pinned = False
-                del self._entries[key]
+                continue
+            entry.is_pinned = False
+            del self._entries[key]
+            if key not in results:  # the program holds the last output
                 leaving.append(entry)
         if block.mode == "swap" and leaving:
             self._record("store", number)

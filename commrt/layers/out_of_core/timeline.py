@@ -131,6 +131,9 @@ class _Step:
     def backward(self, block: int, begins: Sequence[int | None]) -> None:
         """Ask for tensors, wait for the block's own, and do its backward pass."""
         cost, mode = self._costs[block], self._modes[block]
+        kept = cost.backward_nbytes(mode)
+        if mode != "recompute":
+            self._near += cost.output_nbytes  # the next block's, or the program's
         for other in range(block, -1, -1):
             begin = begins[other]
             if begin is None or other in self._arrivals:
@@ -139,14 +142,12 @@ class _Step:
                 break
         if block in self._arrivals:
             self._wait_until(self._arrivals[block])
-        kept = cost.saved_nbytes
         if mode == "recompute":
-            kept = cost.replayed_nbytes
             more = kept - cost.resident_nbytes
             self._await_room(more)
             self._near += more
             self.now += cost.forward_s
-        self._see_peak(0 if mode == "recompute" else cost.output_nbytes)
+        self._see_peak(0)
         self.now += cost.backward_s
         self._near -= kept
 

@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from out_of_core_cases import (
     Ticks,
     Timed,
     blocks_of,
+    close_opened,
     made,
     results,
     same_bits,
@@ -26,6 +28,12 @@ from torch import nn
 
 from commrt.errors import MemoryError_, UsageError
 from commrt.layers.out_of_core import OutOfCore, ThrottledCopy
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_opened()
 
 
 def least_budget(model: OutOfCore) -> int:
@@ -50,7 +58,7 @@ def test_any_modes_have_the_bits_of_plain_training(kind: str, modes: Any) -> Non
     blocks, x = blocks_of(kind)
     plain = copy.deepcopy(blocks)
     right = results(plain, x, plain)
-    with made(blocks, x, policy=modes)._far as far:
+    with ThrottledCopy(1e6, 1e-6, clock=Ticks()) as far:
         model = made(blocks, x, policy=modes, far=far)
         assert same_bits(results(model, x, model.blocks), right)
         assert model.step.peak_nbytes == model.plan.peak_nbytes
@@ -149,7 +157,7 @@ def test_a_mixed_plan_beats_pure_ones() -> None:
             assert model.plan.step_s == pytest.approx(measured[policy])
     assert measured["auto"] < measured["swap"]
     assert measured["auto"] < measured["recompute"]
-    assert measured["keep"] <= measured["auto"]
+    assert measured["keep"] <= measured["auto"] * (1 + 1e-9)
 
 
 def test_earlier_blocks_come_back_while_later_ones_compute() -> None:
@@ -158,8 +166,10 @@ def test_earlier_blocks_come_back_while_later_ones_compute() -> None:
     model(x).sum().backward()
     events = list(model.step.events)
     back = [each for each in events if each[0] in ("backward", "load")]
-    assert events[:4] == [("forward", 0), ("store", 0), ("forward", 1), ("store", 1)]
-    assert back.index(("load", 0)) < back.index(("backward", 0))
+    # Block 0 saves its output alone, which is the input of block 1.
+    first = [("forward", 0), ("forward", 1), ("store", 1), ("forward", 2)]
+    assert events[:4] == first
+    assert back.index(("load", 1)) < back.index(("backward", 2))
     assert back[0] == ("backward", 3)
     assert ("recompute", 0) not in events
 
@@ -194,7 +204,8 @@ def test_several_forward_passes_before_one_backward_pass(
 def test_a_retained_graph_runs_twice(policy: str) -> None:
     blocks, x = blocks_of("mlp")
     plain = copy.deepcopy(blocks)
-    model = made(blocks, x, policy=policy)
+    peak = made(blocks, x, policy=policy).plan.peak_nbytes
+    model = made(blocks, x, policy=policy, budget_bytes=peak)
     found = []
     for given, own in ((model, model.blocks), (plain, plain)):
         loss = given(x).square().sum()
@@ -203,7 +214,7 @@ def test_a_retained_graph_runs_twice(policy: str) -> None:
         loss.backward()
         found.append([p.grad for p in own.parameters()])
     assert same_bits(*found)
-    assert model.step.peak_nbytes <= model.plan.peak_nbytes
+    assert model.step.peak_nbytes <= peak
     del loss
     gc.collect()
     assert model.near_nbytes == 0
@@ -229,13 +240,14 @@ def test_gradients_of_some_inputs_and_frozen_blocks(policy: str) -> None:
 
 def test_passes_without_gradients_save_nothing() -> None:
     blocks, x = blocks_of("cnn")
-    model = made(blocks, x, policy="swap").eval()
+    ticks = Ticks()
+    model = made(blocks, x, policy="swap", ticks=ticks).eval()
     with torch.no_grad():
         y = model(x)
-    assert torch.equal(y, copy.deepcopy(model.blocks)[0:][3](
-        model.blocks[2](model.blocks[1](model.blocks[0](x)))))
+    assert torch.equal(y, copy.deepcopy(blocks).eval()(x))
     assert model.step.events == ()
     model(x)  # in eval mode, dropped without a backward pass
+    ticks.at += 1e3
     assert model.near_nbytes == 0
 
 
@@ -385,21 +397,17 @@ def test_blocks_that_change_their_input_are_not_recomputed() -> None:
 
 def test_blocks_that_do_otherwise_the_second_time() -> None:
     class Fickle(nn.Module):
-        calls = 0
+        is_first = True
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            Fickle.calls += 1
-            y = x.sin()
-            return y.exp() if Fickle.calls < 4 else y
+            return x.sin().exp() if self.is_first else x.sin()
 
-    model = made(nn.Sequential(Fickle()), torch.ones(2, requires_grad=True))
-    y = made(nn.Sequential(Fickle()), torch.ones(2), policy="recompute")(
-        torch.ones(2, requires_grad=True)
-    )
-    Fickle.calls = 9
+    x = torch.ones(2, requires_grad=True)
+    model = made(nn.Sequential(Fickle()), x, policy="recompute")
+    y = model(x)
+    model.blocks[0].is_first = False
     with pytest.raises(UsageError, match="must do the same each time"):
         y.sum().backward()
-    model.close()
 
 
 @pytest.mark.parametrize("policy", MODES)

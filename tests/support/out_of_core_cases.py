@@ -137,9 +137,22 @@ def same_bits(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> b
     return len(found) == len(right) and all(map(torch.equal, found, right))
 
 
+OPENED: list[ThrottledCopy] = []
+"""Far memories of ``made``, which tests close by ``close_opened``."""
+
+
+def close_opened() -> None:
+    """End the threads of far memories."""
+    while OPENED:
+        OPENED.pop().close()
+
+
 def made(blocks: nn.Module, x: torch.Tensor, **given: Any) -> OutOfCore:
     """Return an OutOfCore over a quick link, whose clock is Ticks."""
     ticks = given.pop("ticks", None) or Ticks()
-    far = given.pop("far", None) or ThrottledCopy(1e6, 1e-6, clock=ticks)
+    far = given.pop("far", None)
+    if far is None:
+        far = ThrottledCopy(1e6, 1e-6, clock=ticks)
+        OPENED.append(far)
     given.setdefault("budget_bytes", ENOUGH)
     return OutOfCore(copy.deepcopy(blocks), x, far=far, repeats=1, **given)

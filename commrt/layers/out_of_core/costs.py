@@ -23,7 +23,7 @@ class BlockCost:
     """Times and bytes of one block of layers."""
 
     forward_s: float
-    """Seconds of its forward pass, and of a second one that recomputes."""
+    """Seconds of its forward pass."""
     backward_s: float
     """Seconds of its backward pass."""
     saved_nbytes: int
@@ -40,6 +40,9 @@ class BlockCost:
     included; None: the sum of the three above."""
     num_transfers: int = 1
     """Storages that a swap moves each way."""
+    recompute_s: float | None = None
+    """Seconds of a second forward pass; None: those of the first. A block that saves
+    its input alone needs none."""
     can_recompute: bool = True
     """False: a second forward pass would not do the same."""
 
@@ -49,6 +52,11 @@ class BlockCost:
         if self.recomputed_nbytes is not None:
             return self.recomputed_nbytes
         return self.resident_nbytes + self.saved_nbytes + self.output_nbytes
+
+    @property
+    def replay_s(self) -> float:
+        """Seconds of a second forward pass."""
+        return self.forward_s if self.recompute_s is None else self.recompute_s
 
     def between_nbytes(self, mode: Mode) -> int:
         """Return the bytes near from the end of its forward pass on."""
@@ -109,7 +117,7 @@ def check_costs(costs: Sequence[BlockCost], budget_bytes: int) -> None:
     if not costs:
         raise UsageError("plan: no blocks; give the cost of one at least")
     for number, cost in enumerate(costs):
-        times = cost.forward_s, cost.backward_s
+        times = cost.forward_s, cost.backward_s, cost.replay_s
         sizes = cost.saved_nbytes, cost.output_nbytes, cost.resident_nbytes
         counts = *sizes, cost.replayed_nbytes, cost.num_transfers
         if not all(0 <= each < math.inf for each in times) or min(counts) < 0:

@@ -90,6 +90,7 @@ def _cost(seen: Sequence[_Seen], number: int) -> BlockCost:
         resident_nbytes=resident,
         recomputed_nbytes=resident + own.inner_nbytes + own.output_nbytes,
         num_transfers=own.num_storages + (1 if input_nbytes else 0),
+        recompute_s=None if own.inner_nbytes or own.output_nbytes else 0.0,
         can_recompute=own.keeps_input,
     )
 
@@ -98,8 +99,9 @@ def _run(
     block: nn.Module, value: Any, held: set[int | None], clock: Clock, device: Any
 ) -> tuple[_Seen, Any]:
     """Run a block forward and backward; return what was seen, and its output."""
-    given = mapped(value, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
-    changed = mapped(given, _not_leaf)
+    given = mapped(value, lambda x: x.detach().requires_grad_(x.requires_grad))
+    with torch.enable_grad():
+        changed = mapped(given, torch.clone)  # blocks may write to their inputs
     inputs = tensors_of(changed, "an input")
     buffers = copied_buffers(block)
     apart = {storage_key(x) for x in (*block.parameters(), *buffers.values())}
@@ -143,11 +145,6 @@ def _run(
     with torch.no_grad():
         after = mapped(output, lambda x: x.detach().requires_grad_(x.requires_grad))
     return seen, after
-
-
-def _not_leaf(x: Tensor) -> Tensor:
-    """Return a tensor that may be changed in place, as between blocks."""
-    return x.view_as(x) if x.requires_grad else x
 
 
 def _backward_s(

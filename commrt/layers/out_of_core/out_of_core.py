@@ -411,7 +411,7 @@ def _agreed(
         [
             *(cost.forward_s, cost.backward_s, cost.saved_nbytes, cost.output_nbytes),
             *(cost.resident_nbytes, cost.replayed_nbytes, cost.num_transfers),
-            not cost.can_recompute,
+            *(not cost.can_recompute, cost.replay_s),
         ]
         for cost in costs
     ]
@@ -421,11 +421,12 @@ def _agreed(
     most = every.max(0).tolist()
     found = []
     for number in range(len(costs)):
-        row = most[3 + 8 * number : 11 + 8 * number]
+        row = most[3 + 9 * number : 12 + 9 * number]
         saved, output, resident, replayed, transfers = map(int, row[2:7])
         found.append(
             BlockCost(
                 *(row[0], row[1], saved, output, resident, replayed, transfers),
+                recompute_s=row[8],
                 can_recompute=not row[7],
             )
         )

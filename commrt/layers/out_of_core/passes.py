@@ -60,6 +60,10 @@ class _Block:
         self.copies: Entry | None = None
         """The copies of buffers."""
 
+    def holds(self, entry: Entry | None) -> bool:
+        """Return whether an entry is that of an input, held for a recomputation."""
+        return entry is not None and any(entry is own for _, own, _ in self.inputs)
+
 
 class Pass:
     """A forward pass and its backward passes.
@@ -196,7 +200,7 @@ class Pass:
         block.num_alive += 1
         if key in resident or key is None:
             pack = _Pack(self, number, use, None)
-        elif is_replayed:
+        elif is_replayed and not block.holds(self._entries.get(key)):
             use.leave()
             pack = _Pack(self, number, use, None)
             pack.use = None

@@ -156,7 +156,9 @@ class _Judge:
     def least_s(self, modes: Modes) -> float:
         """Return the computation's time, below which no step ends."""
         return sum(
-            cost.forward_s * (2 if mode == "recompute" else 1) + cost.backward_s
+            cost.forward_s
+            + cost.backward_s
+            + (cost.replay_s if mode == "recompute" else 0.0)
             for cost, mode in zip(self.costs, modes, strict=True)
         )
 

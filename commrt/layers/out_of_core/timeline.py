@@ -80,7 +80,7 @@ def simulate(
     for block in reversed(range(len(costs))):
         step.backward(block, begins)
     recompute_s = sum(
-        cost.forward_s
+        cost.replay_s
         for cost, mode in zip(costs, modes, strict=True)
         if mode == "recompute"
     )
@@ -146,7 +146,7 @@ class _Step:
             more = kept - cost.resident_nbytes
             self._await_room(more)
             self._near += more
-            self.now += cost.forward_s
+            self.now += cost.replay_s
         self._see_peak(0)
         self.now += cost.backward_s
         self._near -= kept

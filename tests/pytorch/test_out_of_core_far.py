@@ -34,7 +34,7 @@ def test_bytes_come_back_whatever_is_freed_between(tmp_path: Path) -> None:
                 source = bytes_of(number, 1 + 97 * number % 1000)
                 kept[number] = far.store(source)[0]
                 if number % 3 == 0:
-                    far.drop(kept.pop(number // 2, None) or kept.pop(number))
+                    far.drop(kept.pop(number // 2 if number // 2 in kept else number))
             for number, slot in kept.items():
                 target = torch.zeros(1 + 97 * number % 1000, dtype=torch.uint8)
                 far.load(slot, target).wait()
@@ -70,11 +70,11 @@ def test_a_file_trains_with_the_bits_of_plain_training(
         blocks, x = blocks_of(kind)
         with FileFar(tmp_path / kind) as far:
             model = OutOfCore(
-                blocks, x, budget_bytes=9000, far=far, policy=policy, repeats=1
+                blocks, x, budget_bytes=16000, far=far, policy=policy, repeats=1
             )
             assert same_bits(results(model, x, model.blocks), right)
-            assert model.step.stored_nbytes > 0
-            assert model.step.peak_nbytes <= 9000
+            assert policy != "swap" or model.step.stored_nbytes > 0
+            assert model.step.peak_nbytes <= 16000
 
 
 def test_a_throttled_copy_takes_the_time_of_its_link() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from out_of_core_cases import ENOUGH, MODES, Ticks, blocks_of, made, same_bits
 from torch import nn
 
+import commrt.trace
 from commrt.errors import CommError, RefusedError, UsageError
 from commrt.layers.data.reducer import GradientReducer
 from commrt.layers.out_of_core import OutOfCore, ThrottledCopy
@@ -19,9 +21,18 @@ from commrt.local import run
 NEAR = 1e-12
 
 
+DRAWN = {kind: blocks_of(kind) for kind in ("mlp", "cnn")}
+"""Drawn once: ranks are threads, which share torch's generator."""
+
+
+def drawn(kind: str = "mlp") -> nn.Sequential:
+    """Return blocks, equal ones each time."""
+    return copy.deepcopy(DRAWN[kind][0])
+
+
 def batch(rank: int, kind: str = "mlp") -> torch.Tensor:
     """Return a rank's images, of another number on each."""
-    x = blocks_of(kind)[1]
+    x = DRAWN[kind][1]
     draws = torch.Generator().manual_seed(rank)
     shape = (2 + rank, *x.shape[1:])
     return torch.randn(shape, generator=draws, dtype=x.dtype)
@@ -34,7 +45,7 @@ def sample(size: int, kind: str = "mlp") -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("policy", [*MODES, "auto"])
 def test_ranks_train_the_model_of_one_process(ranks: int, policy: str) -> None:
-    plain, _ = blocks_of("mlp")
+    plain = drawn()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -43,7 +54,7 @@ def test_ranks_train_the_model_of_one_process(ranks: int, policy: str) -> None:
         optimizer.step()
 
     def main(comm: Any) -> list[torch.Tensor]:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         model = made(blocks, sample(ranks), comm=comm, policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -68,13 +79,11 @@ def test_ranks_have_the_bits_of_training_in_core(ranks: int, policy: Any) -> Non
     def main(comm: Any) -> bool:
         found = []
         for modes in ("keep", policy):
-            torch.manual_seed(comm.rank)
-            blocks, _ = blocks_of("dropout")
-            x = sample(ranks, "dropout")
-            model = made(blocks, x, comm=comm, policy=modes)
-            torch.manual_seed(comm.rank)
-            model.backward(model(batch(comm.rank, "dropout")).exp().sum())
+            x = sample(ranks, "cnn")
+            model = made(drawn("cnn"), x, comm=comm, policy=modes)
+            model.backward(model(batch(comm.rank, "cnn")).exp().sum())
             found.append([x.grad for x in model.parameters()])
+            found[-1] += [x.clone() for x in model.buffers()]
             model.close()
             model._far.close()
         return same_bits(*found)
@@ -84,10 +93,10 @@ def test_ranks_have_the_bits_of_training_in_core(ranks: int, policy: Any) -> Non
 
 def test_means_are_those_of_a_plain_reducer_to_the_bit() -> None:
     def main(comm: Any) -> bool:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         model = made(blocks, sample(3), comm=comm, policy="swap", bucket_nbytes=64)
         model.backward(model(batch(comm.rank)).square().sum())
-        plain, _ = blocks_of("mlp")
+        plain = drawn()
         plain(batch(comm.rank)).square().sum().backward()
         gradients = [x.grad for x in plain.parameters()]
         with GradientReducer(comm, gradients, bucket_nbytes=64) as reducer:
@@ -104,7 +113,7 @@ def test_gradients_leave_before_earlier_blocks_are_back() -> None:
     """Sums of block i start before block i - 1 is recomputed or used."""
 
     def main(comm: Any) -> Any:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         modes = ("swap", "recompute", "swap", "recompute")
         model = made(blocks, sample(2), comm=comm, policy=modes, bucket_nbytes=1)
         started: list[Any] = []
@@ -136,13 +145,13 @@ def test_gradients_leave_before_earlier_blocks_are_back() -> None:
 
 def test_gradients_add_up_without_sums() -> None:
     def main(comm: Any) -> bool:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         model = made(blocks, sample(2), comm=comm, policy="swap")
         x = batch(comm.rank)
         model.backward(model(x).sum(), sync=False)
         own = [p.grad.clone() for p in model.parameters()]
         model.backward(model(2 * x).sum())
-        plain, _ = blocks_of("mlp")
+        plain = drawn()
         for rank in range(2):
             (plain(batch(rank)).sum() / 2).backward()
             (plain(2 * batch(rank)).sum() / 2).backward()
@@ -163,7 +172,7 @@ def test_a_rank_whose_loss_reaches_fewer_parameters() -> None:
     """Its gradients of the others count as zero."""
 
     def main(comm: Any) -> Any:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         model = made(blocks, sample(2), comm=comm, policy="swap")
         y = model(batch(comm.rank))
         model.backward(y.sum() if comm.rank else (y.detach() * model.blocks[3][0].bias).sum())
@@ -176,35 +185,55 @@ def test_a_rank_whose_loss_reaches_fewer_parameters() -> None:
     assert same_bits(one, other)
 
 
-def test_what_is_sent() -> None:
-    """Making: 72 + 72 n bytes by allgather; a step: 8 and 8, and the reducer's."""
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_making_and_stepping_send_the_bytes_of_the_page(ranks: int) -> None:
+    """Beside the sums: 72 + 72 n bytes of each rank, and 8 in each pass."""
 
-    def main(comm: Any) -> Any:
-        sent: list[int] = []
-        kind = type(comm)
-        allgather = kind.allgather
-
-        def seen(own: Any, array: Any, **arguments: Any) -> Any:
-            if "out-of-core" in own.name and "gradients" not in own.name:
-                sent.append(array.nbytes)
-            return allgather(own, array, **arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kind, "allgather", seen)
-            blocks, _ = blocks_of("mlp")
-            model = made(blocks, sample(2), comm=comm)
-            making = list(sent)
-            sent.clear()
-            model.backward(model(batch(comm.rank)).sum())
-            with torch.no_grad():
-                model(batch(comm.rank))
+    def main(comm: Any) -> None:
+        blocks = drawn()
+        for each in blocks.parameters():
+            each.requires_grad_(False)
+        blocks[3][0].bias.requires_grad_(True)
+        comm.barrier()
+        model = made(blocks, sample(ranks), comm=comm, bucket_nbytes=1)
+        comm.barrier()
+        y = model(batch(comm.rank))
+        comm.barrier()
+        model.backward(y.sum(), sync=False)
+        comm.barrier()
+        with torch.no_grad():
+            model(batch(comm.rank))
+        comm.barrier()
+        model.backward(model(batch(comm.rank)).sum())
+        comm.barrier()
         model.close()
         model._far.close()
-        return making, sent
 
-    # One rank patches the class for all, which are threads: at least one sees its own.
-    for making, step in run(1, main):
-        assert (making, step) == ([], [])
+    with commrt.trace.record() as recording:
+        run(ranks, main)
+    for log in recording.logs():
+        making, forward, alone, without, step = sections(log)
+        if ranks == 1:
+            assert not any((making, forward, alone, without, step))
+            continue
+        numbers = 32  # the reducer compares four numbers of its parameters
+        assert making["allgather"] == (72 + 72 * 4 + numbers) * ranks
+        assert forward == {"allgather": 8 * ranks}
+        assert alone == {"allgather": 8 * ranks}
+        assert without == {}
+        sums = {"allreduce": 5 * 8 + 1}  # a gradient, and a byte that says it is there
+        assert step == {"allgather": 16 * ranks, **sums}
+
+
+def sections(log: Any) -> list[Counter[str]]:
+    """Return the bytes of each operation between a rank's barriers."""
+    found: list[Counter[str]] = []
+    for record in log:
+        if record.op == "barrier":
+            found.append(Counter())
+        elif found:
+            found[-1][record.op] += record.nbytes
+    return found[:-1]
 
 
 # -- errors ----------------------------------------------------------------------
@@ -233,7 +262,7 @@ def test_an_error_on_one_rank_ends_the_pass_on_all(policy: str) -> None:
         raise UsageError("falls")
 
     def main(comm: Any) -> Any:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         broken = Falls()
         both = nn.Sequential(*blocks[:2], broken, *blocks[2:])
         model = made(both, sample(3), comm=comm, policy=policy)
@@ -257,7 +286,7 @@ def test_an_error_on_one_rank_ends_the_pass_on_all(policy: str) -> None:
         ["UsageError"] * 2,
         ["RefusedError"] * 2,
     ]
-    plain, _ = blocks_of("mlp")
+    plain = drawn()
     both = nn.Sequential(*plain[:2], Falls(), *plain[2:])
     for rank in range(3):
         (both(batch(rank)).square().sum() / 3).backward()
@@ -275,7 +304,7 @@ def test_far_memory_that_fails_on_one_rank(call: str) -> None:
         raise RuntimeError("torn")
 
     def main(comm: Any) -> str:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         ticks = Ticks()
         far = Falls(1e12, clock=ticks)
         model = made(blocks, sample(2), comm=comm, policy="swap", far=far)
@@ -311,12 +340,12 @@ def test_far_memory_that_fails_on_one_rank(call: str) -> None:
         ({"policy": "both"}, ["RefusedError", "UsageError"]),
         ({"x": 3}, ["RefusedError", "UsageError"]),
         ({"x": torch.ones(2, 99).double()}, ["RefusedError", "RuntimeError"]),
-        ({"blocks": blocks_of("mlp")[0][:3]}, ["UsageError", "UsageError"]),
+        ({"blocks": drawn()[:3]}, ["UsageError", "UsageError"]),
     ],
 )
 def test_arguments_that_differ_are_refused_on_all(given: Any, expected: Any) -> None:
     def main(comm: Any) -> str:
-        arguments = {"blocks": blocks_of("mlp")[0], "x": sample(2)}
+        arguments = {"blocks": drawn(), "x": sample(2)}
         arguments |= {"budget_bytes": ENOUGH, "policy": "keep"}
         if comm.rank == 1:
             arguments |= copy.deepcopy(given)
@@ -332,7 +361,7 @@ def test_budgets_below_a_block_are_refused_on_all_ranks() -> None:
     """One rank's sample alone is too large."""
 
     def main(comm: Any) -> str:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         x = sample(50 if comm.rank else 2)
         with ThrottledCopy(1e9) as far:
             with pytest.raises(UsageError, match="needs alone") as raised:
@@ -345,7 +374,7 @@ def test_budgets_below_a_block_are_refused_on_all_ranks() -> None:
 
 def test_the_plan_follows_from_the_slowest_rank() -> None:
     def main(comm: Any) -> Any:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         with ThrottledCopy(1e6 / (1 + comm.rank)) as far:
             model = made(blocks, sample(comm.rank + 1), comm=comm, far=far)
             model.close()
@@ -359,7 +388,7 @@ def test_the_plan_follows_from_the_slowest_rank() -> None:
 
 def test_backward_of_torch_alone_is_refused_with_ranks() -> None:
     def main(comm: Any) -> None:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         model = made(blocks, sample(2), comm=comm)
         loss = model(batch(comm.rank)).sum()
         with pytest.raises(UsageError, match="knows nothing of other ranks"):
@@ -372,7 +401,7 @@ def test_backward_of_torch_alone_is_refused_with_ranks() -> None:
 
 def test_a_close_frees_its_communicators() -> None:
     def main(comm: Any) -> bool:
-        blocks, _ = blocks_of("mlp")
+        blocks = drawn()
         model = made(blocks, sample(2), comm=comm)
         model.close()
         model.close()

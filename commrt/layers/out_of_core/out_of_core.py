@@ -76,9 +76,9 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
     With ``comm`` all ranks make it, call it with gradients enabled and call
     ``backward`` equally often. The plan follows from the slowest rank's times and the
     largest bytes. ``backward`` leaves the mean of all ranks' gradients; a sum starts
-    when its gradients are there, while earlier blocks come back. Bytes: an
-    ``allgather`` of 24 and one of 56 for each block when it is made; 8 in a forward
-    pass and 8 in a backward pass; and those of ``GradientReducer``.
+    when its gradients are there, while earlier blocks come back. Bytes: by
+    ``allgather`` 80, and 72 for each block, when it is made; 8 in a forward pass and 8
+    in a backward pass; and those of ``GradientReducer``.
 
     Raises UsageError on all ranks, before gradients are sent, for a budget that is
     smaller than a block needs alone, and for arguments that differ.

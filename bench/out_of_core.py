@@ -9,7 +9,7 @@ The device is emulated: computation runs on the host, and a link of a given spee
 is the plan that ``OutOfCore`` finds under the budget, ``swap`` swaps all blocks and
 ``recompute`` recomputes all. Gradients of all four are compared, bit by bit, before
 anything is timed. All ways take turns. Times are medians over steps, in ms;
-``predicted`` is the plan's. ``ratio`` is the mixed plan's time to each other one's, the
+``predicted`` is the plan's time, from blocks that are timed in the same turns. ``ratio`` is the mixed plan's time to each other one's, the
 median over turns. ``near`` is the most bytes of saved tensors in a step, in MB.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from commrt.layers.out_of_core import OutOfCore
+    from commrt.layers.out_of_core import BlockCost, OutOfCore
 
 __all__ = ["Row", "main", "measure"]
 
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=32, help="samples")
     parser.add_argument("--width", type=int, default=24, help="channels, or features/32")
     parser.add_argument(
-        "--budget", type=float, default=0.4, help="part of the bytes in core"
+        "--budget", type=float, default=0.5, help="part of the bytes in core"
     )
-    parser.add_argument("--speed", type=float, default=600.0, help="of the link, MB/s")
+    parser.add_argument("--speed", type=float, default=400.0, help="of the link, MB/s")
     parser.add_argument("--latency-us", type=float, default=20.0, help="of a transfer")
     parser.add_argument("--turns", type=int, default=15, help="steps of each way")
     given = parser.parse_args(argv)
@@ -101,36 +102,40 @@ def measure(
     """
     import torch
 
-    from commrt.layers.out_of_core import OutOfCore, ThrottledCopy
+    from commrt.layers.out_of_core import OutOfCore, ThrottledCopy, plan
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model, x = _model(kind, blocks, batch, width)
     with ThrottledCopy(bytes_per_s, latency_s) as far:
-        whole = OutOfCore(model, x, budget_bytes=1 << 60, far=far, policy="keep")
+        whole = OutOfCore(
+            model, x, budget_bytes=1 << 60, far=far, policy="keep", repeats=9
+        )
         budget = int(part * whole.plan.in_core_nbytes)
-        made = {"in core": whole}
+        made, plans = {"in core": whole}, {"in core": whole.plan}
         for way, policy in [*WAYS.items()][1:]:
             try:
-                made[way] = OutOfCore(
-                    *(copy.deepcopy(model), x),
-                    budget_bytes=budget,
-                    far=far,
-                    policy=policy,
-                    repeats=7,
-                )
+                # All plans follow from one measurement.
+                plans[way] = plan(whole.plan.costs, budget, far.link(), policy=policy)
             except UsageError:
                 if way == "mixed":
                     raise
+                continue
+            made[way] = OutOfCore(
+                *(copy.deepcopy(model), x),
+                budget_bytes=budget,
+                far=far,
+                policy=plans[way].modes,
+                repeats=1,
+            )
         _check_equal(made, x)
-        times = _in_turns(made, x, turns)
-        rows = {}
-        for way in WAYS:
-            if way in made:
-                plan, near = made[way].plan, made[way].step.peak_nbytes
-                rows[way] = Row(times[way], plan.step_s * 1e3, near, plan.modes)
-            else:
-                rows[way] = Row(None, 0.0, 0, ())
+        times, costs = _in_turns(made, x, turns)
+        rows = {way: Row(None, 0.0, 0, ()) for way in WAYS}
+        for way, each in made.items():
+            modes, most = plans[way].modes, plans[way].budget_bytes
+            expected = plan(costs, most, far.link(), policy=modes)
+            near = each.step.peak_nbytes
+            rows[way] = Row(times[way], expected.step_s * 1e3, near, modes)
     return rows
 
 
@@ -149,11 +154,17 @@ def _model(
             layers = [nn.Linear(features, inner), nn.GELU(), nn.Linear(inner, features)]
             made.append(nn.Sequential(*layers))
         return nn.Sequential(*made), torch.randn(batch, features)
+    channels = 3
     for number in range(blocks):
-        first = nn.Conv2d(width if number else 3, width, 3, padding=1)
-        layers = [first, nn.BatchNorm2d(width), nn.ReLU()]
-        if number % 2:
-            layers += [nn.Conv2d(width, width, 5, padding=2), nn.ReLU()]
+        side = 1 if number % 2 else 3
+        layers = []
+        for _ in range(2):
+            layers += [
+                nn.Conv2d(channels, width, side, padding=side // 2),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            ]
+            channels = width
         made.append(nn.Sequential(*layers))
     return nn.Sequential(*made), torch.randn(batch, 3, 24, 24)
 
@@ -181,9 +192,16 @@ def _check_equal(made: dict[str, OutOfCore], x: torch.Tensor) -> None:
 
 def _in_turns(
     made: dict[str, OutOfCore], x: torch.Tensor, turns: int
-) -> dict[str, list[float]]:
-    """Return the times of steps, in ms."""
+) -> tuple[dict[str, list[float]], list[BlockCost]]:
+    """Return the times of steps in ms, and the costs of blocks, measured beside them.
+
+    The machine is not equally fast at all times.
+    """
+    from commrt.layers.out_of_core.far import RealClock
+    from commrt.layers.out_of_core.measuring import measure as measured
+
     times: dict[str, list[float]] = {way: [] for way in made}
+    costs = []
     order = list(made.items())
     for _ in range(turns):
         order.reverse()  # so that none is always behind the same other one
@@ -191,7 +209,17 @@ def _in_turns(
             begin = time.perf_counter()
             _step(model, x)
             times[way].append((time.perf_counter() - begin) * 1e3)
-    return times
+        blocks = list(made["in core"].blocks)
+        costs.append(measured(blocks, x, RealClock(), repeats=1))
+    medians = [
+        dataclasses.replace(
+            block[0],
+            forward_s=median(cost.forward_s for cost in block),
+            backward_s=median(cost.backward_s for cost in block),
+        )
+        for block in zip(*costs, strict=True)
+    ]
+    return times, medians
 
 
 def _text(rows: dict[str, Row]) -> str:

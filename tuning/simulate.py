@@ -2,9 +2,13 @@
 """A table for a network that nobody here has: its times are simulated.
 
 ``commrt-tune simulate`` plays every candidate of an operation on a network, size by
-size, and writes a rule for each range of sizes. Each rule says that it was simulated.
-More bytes never take less time, so a candidate that is slower at few bytes than the
-best one at many is not played there.
+size, and writes a rule for each range of sizes, divided as measured times are
+(``decide.divide``). Each rule says that it was simulated. More bytes never take less
+time, so a candidate that is slower at few bytes than the best one at many is not played
+there.
+
+Where connections of commrt's own are to carry the messages, long ones are played in
+pieces, as ranks send them.
 """
 
 from __future__ import annotations
@@ -24,18 +28,24 @@ import numpy as np
 
 from commrt import algorithms
 from commrt.errors import UsageError
+from commrt.planning.footprint import DIRECT_CHUNK_NBYTES
 from commrt.planning.prediction import full_nbytes
-from commrt.schedule.ir import Schedule, full_multiple
+from commrt.schedule.ir import Op, Schedule, full_multiple
 from commrt.select.facts import Candidate, Query
 from commrt.select.fingerprint import this_machine
 from commrt.select.rules import Evidence, Match, Point, Rule, RunnerUp
 from commrt.select.schema import DEFAULT_TIE_MARGIN
 from commrt.select.table import Table
+from commrt.sim.costs import Costs
+from commrt.sim.fragments import CONNECTIONS, fragmented, num_fragments
 from commrt.sim.network_files import Described, load_network
 from commrt.sim.placements import machines, place
 from commrt.sim.quantities import nbytes_text, parse_nbytes, time_text
 from commrt.sim.simulate import simulate
 from commrt.sim.topologies.network import Ints
+from commrt.tuning.decide import Range, divide
+from commrt.tuning.fit import Curve
+from commrt.tuning.statistics import estimate
 from commrt.tuning.table_writer import write_table
 from commrt.version import __version__
 from commrt.vocabulary.operations import SCHEDULED, operation
@@ -45,8 +55,12 @@ __all__ = ["Setting", "Times", "add_simulate", "rules_of", "simulated_times"]
 _ITEM_NBYTES = 4
 _LEAST, _MOST = "64", "256MiB"
 _STEP = 4
-_BACKENDS = {"one": ("shm", "mpi"), "several": ("mpi", "gloo")}
+_TCP = "tcp"
+_BACKENDS = {"one": ("shm", "mpi"), "several": (_TCP, "mpi", "gloo")}
 """Backends that run schedules on one node, and on several; the rules name one."""
+_MOST_MESSAGES = 1 << 15
+"""Messages of one run, beyond which pieces are longer than ranks make them. To fill a
+pipeline of n pieces takes an n-th of a vector: more than some change little."""
 
 Times = Mapping[Candidate, Mapping[int, float]]
 """Simulated microseconds by candidate and rule bytes, the simpler candidates first."""
@@ -61,6 +75,26 @@ class Setting:
     """The host of each rank."""
     backend: str
     """The backend that runs schedules between these ranks."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the network, and of the backend's messages."""
+        given = self.described.costs
+        if self.backend != _TCP:
+            return given
+        queued = given.queued_nbytes or CONNECTIONS["queued_nbytes"]
+        return replace(given, in_order=CONNECTIONS["in_order"], queued_nbytes=queued)
+
+    def as_sent(self, one: Schedule, nbytes: int) -> Schedule:
+        """Return a schedule with its messages as the backend sends them."""
+        if self.backend != _TCP:
+            return one
+        elements = nbytes // _ITEM_NBYTES
+        number = num_fragments(one, elements, _ITEM_NBYTES, DIRECT_CHUNK_NBYTES)
+        if number == 1:
+            return one
+        most = max(1, _MOST_MESSAGES // max(1, _num_sends(one)))
+        return fragmented(one, elements, _ITEM_NBYTES, min(number, most))
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -105,11 +139,13 @@ def simulated_times(setting: Setting, op: str, sizes: Sequence[int]) -> Times:
         for size in sizes:
             if least > best[size]:
                 continue
+            nbytes = _vector_nbytes(op, size, one.size)
+            sent = setting.as_sent(one, nbytes)
             run = simulate(
-                *(one, setting.described.network, _vector_nbytes(op, size, one.size)),
+                *(sent, setting.described.network, nbytes),
                 setting.hosts,
                 itemsize=_ITEM_NBYTES,
-                costs=setting.described.costs,
+                costs=setting.costs,
             )
             mine[size] = least = run.time_us
             best[size] = min(best[size], least)
@@ -128,78 +164,61 @@ def _vector_nbytes(op: str, size: int, ranks: int) -> int:
 def rules_of(
     op: str, times: Times, sizes: Sequence[int], match: Match, date: str
 ) -> list[Rule]:
-    """Return the rules that the times make: the simplest of what is within the margin.
+    """Return the rules that the times make.
 
     ``match`` is what calls must have; its bytes are replaced.
     """
-    chosen = [_best_at(times, size) for size in sizes]
-    rules: list[Rule] = []
-    first = 0
-    for at in range(1, len(sizes) + 1):
-        if at < len(sizes) and chosen[at] == chosen[first]:
-            continue
-        lo = rules[-1].match.hi if rules else 0
-        assert lo is not None
-        hi = None
-        if at < len(sizes):
-            hi = _crossover(times, chosen[first], chosen[at], sizes[at - 1], sizes[at])
-        inside = sizes[first:at]
-        evidence = _evidence(times, chosen[first], inside, date)
-        here = Match(
-            lo,
-            hi,
-            ranks=match.ranks,
-            nodes=match.nodes,
-            ppn=match.ppn,
-            link_class=match.link_class,
-            device=match.device,
-        )
-        rules.append(Rule(op, here, chosen[first], evidence))
-        first = at
-    return rules
-
-
-def _best_at(times: Times, size: int) -> Candidate:
-    """Return the first of the candidates that nothing beats by more than the margin."""
-    there = {one: mine[size] for one, mine in times.items() if size in mine}
-    limit = min(there.values()) * (1 + DEFAULT_TIE_MARGIN)
-    return next(one for one, us in there.items() if us <= limit)
-
-
-def _crossover(
-    times: Times, before: Candidate, after: Candidate, low: int, high: int
-) -> int:
-    """Return the size from which the latter is chosen, above ``low``."""
-    corners = [times[one].get(size) for one in (before, after) for size in (low, high)]
-    if None in corners:
-        return max(low + 1, math.isqrt(low * high))
-    one_low, one_high, other_low, other_high = (float(us or 0.0) for us in corners)
-    gap_low, gap_high = one_low - other_low, one_high - other_high
-    if gap_low * gap_high >= 0:  # within the margin on one side
-        return max(low + 1, math.isqrt(low * high))
-    part = gap_low / (gap_low - gap_high)
-    return min(high, max(low + 1, round(low + part * (high - low))))
-
-
-def _evidence(
-    times: Times, chosen: Candidate, sizes: Sequence[int], date: str
-) -> Evidence:
-    points = tuple(
-        Point(size, us, (us, us), 1, 1)
-        for size, us in times[chosen].items()
-        if size in sizes
-    )
-    middle = sizes[len(sizes) // 2]
-    others = {
-        one: mine[middle]
-        for one, mine in times.items()
-        if one != chosen and middle in mine
+    best = {
+        size: min(us[size] for us in times.values() if size in us) for size in sizes
     }
+    curves = {
+        one: Curve(
+            {size: estimate([[us]]) for size, us in mine.items()},
+            {size: us for size, us in best.items() if size not in mine},
+        )
+        for one, mine in times.items()
+    }
+    # Single times count as tied within twice the margin.
+    return [
+        Rule(
+            op,
+            replace(match, lo=each.lo, hi=each.hi),
+            each.candidate,
+            _evidence(times, each, sizes, date),
+        )
+        for each in divide(curves, DEFAULT_TIE_MARGIN / 2)
+    ]
+
+
+def _evidence(times: Times, chosen: Range, sizes: Sequence[int], date: str) -> Evidence:
+    mine = times[chosen.candidate]
+    inside = [
+        size
+        for size in sizes
+        if chosen.lo <= size < (math.inf if chosen.hi is None else chosen.hi)
+    ]
+    points = tuple(
+        Point(size, mine[size], (mine[size], mine[size]), 1, 1)
+        for size in inside
+        if size in mine
+    )
     second = None
+    middle = inside[len(inside) // 2] if inside else None
+    others = {
+        one: us[middle]
+        for one, us in times.items()
+        if one != chosen.candidate and middle is not None and middle in us
+    }
     if others:
         one = min(others, key=lambda each: others[each])
         second = RunnerUp(one, middle, others[one], (others[one], others[one]))
-    return Evidence("simulated", points, second, None, date)
+    return Evidence("simulated", points, second, chosen.crossover, date)
+
+
+def _num_sends(one: Schedule) -> int:
+    """Return the messages of a schedule."""
+    programs = (one.program(rank) for rank in range(one.size))
+    return sum(step.op is Op.SEND for program in programs for step in program.steps)
 
 
 # -- the command -----------------------------------------------------------------------
@@ -224,8 +243,8 @@ def add_simulate(commands: Any) -> None:
     )
     add(
         "--backend",
-        help="what carries messages between the ranks that will use the table: mpi "
-        "or gloo; on one node shm or mpi (the first of these)",
+        help="what carries messages between the ranks that will use the table: tcp, "
+        "mpi or gloo; on one node shm or mpi (the first of these)",
     )
     add("--out", type=Path, required=True, metavar="FILE", help="the table")
 

@@ -66,12 +66,13 @@ def mpi_round_us(
 
     Collective over the leaders, the first ranks of the nodes.
     """
-    talk = _Talk.of(bootstrap, leaders, timeout_s)
-    if talk is None:
-        return None
-    way = _ByMpi(bootstrap, talk.peer)
-    took = [talk.round_us(way, _SHORT_NBYTES) for _ in range(_SHORT_ROUNDS)]
-    return min(took) if talk.leads else None
+    slowest: float | None = None
+    for talk in _Talk.all_of(bootstrap, leaders, timeout_s):
+        way = _ByMpi(bootstrap, talk.peer)
+        took = min(talk.round_us(way, _SHORT_NBYTES) for _ in range(_SHORT_ROUNDS))
+        if talk.leads:
+            slowest = max(took, slowest or 0.0)
+    return slowest
 
 
 def compare_with_mpi(
@@ -93,21 +94,26 @@ def compare_with_mpi(
         said = bootstrap.exchange(everybody, key, blob, timeout_s)
         return [json.loads(each) for each in said]
 
-    talk = _Talk.of(bootstrap, leaders, patience_s)
     by_tcp: dict[str, float] = {}
     why_not = ""
     try:
-        if talk is not None:
-            by_tcp = talk.times_us(_BySocket(sockets[talk.peer][0]), "tcp")
+        for talk in _Talk.all_of(bootstrap, leaders, patience_s):
+            took = talk.times_us(_BySocket(sockets[talk.peer][0]), "tcp")
+            by_tcp = _slower(by_tcp, took if talk.leads else {})
     except (OSError, TimeoutError_) as error:
         why_not = str(error)
     for why in told("carrier/tcp", why_not):
         if why:
             return Verdict(False, why)
-    talk = _Talk.of(bootstrap, leaders, timeout_s)
-    by_mpi = {} if talk is None else talk.times_us(_ByMpi(bootstrap, talk.peer), "mpi")
-    both = by_tcp | by_mpi if talk is not None and talk.leads else {}
-    return verdict_of(told("carrier/took", both))
+    by_mpi: dict[str, float] = {}
+    for talk in _Talk.all_of(bootstrap, leaders, timeout_s):
+        took = talk.times_us(_ByMpi(bootstrap, talk.peer), "mpi")
+        by_mpi = _slower(by_mpi, took if talk.leads else {})
+    return verdict_of(told("carrier/took", by_tcp | by_mpi))
+
+
+def _slower(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {key: max(one.get(key, 0.0), other.get(key, 0.0)) for key in one | other}
 
 
 class _Way(Protocol):
@@ -204,16 +210,31 @@ class _Talk:
     wait: Callable[[Callable[[], bool]], None]
 
     @classmethod
-    def of(
+    def all_of(
         cls, bootstrap: MpiBootstrap, leaders: Sequence[int], timeout_s: float
-    ) -> _Talk | None:
-        """Return the talk with this rank's partner; None where it has none."""
+    ) -> list[_Talk]:
+        """Return this rank's talks, one after the other; each leader has one at least.
+
+        Leaders talk in pairs. Of an odd number the last talks with the first, whose
+        own partner has finished then.
+        """
+        rank, last = bootstrap.rank, len(leaders) - 1
+        if rank not in leaders or last == 0:
+            return []
+        at = leaders.index(rank)
+        partners = [at ^ 1] if at ^ 1 <= last else []
+        if last % 2 == 0 and at in (0, last):
+            partners.append(last - at)
+        return [
+            cls._with(bootstrap, leaders[partner], timeout_s, leads=at < partner)
+            for partner in partners
+        ]
+
+    @classmethod
+    def _with(
+        cls, bootstrap: MpiBootstrap, peer: int, timeout_s: float, *, leads: bool
+    ) -> _Talk:
         rank = bootstrap.rank
-        at = leaders.index(rank) if rank in leaders else len(leaders)
-        partner = at ^ 1
-        if max(at, partner) >= len(leaders):
-            return None
-        peer = leaders[partner]
         alive = check_alive(bootstrap.gone, "carrier", [peer], lambda _: False)
         idle = with_heed(bootstrap.idle, alive)
 
@@ -224,7 +245,7 @@ class _Talk:
                     f"within {timeout_s:g} s"
                 )
 
-        return cls(peer, at < partner, wait)
+        return cls(peer, leads, wait)
 
     def round_us(self, way: _Way, nbytes: int) -> float:
         """Return the time of a message to and fro."""

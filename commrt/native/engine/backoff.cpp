@@ -24,6 +24,30 @@ double idle_since(double now) {
   return last_wait.since_s != 0 && now - last_wait.end_s < kBetween_s ? last_wait.since_s : now;
 }
 
+// The end of this thread's last yield for which somebody else had the core for long.
+thread_local double last_long_yield_s = 0;
+
+void yield_to_others() {
+  constexpr double kLong_s = 3e-4;
+  const double before = now_s();
+  sched_yield();
+  const double now = now_s();
+  if (now - before > kLong_s) last_long_yield_s = now;
+}
+
+// To sleep and to be woken costs some 50 us. So who waits looks for twice that before it sleeps,
+// and lets other ranks that wait look, too. A thread that computes would keep the core for a whole
+// slice after a yield; who sleeps is let in beside it at once.
+bool still_yields(double yielding_s) {
+  constexpr double kYieldsFor_s = 1e-4, kRemembered_s = 0.05;
+  const bool has_neighbors = Relay::expects_neighbors();
+  // Threads of another carrier need the core.
+  if (!TcpPoller::is_used() && !has_neighbors) return false;
+  if (yielding_s >= kYieldsFor_s) return false;
+  return has_neighbors || last_long_yield_s == 0 ||
+         now_s() - last_long_yield_s >= kRemembered_s;
+}
+
 }  // namespace
 
 Backoff::~Backoff() {
@@ -34,7 +58,7 @@ Backoff::~Backoff() {
 void Backoff::reset() {
   if (since_s_ != 0) last_wait.since_s = 0;
   count_ = 0;
-  since_s_ = 0;
+  since_s_ = first_yield_s_ = 0;
 }
 
 bool Backoff::pause(double until_s, bool looked) {
@@ -48,22 +72,27 @@ bool Backoff::pause(double until_s, bool looked) {
     relax();
     return false;
   }
-  constexpr int kYields = 20000, kYieldsForNeighbors = 20, kYieldsBetweenClocks = 32;
-  int yields = kYields;
-  // A yield may give away the core for a whole slice of somebody's; who sleeps is woken at once.
-  const int spins = asks_kernel ? std::min(spins_, kLooksAtKernel) : spins_;
-  if (sleeps_soon) yields = Relay::expects_neighbors() ? kYieldsForNeighbors : 0;
-  const bool looks_at_clock = count_ % kYieldsBetweenClocks == 0 || count_ > spins + yields;
+  if (sleeps_soon) {
+    const double now = now_s();
+    if (since_s_ == 0) since_s_ = idle_since(now);
+    if (first_yield_s_ == 0) first_yield_s_ = now;
+    if (now - since_s_ < patience_s_) {
+      if (!still_yields(now - first_yield_s_)) {
+        Relay::wait_for_change(seen_);
+        return true;
+      }
+      yield_to_others();
+      return false;
+    }
+  }
+  constexpr int kYields = 20000, kYieldsBetweenClocks = 32;
+  const bool looks_at_clock = count_ % kYieldsBetweenClocks == 0 || count_ > spins_ + kYields;
   const double now = looks_at_clock || since_s_ == 0 ? now_s() : 0;
   if (since_s_ == 0) since_s_ = idle_since(now);
   const bool is_patient = !looks_at_clock || now - since_s_ < patience_s_;
-  if (is_patient && count_ <= spins + yields) {
+  if (is_patient && count_ <= spins_ + kYields) {
     sched_yield();
     return false;
-  }
-  if (is_patient && sleeps_soon) {
-    Relay::wait_for_change(seen_);
-    return true;
   }
   count_ = spins_ + kYields;  // from here on, it looks at the clock each time
   return rest(until_s, looked);

@@ -54,7 +54,8 @@ class Backoff {
   uint32_t seen_library_looks_ = library_looks_.load(std::memory_order_relaxed);
   int spins_;
   int count_ = 0;
-  double since_s_ = 0;   // the first yield; 0: none yet
+  double since_s_ = 0;        // the first yield, also of waits just before; 0: none yet
+  double first_yield_s_ = 0;  // that of this wait, where it sleeps soon
   double patience_s_ = kPatience_s;
 
   static inline std::atomic<uint32_t> library_looks_{0};

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from commrt.backends.catalog import catalog
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.rules import Match
 from commrt.select.table import load_file
+from commrt.sim.costs import Costs
+from commrt.sim.fragments import CONNECTIONS, as_sent_by_tcp
 from commrt.sim.network_files import load_network
 from commrt.sim.placements import place
 from commrt.sim.simulate import simulate
@@ -21,9 +24,9 @@ from commrt.tuning.simulate import Setting, rules_of, simulated_times
 NETWORK = "star:hosts=8,rate=1GB/s,latency=10us"
 
 
-def setting(topology: str = NETWORK, ranks: int = 8) -> Setting:
+def setting(topology: str = NETWORK, ranks: int = 8, backend: str = "mpi") -> Setting:
     described = load_network(topology)
-    return Setting(described, place(described.network, ranks), "mpi")
+    return Setting(described, place(described.network, ranks), backend)
 
 
 def test_the_fastest_is_chosen_at_every_size() -> None:
@@ -70,6 +73,34 @@ def test_a_boundary_lies_where_the_lines_cross() -> None:
     # 10 + 0.1 n and 50 + 0.01 n meet at n = 444.4.
     assert (first.use, second.use) == (a, b)
     assert first.match.hi == second.match.lo == 100 + 444
+
+
+def test_connections_of_ones_own_carry_a_long_broadcast_in_pieces() -> None:
+    here, size = setting(backend="tcp"), 1 << 24
+    times = simulated_times(here, "bcast", [size])
+    chain, one = next(
+        each for each in here.candidates("bcast") if each[0].algorithm == "chain"
+    )
+    cut = as_sent_by_tcp(one, size // 4, 4)
+    costs = Costs(**CONNECTIONS)
+    run = simulate(cut, here.described.network, size, here.hosts, costs=costs)
+    assert times[chain][size] == run.time_us
+    assert min(times, key=lambda each: times[each].get(size, math.inf)) == chain
+    whole = simulated_times(setting(), "bcast", [size])
+    assert whole[Candidate("mpi", "chain")][size] > 5 * run.time_us
+
+
+def test_many_messages_are_cut_into_fewer_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("commrt.tuning.simulate._MOST_MESSAGES", 4 * 56)
+    here = setting(backend="tcp")
+    (chain,) = [
+        one for each, one in here.candidates("bcast") if each.algorithm == "chain"
+    ]
+    sent = here.as_sent(chain, 1 << 24)
+    assert len(sent.program(7).steps) == 4 * len(chain.program(7).steps)
+    assert here.as_sent(chain, 64) is chain
 
 
 def test_the_table_is_used_like_a_measured_one(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
+from commrt.layers.differentiable_once import differentiable_once
 
 __all__ = ["exchanged", "gathered", "part_of", "tied"]
 
@@ -75,7 +75,7 @@ class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
         return _alltoallv(x, comm, sends, recvs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("Branches")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _alltoallv(gradient, *ctx.way), None, None, None
 
@@ -87,7 +87,7 @@ class _Part(torch.autograd.Function):  # type: ignore[misc]
         return x[low:high].clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("Branches")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         comm, low, high, shape = ctx.facts
         total = gradient.new_zeros(shape)
@@ -106,7 +106,7 @@ class _Gathered(torch.autograd.Function):  # type: ignore[misc]
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("Branches")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         low, high = ctx.own
         return gradient[low:high], None, None
@@ -118,6 +118,6 @@ class _Tied(torch.autograd.Function):  # type: ignore[misc]
         return y.view_as(y)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("Branches")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

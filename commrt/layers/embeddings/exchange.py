@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.embeddings.layout import Layout
 from commrt.layers.embeddings.lookups import gradient_of_rows, sums_of_rows
 from commrt.layers.embeddings.route import Counts, Route, message_sizes, weights_sizes
@@ -225,7 +225,7 @@ class _Start(torch.autograd.Function):  # type: ignore[misc]
         return flat if trip.comm is None else trip.start(flat)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a distributed embedding")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         arrivals: Arrivals = ctx.arrivals
         trip = arrivals.trip
@@ -283,7 +283,7 @@ class _Wait(torch.autograd.Function):  # type: ignore[misc]
         return tuple(rows)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a distributed embedding")
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         route: Route = ctx.route
         layout, trip, samples = route.layout, ctx.trip, route.num_bags

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
-from commrt.layers.experts.differentiable_once import differentiable_once
+from commrt.layers.differentiable_once import differentiable_once
 
 __all__ = ["Copies", "collect", "collect_weighted", "spread"]
 
@@ -140,7 +140,7 @@ class _CollectWeighted(torch.autograd.Function):  # type: ignore[misc]
         return _collected(x * weights[:, None], copies)
 
     @staticmethod
-    @differentiable_once
+    @differentiable_once("a mixture of experts")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weights = ctx.saved_tensors
         each = gradient.index_select(0, ctx.copies.source)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
-from commrt.layers.experts.differentiable_once import differentiable_once
+from commrt.layers.differentiable_once import differentiable_once
 
 __all__ = ["stacked_mlp"]
 
@@ -51,7 +51,7 @@ class _Stacked(torch.autograd.Function):  # type: ignore[misc]
         return _products(hidden, down, counts)
 
     @staticmethod
-    @differentiable_once
+    @differentiable_once("a mixture of experts")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, *others = ctx.saved_tensors
         inner = others[: ctx.num_weights - 1]

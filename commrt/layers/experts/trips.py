@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from commrt.comm import Communicator
-from commrt.layers.experts.differentiable_once import differentiable_once
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.request import Request
 
 __all__ = ["Trip", "arrived", "moved", "sent"]
@@ -96,7 +96,7 @@ class _Sent(torch.autograd.Function):  # type: ignore[misc]
         return trip.start(rows)
 
     @staticmethod
-    @differentiable_once
+    @differentiable_once("a mixture of experts")
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         """Return the gradient that has come back; the buffer's own is no message."""
         return ctx.trip.wait(), None
@@ -109,7 +109,7 @@ class _Arrived(torch.autograd.Function):  # type: ignore[misc]
         return trip.wait().view_as(buffer)
 
     @staticmethod
-    @differentiable_once
+    @differentiable_once("a mixture of experts")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.trip.start(gradient, back=True)
         return gradient, None

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.autocast import full_precision
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.graphs.adjacency import Adjacency, Block
 from commrt.layers.graphs.csr import CsrMatrix, Range
 from commrt.layers.graphs.device_products import times_on_device
@@ -147,7 +147,7 @@ class _Spmm(torch.autograd.Function):  # type: ignore[misc]
         return _summed_products(how.block.forward, x, inner, how.chunks)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a graph layer")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         how: _Product = ctx.how
         along, transpose = how.grid[how.roles.rows], how.block.backward

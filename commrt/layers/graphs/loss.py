@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.autocast import full_precision
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors import DistTensor, Placement
 
@@ -115,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         return (totals[0] / totals[1]).to(logits.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a graph layer")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, is_here, counts = ctx.saved_tensors
         found = softmax.clone()

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
 from commrt.layers.autocast import low_precision, may_differ
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.graphs.roles import Roles
 from commrt.layers.graphs.row_blocks import (
     nested_sizes,
@@ -115,7 +115,7 @@ class _Products(torch.autograd.Function):  # type: ignore[misc]
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a graph layer")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         how: _Axes = ctx.how
         saved = ctx.saved_tensors  # checkpoints unpack them once

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.spatial.empty_results import empty_result
 from commrt.layers.spatial.exchange import Strips, start_messages, start_strips
 from commrt.layers.spatial.output_split import OutputSplit
@@ -137,7 +137,7 @@ class _Begin(torch.autograd.Function):  # type: ignore[misc]
         return inner, *(split.own_input_of(out, x, trip.fill) for out in split.borders)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a spatial layer")
     def backward(ctx: Any, of_inner: Any, *of_borders: Any) -> tuple[Any, ...]:
         trip: _Trip = ctx.trip
         split = trip.split
@@ -172,7 +172,7 @@ class _Complete(torch.autograd.Function):  # type: ignore[misc]
         return wides
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a spatial layer")
     def backward(ctx: Any, *of_wides: Any) -> tuple[Any, ...]:
         trip: _Trip = ctx.trip
         split, like = trip.split, of_wides[0]

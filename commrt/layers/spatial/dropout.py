@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.errors import UsageError, shown
 from commrt.layers.spatial.cut import Cut
@@ -88,7 +87,6 @@ class _Dropout(torch.autograd.Function):  # type: ignore[misc]
         return _dropped(x, *drawing)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         return _dropped(gradient, *ctx.drawing), None, None, None, None
 

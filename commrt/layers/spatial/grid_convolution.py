@@ -25,9 +25,9 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.spatial.cut import Cut
 from commrt.layers.spatial.exchange import Strips, start_messages
 from commrt.layers.spatial.plain_gradients import added, plain_gradients
@@ -221,7 +221,7 @@ class GridConvolution(torch.autograd.Function):  # type: ignore[misc]
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a spatial layer")
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         g: GridGeometry = ctx.geometry
         x, weight, *flat = ctx.saved_tensors

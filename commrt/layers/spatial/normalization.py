@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.spatial.channel_sums import combined, gradient_sums, statistics
 from commrt.layers.spatial.weight_gradients import check_sum, summed_gradients
 
@@ -213,7 +213,7 @@ class _Normalized(torch.autograd.Function):  # type: ignore[misc]
         return y, mean, variance, count
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a spatial layer")
     def backward(ctx: Any, gradient: Any, *_: Any) -> tuple[Any, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         scale = (variance + ctx.eps).rsqrt()

@@ -23,9 +23,9 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.spatial.exchange import start_messages, start_strips
 from commrt.layers.spatial.output_split import OutputSplit
 from commrt.layers.spatial.plain_gradients import added, plain_gradients
@@ -116,7 +116,7 @@ class OverlappedConvolution(torch.autograd.Function):  # type: ignore[misc]
         return _put_together(x, interior, borders, g)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a spatial layer")
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         g: Geometry = ctx.geometry
         split, moved = g.split, g.split.transfers

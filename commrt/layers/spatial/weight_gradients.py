@@ -13,6 +13,7 @@ import torch
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.differentiable_once import differentiable_once
 
 __all__ = ["GradientSum", "check_sum", "summed_gradients"]
 
@@ -66,6 +67,7 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
         return tuple(each.view_as(each) for each in weights)
 
     @staticmethod
+    @differentiable_once("a spatial layer")
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         return None, *GradientSum([*gradients], ctx.comm).wait()
 

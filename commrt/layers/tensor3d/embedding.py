@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from commrt.errors import UsageError
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensor3d.activations import whole_features
 from commrt.layers.tensor3d.depth import DepthShards
@@ -152,7 +152,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a 3-d tensor-parallel layer")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         layer: Embedding3d = ctx.layer
         (indices,) = ctx.saved_tensors

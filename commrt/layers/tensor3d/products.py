@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
 from commrt.layers.autocast import low_precision
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.tensor3d.activations import Gathering, Scattering
 from commrt.layers.tensor3d.depth import DepthShards, Reduced
 from commrt.layers.tensor3d.kernels import Kernel
@@ -111,7 +111,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a 3-d tensor-parallel layer")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         p: Product = ctx.product
         x, _ = ctx.saved_tensors  # torch sees here whether the weight has changed

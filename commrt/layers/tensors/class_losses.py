@@ -27,11 +27,11 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.loss_reductions import (
     check_call,
@@ -113,7 +113,7 @@ class _LogSoftmax(torch.autograd.Function):  # type: ignore[misc]
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a DistTensor")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
         total = gradient.sum(-1).contiguous()
@@ -405,7 +405,7 @@ class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]
         return losses.where(counts, torch.zeros_like(losses))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a DistTensor")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, column, is_here, counts, of_class, factor, weights = ctx.saved_tensors
         nothing = torch.zeros_like(gradient)

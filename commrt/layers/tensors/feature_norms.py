@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from commrt.comm import Communicator
 from commrt.errors import UsageError
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.tensors.channels import tile_of
 from commrt.layers.tensors.dist_tensor import DistTensor
 from commrt.layers.tensors.rules import takes
@@ -82,7 +82,7 @@ class _Normalized(torch.autograd.Function):  # type: ignore[misc]
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a DistTensor")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         result, scale = ctx.saved_tensors
         dims, comm, count, is_centered = ctx.how

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from commrt.comm import Communicator
+from commrt.layers.differentiable_once import differentiable_once
 from commrt.layers.process_grid import ProcessGrid
 from commrt.layers.tensors.placement import Placement, Sharded
 
@@ -209,6 +209,7 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
         return x.view_as(x)
 
     @staticmethod
+    @differentiable_once("a DistTensor")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.detach().clone(memory_format=torch.contiguous_format)
         ctx.comm.allreduce(total)
@@ -256,7 +257,7 @@ class _MoveForParts(torch.autograd.Function):  # type: ignore[misc]
         return _laid_out(part, there, dims)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once("a DistTensor")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         part, dims = _summed(gradient.detach(), ctx.back)
         return _laid_out(part, ctx.back, dims), None, None

@@ -103,7 +103,7 @@ def steps_to(
     optimizer: torch.optim.Optimizer
     if setting.damping is None:
         optimizer = torch.optim.SGD(parameters, setting.lr, momentum=MOMENTUM)
-        reducer = GradientReducer(comm, [each.detach() for each in parameters])
+        reducer = GradientReducer(comm, parameters)
     else:
         optimizer = kfac = KFAC(
             *(model, comm, setting.lr),

@@ -21,12 +21,13 @@ from commrt.hvd.operators import Average, ReduceOp, Sum
 from commrt.hvd.process_sets import ProcessSet
 from commrt.hvd.submitting import (
     allreduce_async_,
-    grouped_allreduce_async_,
+    gradients_allreduce_async_,
     refusing,
     sparse_allreduce_async,
 )
+from commrt.layers.data.own_pieces import place_of
 
-__all__ = ["GradientExchange", "Groups", "named"]
+__all__ = ["GradientExchange", "Groups", "named", "pieces_of"]
 
 Tensor: TypeAlias = torch.Tensor
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None
@@ -64,6 +65,17 @@ def named(what: str, optimizer: torch.optim.Optimizer, given: Named) -> dict[Any
             f"optimizer: pass model.named_parameters() of its whole model"
         )
     return {parameter: found[parameter] for _, parameter in own}
+
+
+def pieces_of(parameters: Iterable[Tensor]) -> str:
+    """Return which pieces of cut parameters this rank has; empty: it has whole ones."""
+    places = [place_of(each) for each in parameters]
+    if not any(places):
+        return ""
+    return "; ".join(
+        " and ".join(f"place {number} along {axis}" for axis, number in each) or "whole"
+        for each in places
+    )
 
 
 class GradientExchange:
@@ -192,6 +204,13 @@ class GradientExchange:
             try:
                 results = handle.wait()
             except MismatchError as error:
+                if "pieces of cut parameters: " in str(error):
+                    raise MismatchError(
+                        f"hvd.DistributedOptimizer: {error}\n"
+                        f"Gradients of different parameters must not be added up: call "
+                        f"sync_gradients of the layer's package for these, and leave "
+                        f"them out of this optimizer"
+                    ) from error
                 if "operation: " not in str(error):
                     raise
                 raise MismatchError(
@@ -199,7 +218,7 @@ class GradientExchange:
                     f"A rank without a gradient sends dense zeros. Where others have a "
                     f"sparse one, pass sparse_as_dense=True on all ranks"
                 ) from error
-            if not isinstance(results, list):
+            if not isinstance(results, list):  # a sparse one
                 results = [results]
             for parameter, result, context in zip(
                 group, results, contexts, strict=True
@@ -273,11 +292,10 @@ class GradientExchange:
                 if each is not None
             ]
         tensors, contexts = [x for x, _ in packed], [context for _, context in packed]
-        call = name, self._op, *self._factors, self._process_set
-        if len(tensors) == 1:
-            handle = allreduce_async_(tensors[0], None, *call)
-        else:
-            handle = grouped_allreduce_async_(tensors, None, *call)
+        handle = gradients_allreduce_async_(
+            *(tensors, pieces_of(group), name, self._op, self._factors),
+            self._process_set,
+        )
         self._handles[group] = handle, contexts
 
     def _send_sparse(self, group: tuple[Tensor, ...], name: str) -> None:
@@ -290,7 +308,9 @@ class GradientExchange:
                 )
         gradient = group[0].grad
         assert gradient is not None
-        handle = sparse_allreduce_async(gradient, name, self._op, self._process_set)
+        handle = sparse_allreduce_async(
+            *(gradient, name, self._op, self._process_set), pieces=pieces_of(group)
+        )
         self._handles[group] = handle, [None]
 
     def _put(self, parameter: Tensor, result: Tensor, context: Any) -> None:

@@ -14,11 +14,16 @@ import torch
 from commrt.errors import UsageError, shown
 from commrt.hvd.compression import Compression, Compressor
 from commrt.hvd.current import current
-from commrt.hvd.gradients import GradientExchange, Groups, Named, named
+from commrt.hvd.gradients import (
+    GradientExchange,
+    Groups,
+    Named,
+    named,
+    pieces_of,
+)
 from commrt.hvd.operators import Adasum, Average, ReduceOp
 from commrt.hvd.process_sets import ProcessSet, global_process_set
-from commrt.hvd.submitting import grouped_allreduce_async_, refusing
-from commrt.layers.data.own_pieces import advice, is_mixed
+from commrt.hvd.submitting import gradients_allreduce_async_, refusing
 
 __all__ = ["DistributedOptimizer"]
 
@@ -63,8 +68,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks. Others take steps by their own gradients.
 
-    Raises UsageError for arguments that do not fit, for parameters of which the ranks
-    have different pieces, such as experts, and before ``hvd.init()``.
+    Raises UsageError for arguments that do not fit, and before ``hvd.init()``. The
+    first step raises MismatchError on all ranks for parameters of which they have
+    different pieces, such as experts: call ``sync_gradients`` of the layer's package
+    for these.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"{_WHAT}: {shown(optimizer)} is no optimizer of torch's")
@@ -87,9 +94,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     session = current()
     ranks = session.ranks_of(process_set.number(_WHAT))
     names = named(_WHAT, optimizer, named_parameters)
-    for parameter, name in names.items():
-        if parameter.requires_grad and is_mixed(parameter, len(ranks)):
-            raise UsageError(f"{_WHAT}: parameter {name}: {advice(parameter)}")
     if op is Adasum and session.comm.size > 1:
         if process_set.process_set_id != 0:
             raise UsageError(
@@ -272,8 +276,9 @@ class _Deltas:
                 self._compression.compress(parameter.detach() - start)
                 for parameter, start in zip(self._trained, starts, strict=True)
             ]
-        handle = grouped_allreduce_async_(
-            [delta for delta, _ in packed], name=name, op=Adasum
+        handle = gradients_allreduce_async_(
+            *([delta for delta, _ in packed], pieces_of(self._trained), name),
+            *(Adasum, (1.0, 1.0), global_process_set),
         )
         handle.wait()
         with torch.no_grad():

@@ -64,18 +64,21 @@ class Signature:
     """Rows for each rank, of an alltoall."""
     refusal: str = ""
     """Reason why this rank has refused its call; empty where it has not."""
+    pieces: str = ""
+    """The places of cut parameters whose gradients these are; empty where all ranks
+    have the same parameters."""
 
     def as_json(self) -> list[Any]:
         """Return what ``json`` takes."""
         tensors = [[dtype, list(shape)] for dtype, shape in self.tensors]
         scales = [self.prescale.hex(), self.postscale.hex()]
         head = [self.kind, tensors, self.device, self.op, self.root]
-        return [*head, scales, list(self.splits), self.refusal]
+        return [*head, scales, list(self.splits), self.refusal, self.pieces]
 
     @classmethod
     def of_json(cls, told: list[Any]) -> Signature:
         """Return the signature that another rank has told."""
-        kind, tensors, device, op, root, scales, splits, refusal = told
+        kind, tensors, device, op, root, scales, splits, refusal, pieces = told
         return cls(
             kind,
             tuple((dtype, tuple(shape)) for dtype, shape in tensors),
@@ -86,6 +89,7 @@ class Signature:
             float.fromhex(scales[1]),
             tuple(splits),
             refusal,
+            pieces,
         )
 
     def facts(self) -> dict[str, str]:
@@ -103,6 +107,8 @@ class Signature:
             found["device"] = self.device
         if self.op:
             found["op"] = self.op
+        if self.pieces:
+            found["pieces of cut parameters"] = self.pieces
         if kind.has_root:
             found["root_rank"] = str(self.root)
         if (self.prescale, self.postscale) != (1.0, 1.0):

@@ -33,6 +33,7 @@ __all__ = [
     "barrier_async",
     "broadcast_async",
     "broadcast_async_",
+    "gradients_allreduce_async_",
     "grouped_allgather_async",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
@@ -189,6 +190,7 @@ class _Wanted(NamedTuple):
     op: ReduceOp | None
     factors: tuple[float, float]
     process_set: ProcessSet
+    pieces: str = ""
 
 
 def _reduced(call: _Call, tensors: Sequence[Tensor], wanted: _Wanted) -> dict[str, Any]:
@@ -210,6 +212,7 @@ def _reduced(call: _Call, tensors: Sequence[Tensor], wanted: _Wanted) -> dict[st
         "op": reduction.value,
         "prescale": _factor(call.what, "prescale_factor", before),
         "postscale": _factor(call.what, "postscale_factor", after),
+        "pieces": wanted.pieces,
     }
 
 
@@ -307,6 +310,24 @@ def grouped_allreduce_async(
     return _allreduce(what, listed, False, lambda entry: list(entry.outputs), wanted)
 
 
+def gradients_allreduce_async_(
+    gradients: Sequence[Tensor],
+    pieces: str,
+    name: str,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> Handle:
+    """Start an ``allreduce`` of gradients in place; the result is their list.
+
+    ``pieces`` says which places of cut parameters they belong to: the same on all
+    ranks, or the call fails on all.
+    """
+    what = "DistributedOptimizer"
+    wanted = _Wanted(None, name, op, factors, process_set, pieces)
+    return _allreduce(what, gradients, True, lambda _: gradients, wanted)
+
+
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -329,11 +350,14 @@ def sparse_allreduce_async(
     name: str | None,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
+    *,
+    pieces: str = "",
 ) -> Handle:
     """Start the sum or average of sparse COO tensors: two allgathers of what they have.
 
     The result is a sparse tensor that is not coalesced. The handle may be called, as
-    Horovod's programs do, or be given to ``synchronize``.
+    Horovod's programs do, or be given to ``synchronize``. ``pieces``: of cut
+    parameters whose gradients these are; equal on all ranks.
     """
     what = "hvd.sparse_allreduce_async"
     with refusing("sparse_allreduce_async", "allgather", name, process_set):
@@ -344,7 +368,7 @@ def sparse_allreduce_async(
         given = tensor.detach().coalesce()
     both = [given.indices().T.contiguous(), given.values().contiguous()]
     call = _Call("sparse_allreduce_async", "allgather", name, process_set)
-    entry = call.entry(both, dict, MOVED)
+    entry = call.entry(both, lambda: {"pieces": pieces}, MOVED)
 
     def result() -> Tensor:
         indices, values = entry.outputs

@@ -96,7 +96,9 @@ def timed(seed: int, ticks: Ticks) -> tuple[nn.Sequential, torch.Tensor]:
     blocks = []
     for a, b in itertools.pairwise(sizes):
         inner: list[nn.Module] = [nn.Linear(a, b)]
-        inner += draws.sample([nn.Tanh(), nn.ReLU(), nn.Softmax(1)], draws.randint(0, 3))
+        inner += draws.sample(
+            [nn.Tanh(), nn.ReLU(), nn.Softmax(1)], draws.randint(0, 3)
+        )
         times = draws.uniform(0.1, 2), draws.uniform(0.1, 3)
         blocks.append(Timed(nn.Sequential(*inner), ticks, *times))
     return nn.Sequential(*blocks), torch.randn(draws.randint(1, 20), sizes[0])
@@ -142,8 +144,14 @@ def test_a_mixed_plan_beats_pure_ones() -> None:
     torch.manual_seed(0)
     seconds = [(0.1, 0.2), (0.2, 0.4), (2.0, 4.0), (2.0, 4.0), (0.1, 0.2), (1.0, 2.0)]
     blocks = nn.Sequential(
-        *(Timed(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)),
-                ticks, *each) for each in seconds)
+        *(
+            Timed(
+                nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)),
+                ticks,
+                *each,
+            )
+            for each in seconds
+        )
     )
     x = torch.randn(32, 64)
     measured = {}

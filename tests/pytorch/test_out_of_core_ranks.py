@@ -159,8 +159,10 @@ def test_gradients_add_up_without_sums() -> None:
             (p.grad - q.grad).abs().max() < NEAR
             for p, q in zip(model.parameters(), plain.parameters(), strict=True)
         ]
-        different = [not torch.equal(p.grad, g) for p, g in zip(
-            model.parameters(), own, strict=True)]
+        different = [
+            not torch.equal(p.grad, g)
+            for p, g in zip(model.parameters(), own, strict=True)
+        ]
         model.close()
         model._far.close()
         return all(off) and all(different)
@@ -175,7 +177,9 @@ def test_a_rank_whose_loss_reaches_fewer_parameters() -> None:
         blocks = drawn()
         model = made(blocks, sample(2), comm=comm, policy="swap")
         y = model(batch(comm.rank))
-        model.backward(y.sum() if comm.rank else (y.detach() * model.blocks[3][0].bias).sum())
+        model.backward(
+            y.sum() if comm.rank else (y.detach() * model.blocks[3][0].bias).sum()
+        )
         gradients = [p.grad.clone() for p in model.parameters()]
         model.close()
         model._far.close()

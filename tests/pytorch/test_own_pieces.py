@@ -12,11 +12,13 @@ from hvd_cases import on_ranks
 from torch import nn
 
 import commrt.hvd as hvd
-from commrt.errors import UsageError
+from commrt.errors import MismatchError, UsageError
 from commrt.hvd.current import current
 from commrt.layers.data import GradientReducer
 from commrt.layers.experts import MoE
+from commrt.layers.kfac.gradients import Gradients
 from commrt.layers.process_grid import ProcessGrid
+from commrt.layers.sharded_update import ShardedOptimizer
 from commrt.local import run
 
 
@@ -109,18 +111,73 @@ def test_a_reducer_between_two_grids_sums_the_same_experts() -> None:
     run(4, main)
 
 
-def test_an_optimizer_of_hvd_names_the_expert_that_it_refuses() -> None:
+def optimized(comm: Any, experts: list[Any]) -> Any:
+    return ShardedOptimizer([x for _, x in experts], comm, torch.optim.SGD, lr=0.1)
+
+
+def preconditioned(comm: Any, experts: list[Any]) -> Any:
+    return Gradients(comm, experts, are_local=True, loss="mean")
+
+
+@pytest.mark.parametrize("made", [optimized, preconditioned])
+def test_sums_of_other_layers_refuse_them_on_all_ranks(made: Any) -> None:
+    def main(comm: Any) -> str:
+        with ProcessGrid(comm, {"data": 2, "expert": 2}) as grid:
+            experts = [*model_on(grid)["moe"].experts.named_parameters()]
+            with pytest.raises(UsageError) as caught:
+                made(grid["expert",], experts)
+            made(grid["data",], experts).close()  # the same ones
+            return str(caught.value)
+
+    assert all("expert" in said for said in run(4, main))
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_an_optimizer_of_hvd_refuses_different_experts_on_all_ranks(op: Any) -> None:
     def main() -> str:
         comm = current().comm
         with ProcessGrid(comm, {"expert": 0}) as grid:
             model = model_on(grid)
             plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(UsageError) as caught:
-                hvd.DistributedOptimizer(plain, model.named_parameters())
+            made = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+            before = [each.detach().clone() for each in model.parameters()]
+            for each in model.parameters():
+                each.grad = torch.ones_like(each)
+            with pytest.raises(MismatchError) as caught:
+                made.step()
+            if op is hvd.Average:  # nothing has changed
+                for each, value in zip(model.parameters(), before, strict=True):
+                    assert torch.equal(each, value)
             # Frozen ones have no gradients.
             model["moe"].experts.requires_grad_(False)
-            hvd.DistributedOptimizer(plain, model.named_parameters())
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            made = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+            for each in model.parameters():
+                each.grad = torch.ones_like(each) if each.requires_grad else None
+            made.step()
             return str(caught.value)
 
     for said in on_ranks(2, main):
-        assert re.search(r"parameter moe\.experts\.gate: ranks along expert", said)
+        assert re.search(
+            r"place 0 along expert.* on rank 0; .*place 1.* on rank 1", said
+        )
+
+
+def test_an_optimizer_of_hvd_takes_the_same_experts_of_two_grids() -> None:
+    def main() -> None:
+        comm = current().comm
+        replica, place = divmod(comm.rank, 2)
+        sets = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
+        with comm.split(replica) as own, ProcessGrid(own, {"expert": 2}) as grid:
+            experts = [*model_on(grid)["moe"].experts.named_parameters()]
+            plain = torch.optim.SGD([each for _, each in experts], lr=0.1)
+            made = hvd.DistributedOptimizer(
+                plain, experts, op=hvd.Sum, process_set=sets[place]
+            )
+            for _, each in experts:
+                each.grad = torch.full_like(each, 1.0 + replica)
+            made.synchronize()
+            for _, each in experts:
+                assert torch.equal(each.grad, torch.full_like(each, 3.0))
+
+    on_ranks(4, main)

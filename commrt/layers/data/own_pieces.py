@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["advice", "is_mixed", "place_of"]
+__all__ = ["advice", "place_of"]
 
 
 def place_of(parameter: Any) -> tuple[tuple[str, int], ...]:
@@ -22,18 +22,6 @@ def place_of(parameter: Any) -> tuple[tuple[str, int], ...]:
     if cut is None:
         return ()
     return tuple((axis, cut.grid.coords[axis]) for axis in sorted(cut.axes))
-
-
-def is_mixed(parameter: Any, num_ranks: int) -> bool:
-    """Return whether a grid has fewer copies of a piece than so many ranks; local.
-
-    Parameters without a mark are the same on all ranks, as far as anybody knows.
-    """
-    cut = getattr(parameter, "grid_cut", None)
-    if cut is None or not cut.axes:
-        return False
-    grid = cut.grid
-    return bool(num_ranks > grid.num_ranks // grid.size(cut.axes))
 
 
 def advice(parameter: Any) -> str:

@@ -79,7 +79,7 @@ class Gradients:
         self._named, self._are_local, self._loss = named, are_local, loss
         self._reducer: GradientReducer | None = None
         if are_local and comm.size > 1:
-            parameters = [each.detach() for _, each in named]
+            parameters = [each for _, each in named]
             self._reducer = GradientReducer(
                 comm, parameters, op="sum", bucket_nbytes=_BUCKET_NBYTES
             )

@@ -15,6 +15,7 @@ from torch import nn, optim
 from commrt.comm import Communicator
 from commrt.errors import UsageError, shown
 from commrt.layers.data.buckets import cut
+from commrt.layers.data.own_pieces import place_of
 from commrt.layers.sharded_update.bucket import Bucket, is_dense
 from commrt.layers.sharded_update.buffers import Buffers
 from commrt.layers.sharded_update.layout import cut_evenly, cut_whole, owners
@@ -78,18 +79,21 @@ def settings_text(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def group_texts(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return texts of groups that must be equal on all ranks."""
+    """Return texts of groups that must be equal on all ranks.
+
+    Such are the places of what cuts a parameter (``place_of``): ranks that have
+    different experts, for example, must not add up their gradients.
+    """
     return [
         f"{settings_text([group])} for "
-        + repr(
-            [
-                (tuple(x.shape), x.stride(), str(x.dtype), x.device.type)
-                for x in group["params"]
-            ]
-        )
+        + repr([(*_described(x), *place_of(x)) for x in group["params"]])
         + f", named {group.get('param_names')}"
         for group in groups
     ]
+
+
+def _described(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), str(x.dtype), x.device.type
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,8 @@ def in_turns(
     times: dict[str, list[float]] = {way: [] for way in steps}
     turns = list(steps.items())
     for _ in range(blocks):
-        turns.reverse()  # so that none is always behind the same other one
+        if len(turns) > 2:  # none is always behind the same other one, or behind itself
+            turns = turns[1:] + turns[:1]
         for way, step in turns:
             dist.barrier()
             times[way].append(round(_block_us(step, repetitions), 2))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines, status = _beside_one_process(comm, rung, settings, trained)
     except UsageError as error:  # such as a number of ranks that makes no grid
         lines, status = [f"{rung} on {_ranks(comm)}: {error}"], 2
+        if comm.rank:  # perhaps the only one: then the first rank cannot say why
+            print(f"rank {comm.rank}: {error}", file=sys.stderr)
     if comm.rank == 0:
         print("\n".join(lines), flush=True)
     return status

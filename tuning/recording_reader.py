@@ -153,11 +153,17 @@ def _facts(field: Field) -> CommFacts:
         size,
         nodes,
         ppn=said["ppn"].integer(1, size),
-        cores=said["cores"].integer(1),
+        cores=_cores(said["cores"]),
         link_class=cast("LinkClass", said["link_class"].one_of(LINK_CLASSES)),
         layout=layout,
         network=said["network"].optional(_network) if "network" in said else None,
     )
+
+
+def _cores(field: Field) -> float:
+    """Return a whole number, or a part of one core."""
+    part = type(field.value) is float
+    return field.number(above=0, most=1) if part else field.integer(1)
 
 
 def _network(field: Field) -> Network:

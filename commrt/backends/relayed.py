@@ -72,6 +72,6 @@ def relayed_us(
     if facts.size == 1:
         return 0.0
     own, _ = split_params(candidate.params)
-    one = message_constants(between, max(1.0, facts.ppn / facts.cores))
+    one = message_constants(between, facts.crowd)
     asked = with_known_lengths(query)
     return schedule_us(facts, asked, candidate.algorithm, own, one, only_floor)

@@ -71,8 +71,9 @@ class World:
     """Ranks of each node; equal on all ranks."""
     engine: Any
     """The engine of this rank."""
-    cores: int
-    """Cores available on the poorest node."""
+    cores: float
+    """Cores available on the poorest node: a whole number, or a part of one where
+    nodes are containers of one machine, with fewer cores than ranks."""
     table: Table | None
     """Selection table, agreed by all ranks."""
     located: LocatedTable
@@ -450,7 +451,10 @@ def _agree_cores_and_bells(world: World) -> None:
         of_node.append(len({core for r in beside for core in said[r][0]}) * share)
         poorest += of_node
         fewest_each = min(fewest_each, min(of_node) / len(ranks))
-    world.cores = max(1, int(min(poorest)))
+    world.cores = int(min(poorest))
+    if min(poorest) < 1:  # a rank's part, for as many as the fullest node has
+        of_fullest = max(map(len, world.nodes)) * fewest_each
+        world.cores = int(of_fullest) if of_fullest >= 1 else of_fullest
     world.shares_cores = fewest_each < 1
     here = world.nodes[world.node_of(world.rank)]
     if len(here) > 1:

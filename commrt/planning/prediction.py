@@ -105,13 +105,13 @@ def schedule_us(
             on_node = nearby or _on_node(facts, one)
             if only_floor:
                 return floor(schedule, few, *prices, on_node)
-            return cost(schedule, *prices, on_node)
+            return cost(schedule, *prices, on_node, facts.crowd)
         if not (only_floor or algorithms.get(query.coll, name).built_in):
             counts(schedule)  # raises where ranks would wait for each other
-        crowd = max(1.0, facts.ppn / facts.cores)
+        here: Any = {"shares": shares, "crowd": facts.crowd}
         if only_floor:
-            return core_floor(schedule, few, *prices, shares=shares, crowd=crowd)
-        return core_cost(schedule, *prices, shares=shares, crowd=crowd)
+            return core_floor(schedule, few, *prices, **here)
+        return core_cost(schedule, *prices, **here)
     except Exception as error:
         if algorithms.get(query.coll, name).built_in:
             raise
@@ -129,7 +129,7 @@ def _on_node(facts: CommFacts, between: Constants) -> OnNode | None:
     """Return the cost of messages on a node, compared with those between nodes."""
     if facts.ppn == 1:
         return None
-    crowd = max(1.0, facts.ppn / facts.cores)
+    crowd = facts.crowd
     here = constants("near" if crowd == 1 else "oversubscribed", "memory")
     return OnNode(
         facts.layout,

@@ -3,6 +3,7 @@
 
 time = alpha rounds + beta (moved N + fill min(N, a fragment)) + gamma reduced N
        + beta taper far N + beta jam (gathered - 1) moved (N - a fragment)
+       + busy (crowd - 1) ends
 
 *Rounds* is how long the messages take, each one round from start to end, if a port can
 start another one after a quarter of a round. Where the way is long, that is sooner: no
@@ -28,6 +29,10 @@ to one port do not get equal parts of it, and the slowest one decides when the n
 fragment goes on: four hosts took 1.1 to 1.3 times as long for a sum by direct messages
 as by a ring. So where a long vector runs in fragments, each further stream costs the
 *jam*. Ranks that send all they have before they receive do not suffer from that.
+
+Ranks that share a core take turns, on one node or as containers of one machine. *Crowd*
+is how many do. A core serves the *ends* of all messages of its ranks, and each keeps it
+*busy* with system calls and copies. So few messages win there.
 
 The counts do not depend on the message length and are kept per schedule. On one node
 there are no ports, and cores move the data: `core_cost`.
@@ -89,6 +94,9 @@ class Counts:
     gathered: int
     """Most nodes from which a rank receives, one after the other, before it sends to
     another node again; 1 where it always does so after one."""
+    ends: float
+    """Mean of the messages that a rank sends and receives, those on a node in times of
+    one between nodes."""
 
 
 _Setting = tuple[OnNode | None, float]
@@ -130,6 +138,7 @@ def counts(
             max(one.largest for one in ranks),
             sum(one.far for one in ranks) / num if num > ONE_SWITCH else 0.0,
             max(one.gathered for one in ranks),
+            sum(one.ends for one in ranks) / len(ranks),
         )
     return known[setting]
 
@@ -149,6 +158,7 @@ def widths(program: RankProgram) -> list[float]:
 class _RankCounts(NamedTuple):
     node: int
     messages: float
+    ends: float
     sent: float
     """Between nodes."""
     received: float
@@ -198,7 +208,8 @@ def _rank_counts(program: RankProgram, on_node: OnNode | None, num: int) -> _Ran
     messages = max(sends, receives)
     far = way / max(1, num // 2)
     return _RankCounts(
-        own, messages, sent, received, core, reduced, largest, far, gathered
+        *(own, messages, sends + receives, sent, received, core, reduced, largest),
+        *(far, gathered),
     )
 
 
@@ -221,6 +232,7 @@ def cost(
     beta_us_per_byte: float,
     gamma_us_per_byte: float,
     on_node: OnNode | None = None,
+    crowd: float = 1.0,
 ) -> float:
     """Return the modelled time in microseconds.
 
@@ -231,6 +243,7 @@ def cost(
         beta_us_per_byte: time per byte moved.
         gamma_us_per_byte: time per byte reduced.
         on_node: which ranks share nodes; None: no two do.
+        crowd: ranks that share a core.
     """
     found = counts(schedule, on_node, _share(alpha_us))
     fragment = CHUNK_NBYTES / found.largest if found.largest else nbytes
@@ -239,6 +252,7 @@ def cost(
     moved = (found.moved + TAPER * found.far) * nbytes + filling + jammed
     return (
         alpha_us * found.rounds
+        + min(_BUSY_US, alpha_us / 2) * (crowd - 1) * found.ends
         + beta_us_per_byte * moved
         + gamma_us_per_byte * found.reduced * nbytes
     )

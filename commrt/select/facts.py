@@ -52,8 +52,9 @@ class CommFacts:
     """Nodes that the ranks lie on."""
     ppn: int
     """Ranks on the fullest node."""
-    cores: int
-    """Cores available to the ranks of the poorest node."""
+    cores: float
+    """Cores available to the ranks of the poorest node: a whole number, or a part of
+    one where nodes are containers of one machine."""
     link_class: LinkClass
     """Distance of the ranks, agreed as that of the worst pair."""
     layout: tuple[int, ...] = ()
@@ -61,6 +62,11 @@ class CommFacts:
     one node after the other."""
     network: Network | None = None
     """The network between its nodes; None on one node, and before it was measured."""
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that share a core, 1 where each has one."""
+        return max(1.0, self.ppn / self.cores)
 
     def __post_init__(self) -> None:
         per_node = -(-self.size // self.nodes)

@@ -134,7 +134,7 @@ def prices_of(facts: CommFacts) -> Prices:
         merge_us=2.2e-3,
         add_us=3e-3,
         touch_us=1.4e-4,
-        crowd=max(1.0, facts.ppn / facts.cores),
+        crowd=facts.crowd,
     )
 
 

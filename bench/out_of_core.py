@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from commrt.bench.step_turns import rotated
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -202,12 +203,10 @@ def _in_turns(
 
     times: dict[str, list[float]] = {way: [] for way in made}
     costs = []
-    order = list(made.items())
-    for _ in range(turns):
-        order.reverse()  # so that none is always behind the same other one
-        for way, model in order:
+    for turn in range(turns):
+        for way in rotated([*made], turn):
             begin = time.perf_counter()
-            _step(model, x)
+            _step(made[way], x)
             times[way].append((time.perf_counter() - begin) * 1e3)
         blocks = list(made["in core"].blocks)
         costs.append(measured(blocks, x, RealClock(), repeats=1))

@@ -6,9 +6,9 @@
 The ranks profile a network all at one time, so that times of layers hold what ranks
 cost each other that share cores. They measure their collectives, project a step of each
 strategy, and train by it: torch's DistributedDataParallel, FSDP2 and pipelining, and
-commrt's ``parallelize_cnn`` and ``tensor3d.parallelize``. Strategies take turns. A
-step's time is that of the slowest rank, and the median over turns counts. Accuracy is
-1 - |projected - measured| / measured, as ParaDL has it.
+commrt's ``ShardedOptimizer``, ``parallelize_cnn`` and ``tensor3d.parallelize``.
+Strategies take turns. A step's time is that of the slowest rank, and the median over
+turns counts. Accuracy is 1 - |projected - measured| / measured, as ParaDL has it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Way:
     segments: int = 4
     sleeps: bool = False
     """True if ranks wait for each other by design, which the clock of cores misses."""
-    costs: Callable[[Communicator, dict[str, Any]], Any] = lambda comm, how: None
+    costs: Callable[[Way, Communicator, dict[str, Any]], Any] = lambda *_: None
     """Measures what its library's calls cost; None: what commrt's do."""
 
     @property
@@ -127,7 +127,7 @@ def measure(
             for way in ways:
                 took = watch.together_s(steps[way.name], most=1)
                 oracle = Oracle(
-                    *(table, way.costs(comm, how) or costs, batch),
+                    *(table, way.costs(way, comm, how) or costs, batch),
                     segments=way.segments,
                     gradients_by_layer=way.by_layer,
                 )
@@ -194,6 +194,8 @@ def _ways(model: str, ranks: int) -> list[Way]:
     """Return what is run and projected on so many ranks."""
     found = [
         Way("data", (ranks,), _ddp),
+        Way("zero1", (ranks,), _sharded_update),
+        Way("zero2", (ranks,), _fsdp, True, costs=_fsdp_costs),
         Way("zero3", (ranks,), _fsdp, True, costs=_fsdp_costs),
         Way("pipeline", (ranks,), _pipeline, sleeps=True),
     ]
@@ -269,16 +271,36 @@ def _ddp(model: Any, way: Way, example: Any) -> Callable[[], object]:
     )
 
 
+def _sharded_update(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    import torch
+
+    from commrt.layers.sharded_update import ShardedOptimizer
+
+    parameters = [*model.parameters()]
+    sgd = torch.optim.SGD
+    optimizer = ShardedOptimizer(parameters, _communicator(), sgd, lr=1e-3)
+    x = _part(example)
+
+    def step() -> None:
+        model.zero_grad()
+        _plain_loss(model(x)).backward()
+        optimizer.step()
+
+    return step
+
+
 def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
+    """Return a step of ``zero3``, or of ``zero2``: weights stay whole in between."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", way.ways)
+    let_go = way.strategy == "zero3"
     for layer in model:
         if [*layer.parameters()]:
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=let_go)
+    fully_shard(model, mesh=mesh, reshard_after_forward=let_go)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
     x = _part(example)
 
@@ -290,11 +312,12 @@ def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
     return step
 
 
-def _fsdp_costs(comm: Communicator, how: dict[str, Any]) -> Any:
+def _fsdp_costs(way: Way, comm: Communicator, how: dict[str, Any]) -> Any:
     """Return costs of FSDP2's transfers, with its hooks and copies of weights.
 
-    A layer gathers its weights twice and scatters their gradients once. So each takes a
-    third of what FSDP2 adds to the step of a layer with few samples.
+    A layer gathers its weights, as ``zero3`` twice, and scatters their gradients. So
+    each takes a half or a third of what FSDP2 adds to the step of a layer with few
+    samples.
     """
     import torch
     from torch import nn
@@ -308,15 +331,16 @@ def _fsdp_costs(comm: Communicator, how: dict[str, Any]) -> Any:
         x = torch.randn(comm.size, width)
         plain = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
         alone = watch.together_s(_trained(copy.deepcopy(plain), x[:1], _plain_loss))
-        both = watch.together_s(_fsdp(plain, Way("zero3", (comm.size,), _fsdp), x))
+        both = watch.together_s(_fsdp(plain, way, x))
         nbytes = 4 * (width + 1) * width
-        points.append((nbytes, max(both - alone, 1e-7) / 6))
+        transfers = len(plain) * (3 if way.strategy == "zero3" else 2)
+        points.append((nbytes, max(both - alone, 1e-7) / transfers))
     key = comm.size, 1
     found = {(coll, *key): tuple(points) for coll in ("allgather", "reduce_scatter")}
     return MeasuredCosts(found, f"measured by {comm.size} ranks of FSDP2")
 
 
-def _layer_costs(comm: Communicator, how: dict[str, Any]) -> Any:
+def _layer_costs(_: Way, comm: Communicator, how: dict[str, Any]) -> Any:
     """Return costs of moves as commrt's layers make them, with new tensors each time.
 
     Halos, and sums of gradients, are made as ``measured_costs`` does.

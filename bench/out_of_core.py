@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=("cnn", "mlp"), default="cnn")
     parser.add_argument("--blocks", type=int, default=8, help="of the model")
     parser.add_argument("--batch", type=int, default=32, help="samples")
-    parser.add_argument("--width", type=int, default=24, help="channels, or features/32")
+    parser.add_argument(
+        "--width", type=int, default=24, help="channels, or features/32"
+    )
     parser.add_argument(
         "--budget", type=float, default=0.5, help="part of the bytes in core"
     )

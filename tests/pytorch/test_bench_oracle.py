@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 EXPECTED = {
-    ("cnn", 2): ["data 2", "zero3 2", "pipeline 2", "spatial 2x1", "filter 2"],
-    ("mlp", 4): ["data 4", "zero3 4", "pipeline 4", "tensor 4", "tensor3d 1x2x2"],
+    ("cnn", 2): ["data", "zero1", "zero2", "zero3", "pipeline", "spatial", "filter"],
+    ("mlp", 4): ["data", "zero1", "zero2", "zero3", "pipeline", "tensor", "tensor3d"],
 }
 
 
@@ -31,8 +31,8 @@ def test_each_strategy_is_projected_and_trained(
     torchrun: Any, model: str, ranks: int
 ) -> None:
     rows = torchrun(ranks, measured, model=model)[0]
-    ways = [row["way"] for row in rows]
-    assert ways[:5] == EXPECTED[model, ranks]
+    ways = [row["way"].split()[0] for row in rows]
+    assert ways[:7] == EXPECTED[model, ranks]
     for row in rows:
         assert row["projected_ms"] > 0
         assert row["measured_ms"] > 0

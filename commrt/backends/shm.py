@@ -13,8 +13,8 @@ from commrt import algorithms
 from commrt.backends.base import Attached, Availability, Capabilities, Surroundings
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
-from commrt.planning.spec import PlanSpec
 from commrt.planning.own_blocks import keeps_own_block
+from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, CommFacts, Query
 from commrt.select.schema import Parameters

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(comm: Communicator, arguments: argparse.Namespace) -> int:
-    """Train with each fraction on the ranks of a communicator; return the exit status."""
+    """Train with each fraction on the ranks of a communicator; return the status."""
     learned, tested = _sorted_digits()
     if comm.rank == 0:
         print(

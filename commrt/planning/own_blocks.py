@@ -44,9 +44,7 @@ def keeps_own_block(comm: Ranks, spec: PlanSpec) -> bool:
 def _keeps(
     coll: str, algorithm: str, root: int, params: Own, nodes: Nodes, rank: int
 ) -> bool:
-    return leaves_own_block(
-        lowered_program(coll, algorithm, root, params, nodes, rank)
-    )
+    return leaves_own_block(lowered_program(coll, algorithm, root, params, nodes, rank))
 
 
 def leaves_own_block(lowered: Lowered) -> bool:

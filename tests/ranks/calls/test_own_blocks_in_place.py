@@ -146,7 +146,9 @@ def test_empty_blocks_before_an_own_one() -> None:
         low, high = [*pairwise(edges)][comm.rank]
         out = np.zeros(8)
         out[low:high] = 1 + comm.rank
-        got: list[float] = comm.allgatherv(out[low:high], counts=counts, out=out).tolist()
+        got: list[float] = comm.allgatherv(
+            out[low:high], counts=counts, out=out
+        ).tolist()
         return got
 
     for got in run(4, rank_main, timeout_s=DEADLINE_S):

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commrt.bench.step_turns import rotated
+
 if TYPE_CHECKING:
     from commrt.comm import Communicator
     from commrt.layers.samples import PartialShuffle
@@ -105,10 +107,8 @@ def measure(
             "take": lambda: _taken(samples, len(plain)),
         }
         times: dict[str, list[float]] = {way: [] for way in ways}
-        order = [*ways]
-        for _ in range(1 + turns):
-            order.reverse()  # so that none is always behind the same other one
-            for way in order:
+        for turn in range(1 + turns):
+            for way in rotated([*ways], turn):
                 comm.barrier()
                 start = time.perf_counter()
                 ways[way]()

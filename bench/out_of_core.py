@@ -9,8 +9,9 @@ The device is emulated: computation runs on the host, and a link of a given spee
 is the plan that ``OutOfCore`` finds under the budget, ``swap`` swaps all blocks and
 ``recompute`` recomputes all. Gradients of all four are compared, bit by bit, before
 anything is timed. All ways take turns. Times are medians over steps, in ms;
-``predicted`` is the plan's time, from blocks that are timed in the same turns. ``ratio`` is the mixed plan's time to each other one's, the
-median over turns. ``near`` is the most bytes of saved tensors in a step, in MB.
+``predicted`` is the plan's time, from blocks that are timed in the same turns.
+``ratio`` is the mixed plan's time to each other one's, the median over turns. ``near``
+is the most bytes of saved tensors in a step, in MB.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from commrt.bench.step_turns import rotated
 from commrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -204,12 +206,10 @@ def _in_turns(
 
     times: dict[str, list[float]] = {way: [] for way in made}
     costs = []
-    order = list(made.items())
-    for _ in range(turns):
-        order.reverse()  # so that none is always behind the same other one
-        for way, model in order:
+    for turn in range(turns):
+        for way in rotated([*made], turn):
             begin = time.perf_counter()
-            _step(model, x)
+            _step(made[way], x)
             times[way].append((time.perf_counter() - begin) * 1e3)
         blocks = list(made["in core"].blocks)
         costs.append(measured(blocks, x, RealClock(), repeats=1))

@@ -6,11 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Step", "in_turns", "table"]
+__all__ = ["Step", "in_turns", "rotated", "table"]
 
 Step = Callable[[], Any]
+Way = TypeVar("Way")
 
 
 def in_turns(
@@ -27,14 +28,22 @@ def in_turns(
 
     repetitions = _repetitions(next(iter(steps.values())), least_s)
     times: dict[str, list[float]] = {way: [] for way in steps}
-    turns = list(steps.items())
-    for _ in range(blocks):
-        if len(turns) > 2:  # none is always behind the same other one, or behind itself
-            turns = turns[1:] + turns[:1]
-        for way, step in turns:
+    for turn in range(blocks):
+        for way in rotated([*steps], turn):
             dist.barrier()
-            times[way].append(round(_block_us(step, repetitions), 2))
+            times[way].append(round(_block_us(steps[way], repetitions), 2))
     return times
+
+
+def rotated(ways: Sequence[Way], turn: int) -> list[Way]:
+    """Return the order of ways in a turn: of three or more, each begins one way later.
+
+    None runs twice in a row, where two turns meet: it would find its own data in the
+    caches. Two ways keep their order for that reason. Of more, none always comes first,
+    or always behind the same other one.
+    """
+    first = turn % len(ways) if len(ways) > 2 else 0
+    return [*ways[first:], *ways[:first]]
 
 
 def _repetitions(step: Step, least_s: float) -> int:

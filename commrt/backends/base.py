@@ -196,6 +196,14 @@ class Attached:
         """Return the candidates that can run ``query``, simplest first."""
         return ()
 
+    def keeps_own_block(self, spec: PlanSpec) -> bool:
+        """Return whether the plan of a gather leaves its own block of ``out`` as it is.
+
+        Its input may then be that block, and need not be copied. Of host arrays only.
+        Ranks may answer differently.
+        """
+        return False
+
     def refused(self, query: Query) -> Sequence[Rejected]:
         """Return candidates that it would have, but for a reason: a missing library."""
         return ()

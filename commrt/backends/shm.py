@@ -13,6 +13,7 @@ from commrt import algorithms
 from commrt.backends.base import Attached, Availability, Capabilities, Surroundings
 from commrt.backends.parameters import schedule_parameters
 from commrt.group.group import Group
+from commrt.planning.own_blocks import keeps_own_block
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, CommFacts, Query
@@ -126,6 +127,9 @@ class _AttachedSchedules(Attached):
         if query.device != "host" or not self._serves_here:
             return ()
         return tuple(schedule_candidates(self.group, query, self.backend.name))
+
+    def keeps_own_block(self, spec: PlanSpec) -> bool:
+        return keeps_own_block(self.group, spec)
 
     def plan(self, spec: PlanSpec) -> Any:
         return self.sized(self.template(spec), spec)

@@ -8,7 +8,7 @@ module decides what the call means, or says exactly what is wrong with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -149,6 +149,14 @@ class Bound:
     """Elements per rank, for each of the operation's ``count_arguments``."""
     given_elements: int = 0
     """Elements of ``x`` as it was given, also where it is not sent; with counts."""
+    x_is_own_block: bool = False
+    """True if ``x`` is this rank's block of ``out``, and the same memory."""
+
+    def apart(self) -> Bound:
+        """Return the same with a copy of ``x``, if it is a block of ``out``."""
+        if not self.x_is_own_block or self.x is None:
+            return self
+        return replace(self, x=copy_of(self.x), x_is_own_block=False)
 
     @property
     def places(self) -> _native.Places:
@@ -397,11 +405,14 @@ def bind(call: Call, rank: int, size: int) -> Bound:
     if spec.output_on == "root" and not is_root:
         return Bound(x, None, None, x.dtype, full)
     out = _output(call, x, size)
+    result = output_object(call, out)
     if not spec.in_place and _own_block(x, out, rank, size):
+        if spec.out_count == "times_size":
+            return Bound(x, out, result, x.dtype, full, x_is_own_block=True)
         x = copy_of(x)
     else:
         check_overlap(call, x, out)
-    return Bound(x, out, output_object(call, out), x.dtype, full)
+    return Bound(x, out, result, x.dtype, full)
 
 
 def check_reduced(call: Call, x: HostView) -> None:
@@ -426,8 +437,8 @@ def check_reduced(call: Call, x: HostView) -> None:
 def _own_block(x: HostView, out: HostView, rank: int, size: int) -> bool:
     """Return whether one array is this rank's block of the other (NCCL's in place).
 
-    Schedules may use all of ``out`` before they have read all of ``x``, so such an
-    operation works on a copy of ``x``.
+    Schedules may use all of ``out`` before they have read all of ``x``. So such an
+    operation works on a copy of ``x``, unless its plan leaves that block as it is.
     """
     small, large = (x, out) if x.nbytes <= out.nbytes else (out, x)
     at = large.address + rank * small.nbytes

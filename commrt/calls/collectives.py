@@ -150,13 +150,15 @@ class Collectives:
         spec = operation(name)
         call = arguments.parse(spec, args, kwargs)
         if spec.count_arguments:  # the ranks may have to exchange counts
-            return call, bind_call(self._group, call)
-        return call, arguments.bind(call, self._group.rank, self._group.size)
+            bound = bind_call(self._group, call)
+        else:
+            bound = arguments.bind(call, self._group.rank, self._group.size)
+        return call, bound.apart() if _is_on_device(call, bound) else bound
 
     def _routes(self, call: Call, bound: Bound) -> Iterator[Route]:
         """Yield the routes that may run a call, in order."""
-        is_on_device = bound.device is not None or call.stream is not None
-        for route in self._on_device if is_on_device else self._on_host:
+        routes = self._on_device if _is_on_device(call, bound) else self._on_host
+        for route in routes:
             if route.is_open or (route.asked_by and _asks_for(call, route)):
                 yield route
 
@@ -190,6 +192,10 @@ def _limit(name: str, kwargs: dict[str, Any]) -> float | None:
         return None if timeout_s is None else check_timeout(name, timeout_s)
     except UsageError:
         return None
+
+
+def _is_on_device(call: Call, bound: Bound) -> bool:
+    return bound.device is not None or call.stream is not None
 
 
 def _asks_for(call: Call, route: Route) -> bool:

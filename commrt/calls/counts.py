@@ -157,12 +157,15 @@ def _bind_known(call: Call, rank: int, size: int) -> Bound:
     if spec.output_on == "root" and not is_root:
         return Bound(x, None, None, x.dtype, total, (counts,), x.count)
     out = _output(call, x, counts if gathers else (own,), out_count)
-    if has_x and _own_block(x, out, sum(counts[:rank])):
+    is_own = has_x and _own_block(x, out, sum(counts[:rank]))
+    if is_own and not gathers:
         x = copy_of(x)
-    elif has_x:
+    elif has_x and not is_own:
         check_overlap(call, x, out)
     result = out.array if call.out is None else call.out
-    return Bound(x if has_x else None, out, result, x.dtype, total, (counts,), x.count)
+    sent = x if has_x else None
+    shares = is_own and gathers
+    return Bound(sent, out, result, x.dtype, total, (counts,), x.count, shares)
 
 
 def _bind_without_x(call: Call, rank: int, counts: tuple[int, ...]) -> Bound:

@@ -46,6 +46,7 @@ class HostRoute:
     def prepare(self, call: Call, bound: Bound) -> Callable[[], Any]:
         """Return what starts the call's plan."""
         plan = self.agreed_plan(call, bound)
+        bound = self._readable(call, bound, plan)
         x, out, group = bound.x, bound.out, self._group
         return partial(
             group.run_plan,
@@ -63,6 +64,7 @@ class HostRoute:
     def bind(self, call: Call, bound: Bound) -> _native.PersistentCall:
         """Return the call's plan, bound to its arrays."""
         plan = self.agreed_plan(call, bound)
+        bound = self._readable(call, bound, plan)
         x, out = bound.x, bound.out
         return _native.PersistentCall(
             self._group,
@@ -77,6 +79,20 @@ class HostRoute:
             0 if x is None else x.copied_from,
             0 if x is None else x.nbytes,
         )
+
+    def _readable(self, call: Call, bound: Bound, plan: Any) -> Bound:
+        """Return the arrays, with a copy of ``x`` where the plan might overwrite it.
+
+        Local: within one algorithm, one rank may need a copy and another one none.
+        """
+        if not bound.x_is_own_block:
+            return bound
+        candidate = self._selection.choose(call, bound)
+        if str(candidate) == plan.label:
+            attached = self._selection.offers.of(candidate)
+            if attached.keeps_own_block(self._selection.spec(call, bound, candidate)):
+                return bound
+        return bound.apart()
 
     def agreed_plan(self, call: Call, bound: Bound) -> Any:
         """Return the plan; in check mode only where all ranks made the same call.

@@ -20,6 +20,7 @@ import numpy as np
 
 import commrt
 from commrt.comm import Communicator
+from commrt.examples.endings import ending_together
 from commrt.examples.photo import load_photo
 from commrt.science.rows import Floats
 from commrt.science.vecchia import ScaledBlockVecchia, VecchiaModel
@@ -63,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Learn and predict on the ranks that a launcher has started; return the status."""
     arguments = _arguments(argv)
     comm = commrt.init()
+    with ending_together(comm):
+        return _run(comm, arguments)
+
+
+def _run(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Learn and predict on the ranks of a communicator; return the exit status."""
     known, new = pixels_of(arguments.points)
     model, seconds = _learned(comm, known, arguments)
     error = _error(model, part_of(new, comm))

@@ -21,6 +21,7 @@ import numpy as np
 import commrt
 from commrt.comm import Communicator
 from commrt.examples.digits import load_digits
+from commrt.examples.endings import ending_together
 from commrt.science.nmf import Factorization, GraphKernel, GraphNMF
 from commrt.science.rows import Floats, Ints
 
@@ -54,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Factorise on the ranks that a launcher has started; return the exit status."""
     arguments = _arguments(argv)
     comm = commrt.init()
+    with ending_together(comm):
+        return _run(comm, arguments)
+
+
+def _run(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Factorise on the ranks of a communicator; return the exit status."""
     images, digits = load_digits()
     x = images.reshape(len(images), -1) / 16.0
     truth = digits.astype(np.int64)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from commrt.examples.endings import ending_together
 from commrt.launch.detect import detect
 
 __all__ = ["arguments_of", "compare", "job", "mean_over_ranks", "report", "say"]
@@ -44,7 +45,10 @@ def arguments_of(
 
 @contextmanager
 def job(backend: str) -> Iterator[None]:
-    """Be one of the ranks that a launcher has started; without one, the only rank."""
+    """Be one of the ranks that a launcher has started; without one, the only rank.
+
+    Where the body raises on one rank, the calls of the others end, too.
+    """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     # mpiexec and srun set no RANK: ``init_process_group`` knows their ranks.
     if "RANK" not in os.environ and detect().kind == "single":
@@ -52,7 +56,8 @@ def job(backend: str) -> Iterator[None]:
     torch.set_num_threads(1)  # ranks share the cores
     dist.init_process_group(backend)
     try:
-        yield
+        with ending_together(getattr(dist.group.WORLD, "communicator", None)):
+            yield
     finally:
         dist.destroy_process_group()
 

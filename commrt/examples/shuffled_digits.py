@@ -26,6 +26,7 @@ from torch.nn import functional
 import commrt
 from commrt.comm import Communicator
 from commrt.examples.digits import load_digits
+from commrt.examples.endings import ending_together
 from commrt.layers.samples import BatchLoader, PartialShuffle
 
 __all__ = ["main"]
@@ -51,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     torch.set_num_threads(1)  # ranks share the cores
     comm = commrt.init()
+    with ending_together(comm):
+        return _run(comm, arguments)
+
+
+def _run(comm: Communicator, arguments: argparse.Namespace) -> int:
+    """Train with each fraction on the ranks of a communicator; return the status."""
     learned, tested = _sorted_digits()
     if comm.rank == 0:
         print(

@@ -28,6 +28,7 @@ import commrt
 from commrt import local
 from commrt.comm import Communicator
 from commrt.examples.digits import load_tensors
+from commrt.examples.endings import ending_together
 from commrt.launch.detect import detect
 from commrt.layers.spatial.windows import even_ranges
 from commrt.layers.tournament import (
@@ -193,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # ranks share the cores
 
     def on_ranks(comm: Communicator) -> None:
-        _table(comm, arguments)
+        with ending_together(comm):
+            _table(comm, arguments)
 
     if detect().kind == "single":
         local.run(TRAINERS, on_ranks, timeout_s=DEADLINE_S)

@@ -32,7 +32,11 @@ class Strategy:
     limits: tuple[_Limit, ...]
     """One for each fixed axis."""
     is_mixed: bool = False
-    """True if it is another strategy where one of its two cuts is into one part."""
+    """True if it cuts along two axes that both need at least two parts.
+
+    With one part along either axis, it is a strategy of a row of its own: data+filter
+    on a grid of 1 x 4 ranks is filter. Such grids are left out of its projections.
+    """
     cuts_space: bool = False
     """True if spatial dimensions of the table are further axes."""
 

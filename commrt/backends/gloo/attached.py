@@ -20,6 +20,7 @@ from commrt.errors import BackendError
 from commrt.group.group import Group
 from commrt.job.links import measure_between_nodes
 from commrt.planning.host_plans import check_params, scaling
+from commrt.planning.own_blocks import keeps_own_block
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_plan, schedule_template
 from commrt.select.facts import Candidate, Query
@@ -115,6 +116,11 @@ class AttachedGloo(Attached):
             *(group.facts, query, candidate, group.world.between_nodes),
             only_floor=only_floor,
         )
+
+    def keeps_own_block(self, spec: PlanSpec) -> bool:
+        """Return whether a schedule's input may be a block of its output."""
+        is_schedule = spec.candidate.algorithm != NATIVE.algorithm
+        return is_schedule and keeps_own_block(self.group, spec)
 
     def plan(self, spec: PlanSpec) -> _native.Plan:
         """Return the plan of this rank."""

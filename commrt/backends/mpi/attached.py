@@ -32,6 +32,7 @@ from commrt.group.deferred_release import defer
 from commrt.group.group import Group
 from commrt.mpi import cuda_aware
 from commrt.nccl.orders import order_of
+from commrt.planning.own_blocks import keeps_own_block
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
@@ -205,6 +206,14 @@ class AttachedMpi(Attached):
             carried=carried,
             only_floor=only_floor,
         )
+
+    def keeps_own_block(self, spec: PlanSpec) -> bool:
+        """Return whether a schedule's input may be a block of its output.
+
+        MPI's own collectives must not be told of memory twice.
+        """
+        is_schedule = spec.candidate.algorithm != "native"
+        return is_schedule and keeps_own_block(self.group, spec)
 
     def plan(self, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""

@@ -10,6 +10,7 @@ from commrt.backends.base import Attached
 from commrt.backends.relayed import relayed_us
 from commrt.backends.shm import schedule_candidates
 from commrt.job.links import measure_between_nodes
+from commrt.planning.own_blocks import keeps_own_block
 from commrt.planning.spec import PlanSpec
 from commrt.planning.templates import plan_of, schedule_template
 from commrt.select.facts import Candidate, Query
@@ -66,6 +67,10 @@ class AttachedTcp(Attached):
             *(group.facts, query, candidate, group.world.between_nodes),
             only_floor=only_floor,
         )
+
+    def keeps_own_block(self, spec: PlanSpec) -> bool:
+        """Return whether a schedule's input may be a block of its output."""
+        return keeps_own_block(self.group, spec)
 
     def plan(self, spec: PlanSpec) -> Any:
         """Return the plan of this rank."""

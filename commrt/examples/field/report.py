@@ -15,7 +15,8 @@ import torch
 
 import commrt
 from commrt.comm import Communicator
-from commrt.errors import UsageError
+from commrt.errors import RevokedError, UsageError
+from commrt.examples.endings import ending_together
 from commrt.examples.field.rungs import RUNGS, scaled, serial
 from commrt.examples.field.schedules import scaled_lr
 from commrt.examples.field.tiles import Field
@@ -49,16 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # ranks share the cores
     comm = commrt.init()
     try:
-        if rung == SCALING:
-            lines, status = [*_compared(comm, settings, factor)], 0
-        else:
-            trained = RUNGS[rung](comm, settings)
-            # The first rank repeats the training alone; the others are done.
-            lines, status = _beside_one_process(comm, rung, settings, trained)
-    except UsageError as error:  # such as a number of ranks that makes no grid
+        with ending_together(comm):
+            if rung == SCALING:
+                lines, status = [*_compared(comm, settings, factor)], 0
+            else:
+                trained = RUNGS[rung](comm, settings)
+                # The first rank repeats the training alone; the others are done.
+                lines, status = _beside_one_process(comm, rung, settings, trained)
+    except (UsageError, RevokedError) as error:
+        # Such as a number of ranks that makes no grid; or another rank has said why.
         lines, status = [f"{rung} on {_ranks(comm)}: {error}"], 2
-        if comm.rank:  # perhaps the only one: then the first rank cannot say why
-            print(f"rank {comm.rank}: {error}", file=sys.stderr)
+        if comm.rank:  # a launcher may end the first rank before it says so
+            print(f"rank {comm.rank}: {error}", file=sys.stderr, flush=True)
     if comm.rank == 0:
         print("\n".join(lines), flush=True)
     return status

@@ -77,13 +77,22 @@ def test_a_read_only_root_may_broadcast() -> None:
 
 
 @pytest.mark.parametrize("coll", ["allgather", "gather"])
-def test_own_block_of_the_output_is_sent_from_a_copy(coll: str) -> None:
+def test_own_block_of_the_output_stays_there_until_a_copy_is_asked_for(
+    coll: str,
+) -> None:
     out = np.arange(8.0)
     kwargs = {"root": 1} if coll == "gather" else {}
     what = bound(coll, out[2:4], out=out, **kwargs)
     assert what.result is out
-    assert what.x.address != out[2:4].ctypes.data
-    assert what.x.owner.tobytes() == out[2:4].tobytes()
+    assert what.x_is_own_block
+    assert what.x.address == out[2:4].ctypes.data
+    apart = what.apart()
+    assert not apart.x_is_own_block
+    assert apart.out.address == out.ctypes.data
+    assert apart.x.address != out[2:4].ctypes.data
+    assert apart.x.copied_from == out[2:4].ctypes.data
+    assert apart.x.owner.tobytes() == out[2:4].tobytes()
+    assert apart.apart() is apart
 
 
 @pytest.mark.parametrize("coll", ["reduce_scatter", "scatter"])

@@ -381,10 +381,14 @@ def test_bytes_of_storages_between_blocks_are_those_of_the_plan(
     x = torch.randn(5, 6)
     blocks = copy.deepcopy(plain)
     right = results(plain, x, plain)
-    model = made(blocks, x, policy=modes)
+    like = x.clone().requires_grad_()  # as the inputs of the steps
+    model = made(blocks, like, policy=modes)
     assert same_bits(results(model, x, model.blocks), right)
-    assert model.step.peak_nbytes == model.plan.peak_nbytes
-    tight = made(blocks, x, policy=modes, budget_bytes=model.plan.peak_nbytes)
+    # A plan counts an input that the block before saves, also if that is recomputed.
+    at_most = kind == "inputs" and modes[0] == "recompute"
+    assert model.step.peak_nbytes <= model.plan.peak_nbytes
+    assert at_most or model.step.peak_nbytes == model.plan.peak_nbytes
+    tight = made(blocks, like, policy=modes, budget_bytes=model.plan.peak_nbytes)
     assert same_bits(results(tight, x, tight.blocks), right)
     assert tight.near_nbytes == 0
 

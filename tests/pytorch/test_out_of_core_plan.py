@@ -227,3 +227,5 @@ def test_of_equally_quick_plans_the_one_that_moves_less_is_chosen() -> None:
     costs = [BlockCost(1.0, 1.0, size) for size in (8, 3, 5, 2)]
     found = plan(costs, 16, Link(1e6, 1e6))
     assert found.modes == ("keep", "swap", "keep", "keep")
+    idle = plan([BlockCost(1.0, 1.0, 0), *costs], 16, Link(1e6, 1e6))
+    assert idle.modes == ("keep", "keep", "swap", "keep", "keep")

@@ -64,8 +64,9 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
     Args:
         blocks: modules, each a call with the output of the one before: a tensor, or a
             tuple of tensors. An ``nn.Sequential`` gives its own.
-        sample: an input, as large as any that follows. It is measured in the modules'
-            present mode, ``train`` or ``eval``.
+        sample: an input, as large as any that follows, which requires a gradient if
+            these do. It is measured in the modules' present mode, ``train`` or
+            ``eval``.
         budget_bytes: most bytes of saved tensors near; equal on all ranks.
         far: the far memory. It stays the caller's, to close after this object.
         comm: ranks that train the same model on data of their own; None: one process.

@@ -117,7 +117,13 @@ def plan(
         best = _best_of_all(judge, best)
     if best is None:
         raise judge.refusal()
-    return judge.plan_of(best)
+    # Of a block that saves nothing, there is nothing to move.
+    return judge.plan_of(
+        tuple(
+            "keep" if mode == "swap" and not cost.saved_nbytes else mode
+            for mode, cost in zip(best, judge.costs, strict=True)
+        )
+    )
 
 
 def _fixed(policy: str | Sequence[Mode], count: int) -> Modes:

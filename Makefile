@@ -158,7 +158,7 @@ examples: $(VENV_TORCH)/.installed ## Train the examples on 2 ranks, and compare
 	  OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 \
 	    -m commrt.examples.$$each --check $(EXAMPLE_ARGS); \
 	done; \
-	for each in dlrm experts gcn horovod_digits sharded_digits; do \
+	for each in dlrm experts gcn horovod_digits out_of_core sharded_digits; do \
 	  OMP_NUM_THREADS=1 bin/torchrun --standalone --nproc-per-node 2 -m commrt.examples.$$each --check; \
 	done; \
 	bin/python -m commrt.run -n 3 --restarts 1 -m commrt.examples.elastic_cnn --kill 20; \

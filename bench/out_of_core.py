@@ -9,9 +9,10 @@ The device is emulated: computation runs on the host, and a link of a given spee
 is the plan that ``OutOfCore`` finds under the budget, ``swap`` swaps all blocks and
 ``recompute`` recomputes all. Gradients of all four are compared, bit by bit, before
 anything is timed. All ways take turns. Times are medians over steps, in ms;
-``predicted`` is the plan's time, from blocks that are timed in the same turns.
-``ratio`` is the mixed plan's time to each other one's, the median over turns. ``near``
-is the most bytes of saved tensors in a step, in MB.
+``predicted`` is the plan's time, from blocks that are timed in the same turns, and
+``off`` is how far that is from the measured one. ``ratio`` is the mixed plan's time to
+each other one's, the median over turns. ``near`` is the most bytes of saved tensors in
+a step, in MB.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from commrt.examples import (
     gcn,
     gpt_fsdp,
     gpt_tensor_parallel,
+    out_of_core,
     runs,
     sharded_digits,
 )
@@ -34,6 +35,7 @@ EXAMPLES = {
     "gcn": gcn.main,
     "gpt_fsdp": gpt_fsdp.main,
     "gpt_tensor_parallel": gpt_tensor_parallel.main,
+    "out_of_core": out_of_core.main,
     "sharded_digits": sharded_digits.main,
 }
 
@@ -87,11 +89,15 @@ def test_the_examples_on_ranks_of_mpiexec(mpirun: Any) -> None:
 @pytest.mark.parametrize(
     ("nranks", "names", "backend"),
     [
-        (1, ["cnn", "dlrm", "experts", "gcn", "gpt_fsdp"], "commrt"),
+        (1, ["cnn", "dlrm", "experts", "gcn", "gpt_fsdp", "out_of_core"], "commrt"),
         # One job only: a second one of gloo meets the first one's keys in the store.
         (2, ["cnn"], "gloo"),
         (2, ["gpt_tensor_parallel"], "gloo"),
-        (3, ["cnn", "dlrm", "experts", "gcn", "sharded_digits"], "commrt"),
+        (
+            3,
+            ["cnn", "dlrm", "experts", "gcn", "out_of_core", "sharded_digits"],
+            "commrt",
+        ),
         (4, ["dlrm", "experts", "gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
     ],
 )

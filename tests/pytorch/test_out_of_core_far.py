@@ -103,6 +103,38 @@ def test_links_are_measured(tmp_path: Path) -> None:
         assert far.in_use == 0
 
 
+def test_links_are_measured_within_a_limit(tmp_path: Path) -> None:
+    with FileFar(tmp_path / "far", limit_nbytes=5000) as far:
+        assert far.link().out_bytes_per_s > 0
+        far.store(bytes_of(1, 4999))
+        assert far.link().in_bytes_per_s > 0
+        assert far.in_use == 4999
+
+
+def test_two_far_memories_do_not_share_a_file(tmp_path: Path) -> None:
+    """Ranks would read what others have written."""
+    path = tmp_path / "far"
+    with FileFar(path) as far:
+        slot, out = far.store(bytes_of(1, 100))
+        with pytest.raises(UsageError, match="a file of its own"):
+            FileFar(path)
+        out.wait()
+        target = torch.zeros(100, dtype=torch.uint8)
+        far.load(slot, target).wait()
+        assert torch.equal(target, bytes_of(1, 100))
+    with FileFar(path):  # it is free again
+        assert path.stat().st_size == 0
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, True])
+def test_limits_that_are_none(tmp_path: Path, limit: Any) -> None:
+    with pytest.raises(UsageError, match="limit_nbytes"):
+        FileFar(tmp_path / "far", limit_nbytes=limit)
+    with pytest.raises(UsageError, match="limit_nbytes"):
+        ThrottledCopy(1.0, limit_nbytes=limit)
+    assert not (tmp_path / "far").exists()
+
+
 def test_far_memory_that_is_full(tmp_path: Path) -> None:
     blocks, x = blocks_of("mlp")
     for far in (FileFar(tmp_path / "far", limit_nbytes=9 << 20), ThrottledCopy(1e9)):
@@ -153,6 +185,7 @@ def test_a_closed_far_memory_is_refused(tmp_path: Path) -> None:
         far.close()
         with pytest.raises(ClosedError, match="closed"):
             far.store(bytes_of(1, 4))
+        assert far.in_use == 4
 
 
 def test_lanes_keep_the_order_and_the_error_of_jobs() -> None:

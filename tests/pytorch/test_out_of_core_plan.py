@@ -11,7 +11,11 @@ import pytest
 from commrt.errors import UsageError
 from commrt.layers.out_of_core import BlockCost, Link, plan
 from commrt.layers.out_of_core.costs import MODES
-from commrt.layers.out_of_core.timeline import prefetch_begins, simulate
+from commrt.layers.out_of_core.timeline import (
+    least_step_s,
+    prefetch_begins,
+    simulate,
+)
 
 EVEN = Link(10.0, 10.0)
 
@@ -46,7 +50,7 @@ def least_budget(costs: list[BlockCost]) -> int:
 @pytest.mark.full(sample=15)
 @pytest.mark.parametrize("seed", range(120))
 def test_plans_are_the_best_of_all_choices(seed: int) -> None:
-    costs, link = drawn(seed, 1 + seed % 5)
+    costs, link = drawn(seed, 1 + seed % 6)
     budget = least_budget(costs) + random.Random(seed).randint(0, 60)
     times = [
         found.step_s
@@ -88,12 +92,12 @@ def test_plans_are_no_slower_than_pure_ones(count: int, seed: int) -> None:
 @pytest.mark.full(sample=5)
 @pytest.mark.parametrize("seed", range(25))
 def test_a_search_comes_near_the_best_choice(seed: int) -> None:
-    """Twelve blocks, of which four take no time and save nothing: eight matter."""
+    """Thirteen blocks, of which five take no time and save nothing: eight matter."""
     costs, link = drawn(seed, 8)
     budget = least_budget(costs) + 40
     idle = BlockCost(0.0, 0.0, 0, num_transfers=0, can_recompute=False)
     best = plan(costs, budget, link).step_s
-    found = plan([*costs, idle, idle, idle, idle], budget, link).step_s
+    found = plan([*costs, *[idle] * 5], budget, link).step_s
     assert best - 1e-9 <= found <= 1.1 * best
 
 
@@ -179,3 +183,49 @@ def test_costs_and_links_that_are_none() -> None:
         Link(1.0, 0.0)
     with pytest.raises(UsageError, match="latency_s=-1"):
         Link(1.0, 1.0, -1.0)
+
+
+@pytest.mark.full(sample=2)
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_many_blocks_are_the_best_of_all_choices(seed: int) -> None:
+    """Some blocks are alike, so many choices take the same time."""
+    costs, link = drawn(seed, 8)
+    costs[seed:6] = [costs[seed]] * (6 - seed)
+    budget = least_budget(costs) + 15 * seed
+    times = [
+        found.step_s
+        for modes in itertools.product(MODES, repeat=8)
+        if (found := simulate(costs, modes, budget, link)) is not None
+        and all(
+            cost.can_recompute or mode != "recompute"
+            for cost, mode in zip(costs, modes, strict=True)
+        )
+    ]
+    assert plan(costs, budget, link).step_s == pytest.approx(min(times), rel=1e-11)
+
+
+@pytest.mark.full(sample=10)
+@pytest.mark.parametrize("seed", range(60))
+def test_no_step_is_shorter_than_its_first_blocks_allow(seed: int) -> None:
+    costs, link = drawn(seed, 6)
+    draws = random.Random(seed)
+    found = 0
+    for _ in range(50):
+        budget = least_budget(costs) + draws.randint(0, 120)
+        modes = [draws.choice(MODES) for _ in costs]
+        whole = simulate(costs, modes, budget, link)
+        for begun in range(7):
+            least_s = least_step_s(costs, modes[:begun], budget, link)
+            if whole is not None:
+                assert least_s is not None
+                assert least_s <= whole.step_s * (1 + 1e-12)
+                found += 1
+    assert found
+
+
+def test_of_equally_quick_plans_the_one_that_moves_less_is_chosen() -> None:
+    costs = [BlockCost(1.0, 1.0, size) for size in (8, 3, 5, 2)]
+    found = plan(costs, 16, Link(1e6, 1e6))
+    assert found.modes == ("keep", "swap", "keep", "keep")
+    idle = plan([BlockCost(1.0, 1.0, 0), *costs], 16, Link(1e6, 1e6))
+    assert idle.modes == ("keep", "keep", "swap", "keep", "keep")

@@ -20,6 +20,19 @@ from commrt.local import run
 
 NEAR = 1e-12
 
+SHARED = nn.Linear(6, 6).double()
+
+
+class Tied(nn.Module):
+    """A block that shares its layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
 
 DRAWN = {kind: blocks_of(kind) for kind in ("mlp", "cnn")}
 """Drawn once: ranks are threads, which share torch's generator."""
@@ -177,9 +190,8 @@ def test_a_rank_whose_loss_reaches_fewer_parameters() -> None:
         blocks = drawn()
         model = made(blocks, sample(2), comm=comm, policy="swap")
         y = model(batch(comm.rank))
-        model.backward(
-            y.sum() if comm.rank else (y.detach() * model.blocks[3][0].bias).sum()
-        )
+        few = (y.detach() * model.blocks[3][0].bias).sum()
+        model.backward(y.sum() if comm.rank else few)
         gradients = [p.grad.clone() for p in model.parameters()]
         model.close()
         model._far.close()
@@ -191,7 +203,7 @@ def test_a_rank_whose_loss_reaches_fewer_parameters() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_making_and_stepping_send_the_bytes_of_the_page(ranks: int) -> None:
-    """Beside the sums: 80 + 72 n bytes of each rank, and 8 in each pass."""
+    """Beside the sums: 88 + 72 n bytes of each rank, and 8 in each pass."""
 
     def main(comm: Any) -> None:
         blocks = drawn()
@@ -220,8 +232,8 @@ def test_making_and_stepping_send_the_bytes_of_the_page(ranks: int) -> None:
         if ranks == 1:
             assert not any((making, forward, alone, without, step))
             continue
-        numbers = 32  # the reducer compares four numbers of its parameters
-        assert making["allgather"] == (80 + 72 * 4 + numbers) * ranks
+        numbers = 40  # the reducer compares five numbers of its parameters
+        assert making["allgather"] == (88 + 72 * 4 + numbers) * ranks
         assert forward == {"allgather": 8 * ranks}
         assert alone == {"allgather": 8 * ranks}
         assert without == {}
@@ -345,6 +357,8 @@ def test_far_memory_that_fails_on_one_rank(call: str) -> None:
         ({"x": 3}, ["RefusedError", "UsageError"]),
         ({"x": torch.ones(2, 99).double()}, ["RefusedError", "RuntimeError"]),
         ({"blocks": drawn()[:3]}, ["UsageError", "UsageError"]),
+        ({"blocks": drawn().requires_grad_(False)}, ["UsageError", "UsageError"]),
+        ({"blocks": drawn().float()}, ["UsageError", "UsageError"]),
     ],
 )
 def test_arguments_that_differ_are_refused_on_all(given: Any, expected: Any) -> None:
@@ -353,12 +367,83 @@ def test_arguments_that_differ_are_refused_on_all(given: Any, expected: Any) -> 
         arguments |= {"budget_bytes": ENOUGH, "policy": "keep"}
         if comm.rank == 1:
             arguments |= copy.deepcopy(given)
-        with ThrottledCopy(1e9) as far:
-            with pytest.raises((CommError, RuntimeError)) as raised:
-                made(comm=comm, far=far, **arguments)
+        with (
+            ThrottledCopy(1e9) as far,
+            pytest.raises((CommError, RuntimeError)) as raised,
+        ):
+            made(comm=comm, far=far, **arguments)
         return type(raised.value).__name__
 
     assert run(2, main) == expected
+
+
+def frozen() -> nn.Sequential:
+    blocks = drawn()
+    blocks[1].requires_grad_(False)
+    return blocks
+
+
+@pytest.mark.parametrize("change", ["melts", "replaced"])
+def test_parameters_that_nobody_would_sum_are_refused_on_all(change: str) -> None:
+    """On rank 1 alone."""
+
+    def main(comm: Any) -> str:
+        model = made(frozen(), sample(2), comm=comm, policy="swap")
+        y = model(batch(comm.rank))
+        if comm.rank == 1 and change == "melts":
+            model.blocks[1].requires_grad_(True)
+        elif comm.rank == 1:
+            model.blocks[0][0].bias = nn.Parameter(torch.zeros(9).double())
+        said = caught(lambda: model.backward(y.sum()))
+        assert model.near_nbytes == 0
+        model.close()
+        model._far.close()
+        return said
+
+    assert run(2, main) == ["RefusedError", "UsageError"]
+
+
+def test_a_gradient_that_cannot_be_summed_is_refused_on_all() -> None:
+    """Rank 1 has a sparse one from before, of a parameter that its loss leaves out."""
+
+    def main(comm: Any) -> str:
+        model = made(drawn(), sample(2), comm=comm, policy="swap")
+        loss = model(batch(comm.rank)).sum()
+        if comm.rank == 1:
+            model.blocks[0][0].bias.grad = torch.zeros(9).double().to_sparse()
+            loss = model.blocks[3][0].bias.sum()
+        said = caught(lambda: model.backward(loss))
+        model.zero_grad()
+        model.backward(model(batch(comm.rank)).sum())
+        model.close()
+        model._far.close()
+        return said
+
+    assert run(2, main) == ["RefusedError", "UsageError"]
+
+
+def test_a_shared_weight_is_summed_after_its_first_block() -> None:
+    def main(comm: Any) -> Any:
+        torch_linear = copy.deepcopy(SHARED)
+        blocks = nn.Sequential(*(Tied(torch_linear) for _ in range(3)))
+        x = batch(comm.rank)
+        model = made(blocks, sample(2), comm=comm, policy="swap", bucket_nbytes=1)
+        model.backward(model(x).sum())
+        events = model.step.events
+        gradients = [p.grad for p in model.parameters()]
+        model.close()
+        model._far.close()
+        return events, gradients
+
+    plain = nn.Sequential(*(Tied(SHARED) for _ in range(3)))
+    for rank in range(2):
+        (plain(batch(rank)).sum() / 2).backward()
+    for events, gradients in run(2, main):
+        given = [at for at, each in enumerate(events) if each == ("gradient", 0)]
+        assert len(given) == 2
+        assert given[0] > events.index(("backward", 0))
+        for one, other in zip(gradients, plain.parameters(), strict=True):
+            assert (one - other.grad).abs().max() < NEAR
 
 
 def test_budgets_below_a_block_are_refused_on_all_ranks() -> None:
@@ -367,9 +452,11 @@ def test_budgets_below_a_block_are_refused_on_all_ranks() -> None:
     def main(comm: Any) -> str:
         blocks = drawn()
         x = sample(50 if comm.rank else 2)
-        with ThrottledCopy(1e9) as far:
-            with pytest.raises(UsageError, match="needs alone") as raised:
-                made(blocks, x, comm=comm, far=far, budget_bytes=2000)
+        with (
+            ThrottledCopy(1e9) as far,
+            pytest.raises(UsageError, match="needs alone") as raised,
+        ):
+            made(blocks, x, comm=comm, far=far, budget_bytes=2000)
         return str(raised.value)
 
     one, other = run(2, main)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class Timed(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Saves more than one tensor, integers, a view and a tensor that is not in order."""
+    """Saves several tensors: integers, a view, and one that is not contiguous."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ def blocks_of(kind: str, seed: int = 1) -> tuple[nn.Sequential, torch.Tensor]:
         sizes = [6, 9, 4, 8, 5]
         blocks = [
             nn.Sequential(nn.Linear(a, b), nn.Tanh())
-            for a, b in zip(sizes, sizes[1:], strict=False)
+            for a, b in itertools.pairwise(sizes)
         ]
         return nn.Sequential(*blocks).double(), torch.randn(7, 6).double()
     if kind == "dropout":

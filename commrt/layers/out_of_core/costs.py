@@ -28,7 +28,8 @@ class BlockCost:
     """Seconds of its backward pass."""
     saved_nbytes: int
     """Bytes saved for the backward pass, if kept or swapped. The block's input belongs
-    to it where this block or the one before saves it; its output never does."""
+    to it where this block or the one before saves it, also if that one is recomputed;
+    its output never does."""
     output_nbytes: int = 0
     """Bytes of the output if the block saves it. They belong to the next block, and are
     near during this block's passes, too."""

@@ -13,7 +13,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from commrt.errors import BackendError, ClosedError, CommError, MemoryError_
+from commrt.errors import (
+    BackendError,
+    ClosedError,
+    CommError,
+    MemoryError_,
+    UsageError,
+    shown,
+)
 from commrt.layers.out_of_core.costs import Link
 
 __all__ = ["Clock", "FarMemory", "Job", "Lane", "RealClock", "Transfer"]
@@ -65,9 +72,17 @@ class FarMemory(ABC):
 
     Args:
         limit_nbytes: most bytes; None: as many as there are.
+
+    Raises UsageError for a limit that is no number from 1.
     """
 
     def __init__(self, limit_nbytes: int | None = None) -> None:
+        is_none = limit_nbytes is None
+        if not is_none and (type(limit_nbytes) is not int or limit_nbytes < 1):
+            raise UsageError(
+                f"{type(self).__name__}: limit_nbytes={shown(limit_nbytes)}: expected "
+                f"an integer from 1, or None"
+            )
         self.clock: Clock = RealClock()
         self._limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
@@ -95,10 +110,13 @@ class FarMemory(ABC):
 
     def link(self) -> Link:
         """Return the speeds, measured by a few transfers."""
-        small, large = self._round_s(1), self._round_s(_MEASURED_NBYTES)
+        nbytes = _MEASURED_NBYTES
+        if self._limit_nbytes is not None:
+            nbytes = max(1, min(nbytes, self._limit_nbytes - self._in_use))
+        small, large = self._round_s(1), self._round_s(nbytes)
         latency_s = min(small)
         out_s, in_s = (max(each - latency_s, 1e-9) for each in large)
-        return Link(_MEASURED_NBYTES / out_s, _MEASURED_NBYTES / in_s, latency_s)
+        return Link(nbytes / out_s, nbytes / in_s, latency_s)
 
     @abstractmethod
     def close(self) -> None:
@@ -157,7 +175,7 @@ class Job:
         """Do the work, once, and keep its error."""
         try:
             self._work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
             self._error = error
         self._work = _nothing  # it holds the tensors
         self._end.set()

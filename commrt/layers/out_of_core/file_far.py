@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from commrt.errors import UsageError
 from commrt.layers.out_of_core.far import FarMemory, Job, Lane
 
 __all__ = ["FileFar"]
@@ -26,16 +28,16 @@ class _Slot(NamedTuple):
 class FileFar(FarMemory):
     """A file, written and read by two threads; it is removed when it is closed.
 
-    Each process needs a file of its own. Parts that are freed are used again, the first
-    one that is long enough. The file is as long as the most that was stored at a time,
-    and a little more.
+    Each process has a file of its own, locked while it is open. Parts that are freed
+    are used again, the first one that is long enough. The file is as long as the most
+    that was stored at a time, and a little more.
 
     Args:
         path: of the file; what it holds is lost.
         limit_nbytes: most bytes; None: as many as the disk has.
 
-    Raises OSError if the file cannot be made. A disk that is full, or fails, is a
-    BackendError of the step.
+    Raises OSError if the file cannot be made, and UsageError if another FileFar has
+    it. A disk that is full, or fails, is a BackendError of the step.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class FileFar(FarMemory):
     ) -> None:
         super().__init__(limit_nbytes)
         self._path = Path(path)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = _opened(self._path)
         self._out, self._in = Lane("commrt-file-out"), Lane("commrt-file-in")
         self._free: list[_Slot] = []
         self._end = 0
@@ -87,8 +89,8 @@ class FileFar(FarMemory):
         self._in.close()
         if not self._is_closed:
             self._is_closed = True
-            os.close(self._file)
             self._path.unlink(missing_ok=True)
+            os.close(self._file)
 
     def _allocated(self, nbytes: int) -> _Slot:
         with self._lock:
@@ -99,6 +101,24 @@ class FileFar(FarMemory):
                     return _Slot(part.begin, nbytes)
             self._end += nbytes
             return _Slot(self._end - nbytes, nbytes)
+
+
+def _opened(path: Path) -> int:
+    """Return an empty file that no other FileFar has; two would mix their bytes."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+    except BlockingIOError:
+        os.close(file)
+        raise UsageError(
+            f"FileFar: another one has the file {path}; give each process a file of "
+            f"its own, such as one with its rank in the name"
+        ) from None
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 def _write(file: int, slot: _Slot, source: Tensor) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from commrt.comm import Communicator
+from commrt.errors import UsageError
 from commrt.layers.data.reducer import GradientReducer
 
 __all__ = ["GradientSums"]
@@ -45,23 +46,42 @@ class GradientSums:
             for number, each in enumerate(self._parameters)
         ]
 
-    def begin(self) -> None:
-        """Take gradients of the backward pass that follows."""
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Take gradients of the backward pass that follows.
+
+        Args:
+            parameters: that the model has now.
+
+        Raises UsageError for one whose gradients nobody would sum.
+        """
         self._given.clear()
+        known = {id(each) for each in self._parameters}
+        for each in parameters:
+            if each.requires_grad and id(each) not in known:
+                raise UsageError(
+                    f"OutOfCore: a parameter of shape {tuple(each.shape)} needs a "
+                    f"gradient, and did not when the OutOfCore was made, or came "
+                    f"later; make another OutOfCore of these blocks"
+                )
         self._is_on = True
 
-    def end(self) -> None:
+    def end(self, error: Exception | None) -> Exception | None:
         """Put the means in place of the gradients; collective.
 
         A rank whose backward pass has failed calls it, too, so that none waits.
+        Returns that error, or one of its own.
         """
         self._is_on = False
         for number, parameter in enumerate(self._parameters):
             if number not in self._given and parameter.grad is not None:
-                self._reducer.ready(number, parameter.grad)
+                try:
+                    self._give(number)
+                except UsageError as refused:  # the others wait for its sum
+                    error = error or refused
         for number, mean in enumerate(self._reducer.finish()):
             if mean is not None and mean is not self._parameters[number].grad:
                 self._parameters[number].grad = mean
+        return error
 
     def close(self) -> None:
         """Free what it holds; parameters are left alone."""
@@ -70,11 +90,21 @@ class GradientSums:
         self._hooks.clear()
         self._reducer.close()
 
+    def _give(self, number: int) -> None:
+        """Give the reducer a gradient; UsageError for one that it cannot sum."""
+        gradient = self._parameters[number].grad
+        if gradient.layout != torch.strided:
+            raise UsageError(
+                f"OutOfCore: the gradient of parameter {number} is sparse; make its "
+                f"layer with sparse=False"
+            )
+        self._reducer.ready(number, gradient)
+
     def _hook(self, number: int) -> Callable[[Tensor], None]:
-        def given(parameter: Tensor) -> None:
+        def given(_: Tensor) -> None:
             if self._is_on:
                 self._given.add(number)
                 self._told(number)
-                self._reducer.ready(number, parameter.grad)
+                self._give(number)
 
         return given

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from commrt.layers.out_of_core.costs import BlockCost
+from commrt.layers.out_of_core.entries import can_leave, storage_key
 from commrt.layers.out_of_core.far import Clock
-from commrt.layers.out_of_core.entries import storage_key
 from commrt.layers.out_of_core.replay import copied_buffers
 from commrt.layers.out_of_core.values import mapped, tensors_of
 
@@ -23,20 +23,34 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class _Seen(NamedTuple):
-    """One block's measurement."""
+    """One block's measurement. Storages that the program holds do not count."""
 
     forward_s: float
     backward_s: float
     inner_nbytes: int
+    """Saved, of neither input nor output."""
+    num_inner: int
+    """Storages of these."""
     input_nbytes: int
-    """Of the input, which the program does not hold."""
-    saves_input: bool
+    """Of the input, saved or not."""
+    saved_input_nbytes: int
+    """Of the input, where this block or the one before saves it."""
+    num_saved_inputs: int
+    """Storages of these."""
     output_nbytes: int
-    """Of the output, if the block saves it."""
+    """Of the output, where the block saves it."""
     buffers_nbytes: int
-    num_storages: int
     keeps_input: bool
     """False: it changes its input in place."""
+
+
+class _Storages(NamedTuple):
+    """Keys of storages in which the next block's input lies."""
+
+    held: frozenset[int | None]
+    """Of the program's input."""
+    saved: frozenset[int | None]
+    """That a block saves."""
 
 
 def measure(
@@ -54,58 +68,62 @@ def measure(
         repeats: runs.
     """
     device = tensors_of(sample, "the sample")[0].device
-    held = {storage_key(x) for x in tensors_of(sample, "the sample")}
+    held = frozenset(storage_key(x) for x in tensors_of(sample, "the sample"))
+    known = _Storages(held, frozenset())
     devices = [device] if device.type == "cuda" else []
-    seen = []
+    costs = []
     with torch.random.fork_rng(devices):
         value = sample
         for number, block in enumerate(blocks):
             tensors_of(value, f"the input of block {number}")
-            runs = []
-            for _ in range(repeats + 1):
-                run, output = _run(block, value, held, clock, device)
-                runs.append(run)
-            times = runs[1:]
-            seen.append(
-                runs[-1]._replace(
-                    forward_s=median(run.forward_s for run in times),
-                    backward_s=median(run.backward_s for run in times),
+            runs = [
+                _run(block, value, known, clock, device) for _ in range(1 + repeats)
+            ]
+            times = [seen for seen, _, _ in runs[1:]]
+            seen, value, known = runs.pop()
+            costs.append(
+                _cost(
+                    seen._replace(
+                        forward_s=median(each.forward_s for each in times),
+                        backward_s=median(each.backward_s for each in times),
+                    )
                 )
             )
-            value = output
-    return [_cost(seen, number) for number in range(len(seen))]
+            del runs
+    return costs
 
 
-def _cost(seen: Sequence[_Seen], number: int) -> BlockCost:
+def _cost(seen: _Seen) -> BlockCost:
     """Return the cost of a block; its input belongs to it."""
-    own = seen[number]
-    is_saved = own.saves_input or (number > 0 and seen[number - 1].output_nbytes > 0)
-    input_nbytes = own.input_nbytes if is_saved else 0
-    resident = own.input_nbytes + own.buffers_nbytes
+    saves_any = seen.num_inner or seen.num_saved_inputs or seen.output_nbytes
+    resident = seen.input_nbytes + seen.buffers_nbytes if saves_any else 0
     return BlockCost(
-        own.forward_s,
-        own.backward_s,
-        own.inner_nbytes + input_nbytes,
-        output_nbytes=own.output_nbytes,
+        seen.forward_s,
+        seen.backward_s,
+        seen.inner_nbytes + seen.saved_input_nbytes,
+        output_nbytes=seen.output_nbytes,
         resident_nbytes=resident,
-        recomputed_nbytes=resident + own.inner_nbytes + own.output_nbytes,
-        num_transfers=own.num_storages + (1 if input_nbytes else 0),
-        recompute_s=None if own.inner_nbytes or own.output_nbytes else 0.0,
-        can_recompute=own.keeps_input,
+        recomputed_nbytes=resident + seen.inner_nbytes + seen.output_nbytes,
+        num_transfers=seen.num_inner + seen.num_saved_inputs,
+        recompute_s=None if seen.inner_nbytes or seen.output_nbytes else 0.0,
+        can_recompute=seen.keeps_input,
     )
 
 
 def _run(
-    block: nn.Module, value: Any, held: set[int | None], clock: Clock, device: Any
-) -> tuple[_Seen, Any]:
+    block: nn.Module, value: Any, known: _Storages, clock: Clock, device: torch.device
+) -> tuple[_Seen, Any, _Storages]:
     """Run a block forward and backward; return what was seen, and its output."""
     given = mapped(value, lambda x: x.detach().requires_grad_(x.requires_grad))
+    copies: dict[int, Any] = {}
     with torch.enable_grad():
-        changed = mapped(given, torch.clone)  # blocks may write to their inputs
+        # Blocks may write to their inputs, which are views of larger storages perhaps.
+        changed = mapped(given, lambda x: _Copy.apply(x, copies))
     inputs = tensors_of(changed, "an input")
     buffers = copied_buffers(block)
     apart = {storage_key(x) for x in (*block.parameters(), *buffers.values())}
-    saved: dict[int, int] = {}
+    saved: dict[int | None, int] = {}
+    kept: list[Tensor] = []  # so that no storage takes the place of another
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
@@ -114,7 +132,6 @@ def _run(
             kept.append(tensor.detach())
         return tensor.detach()
 
-    kept: list[Tensor] = []  # so that no storage takes the place of another
     versions = [x._version for x in inputs]
     _settle(device)
     begin = clock.now()
@@ -124,27 +141,54 @@ def _run(
     middle = clock.now()
     outputs = tensors_of(output, "an output")
     backward_s = _backward_s(block, tensors_of(given, "an input"), outputs, clock)
-    is_held = any(storage_key(x) in held for x in tensors_of(value, "an input"))
-    sizes = {storage_key(x): x.untyped_storage().nbytes() for x in inputs}
-    results = {storage_key(x) for x in outputs} - {*sizes}
-    inner = {key for key in saved if key not in sizes and key not in results}
-    out_keys = [key for key in saved if key in results]
+    given_keys = [storage_key(x) for x in tensors_of(value, "an input")]
+    pairs = {storage_key(x): key for x, key in zip(inputs, given_keys, strict=True)}
+    sizes = {
+        storage_key(x): x.untyped_storage().nbytes()
+        for x in inputs
+        if pairs[storage_key(x)] not in known.held and storage_key(x) is not None
+    }
+    saved_inputs = {key for key in sizes if key in saved or pairs[key] in known.saved}
+    results = {storage_key(x) for x in outputs}
+    fresh = [key for key in saved if key in results and key not in pairs]
+    inner = [key for key in saved if key not in results and key not in pairs]
     seen = _Seen(
         middle - begin,
         backward_s,
         sum(saved[key] for key in inner),
-        0 if is_held else sum(sizes.values()),
-        not is_held and any(key in saved for key in sizes),
-        sum(saved[key] for key in out_keys),
-        sum(each.nbytes for each in buffers.values()) if saved else 0,
         len(inner),
+        sum(sizes.values()),
+        sum(sizes[key] for key in saved_inputs),
+        len(saved_inputs),
+        sum(saved[key] for key in fresh),
+        sum(each.nbytes for each in buffers.values()) if saved else 0,
         versions == [x._version for x in inputs],
     )
-    if is_held and {storage_key(x) for x in outputs} & {*sizes}:
-        held |= {storage_key(x) for x in outputs}  # a view of the program's input
+    after = _Storages(
+        frozenset(key for key in results & {*pairs} if pairs[key] in known.held),
+        frozenset(fresh) | (saved_inputs & results),
+    )
     with torch.no_grad():
-        after = mapped(output, lambda x: x.detach().requires_grad_(x.requires_grad))
-    return seen, after
+        value = mapped(output, lambda x: x.detach().requires_grad_(x.requires_grad))
+    return seen, value, after
+
+
+class _Copy(torch.autograd.Function):  # type: ignore[misc]  # torch is not looked into
+    """The tensor in a copy of its whole storage, which others of the storage share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: dict[int, Any]) -> Tensor:
+        key = storage_key(x)
+        if key is None or not can_leave(x):
+            return x.clone()
+        if key not in copies:
+            copies[key] = x.untyped_storage().clone()
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        return made.set_(copies[key], x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _backward_s(

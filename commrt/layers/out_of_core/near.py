@@ -64,7 +64,7 @@ class NearMemory:
 
     def _spill(self) -> bool:
         """Let the oldest entry leave that may; return False if there is none."""
-        for entry in self._entries:
+        for entry in [*self._entries]:  # autograd may release some meanwhile
             is_idle = not entry.is_pinned and entry.leaving is None
             if is_idle and entry.coming is None and entry.can_leave:
                 self.leave([entry])
@@ -222,7 +222,7 @@ class NearMemory:
         if transfer is not None:
             try:
                 transfer.wait()
-            except Exception:  # another error is on its way
+            except Exception:  # noqa: BLE001 - another error is on its way
                 return
 
     def _told(self, act: Callable[[], T]) -> T:
@@ -235,4 +235,3 @@ class NearMemory:
             raise BackendError(
                 f"OutOfCore: {type(self._far).__name__} failed: {error}"
             ) from error
-

@@ -12,7 +12,7 @@ from torch import nn
 
 from commrt.comm import Communicator
 from commrt.errors import ClosedError, UsageError, shown
-from commrt.layers.all_or_none import check_same, exchange, meet, number_of
+from commrt.layers.all_or_none import check_same, meet, number_of
 from commrt.layers.out_of_core.costs import BlockCost, Link, Mode
 from commrt.layers.out_of_core.far import FarMemory
 from commrt.layers.out_of_core.gradient_sums import GradientSums
@@ -64,8 +64,9 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
     Args:
         blocks: modules, each a call with the output of the one before: a tensor, or a
             tuple of tensors. An ``nn.Sequential`` gives its own.
-        sample: an input, as large as any that follows. It is measured in the modules'
-            present mode, ``train`` or ``eval``.
+        sample: an input, as large as any that follows, which requires a gradient if
+            these do. It is measured in the modules' present mode, ``train`` or
+            ``eval``.
         budget_bytes: most bytes of saved tensors near; equal on all ranks.
         far: the far memory. It stays the caller's, to close after this object.
         comm: ranks that train the same model on data of their own; None: one process.
@@ -77,7 +78,7 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
     ``backward`` equally often. The plan follows from the slowest rank's times and the
     largest bytes. ``backward`` leaves the mean of all ranks' gradients; a sum starts
     when its gradients are there, while earlier blocks come back. Bytes: by
-    ``allgather`` 80, and 72 for each block, when it is made; 8 in a forward pass and 8
+    ``allgather`` 88, and 72 for each block, when it is made; 8 in a forward pass and 8
     in a backward pass; and those of ``GradientReducer``.
 
     Raises UsageError on all ranks, before gradients are sent, for a budget that is
@@ -142,12 +143,13 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
         output = None
         try:
             output = made.forward(value)
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait
             error = raised
-        raised_by_all = self._exchanged("OutOfCore.forward", error)
-        if raised_by_all is not None:
+        try:
+            self._raise_on_all("OutOfCore.forward", error)
+        except BaseException:
             made.abandon()
-            raise raised_by_all
+            raise
         self._passes = [each for each in self._passes if each.is_alive]
         self._passes.append(made)
         return output
@@ -164,32 +166,36 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
                 call.
 
         With one process ``loss.backward()`` does the same. After an error the gradients
-        of all ranks are of no use, and all saved tensors are released.
+        of all ranks are of no use, and all saved tensors are released. An error of one
+        rank is raised there, and a RefusedError on the others.
         """
         if self._is_closed:
             raise ClosedError("OutOfCore: closed; make another one")
-        error: Exception | None = None
-        self._is_in_backward = True
-        sums = self._sums if sync else None
-        if sums is not None:
-            sums.begin()
         try:
-            loss.backward(gradient)
-        except Exception as raised:
-            error = raised
+            sums = self._sums if sync else None
+            error = self._gone_backward(loss, gradient, sums)
+            if sums is not None:
+                error = sums.end(error)
+            self._raise_on_all("OutOfCore.backward", error)
+        except BaseException:
             self.abandon()
+            raise
+
+    def _gone_backward(
+        self, loss: Tensor, gradient: Tensor | None, sums: GradientSums | None
+    ) -> Exception | None:
+        """Do this rank's backward pass; return its error."""
+        self._is_in_backward = True
+        try:
+            if sums is not None:
+                sums.begin(self.blocks.parameters())
+            loss.backward(gradient)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait
+            self.abandon()
+            return raised
         finally:
             self._is_in_backward = False
-        if sums is not None:
-            try:
-                sums.end()
-            except Exception as lost:
-                self.abandon()
-                raise (error or lost) from lost
-        raised_by_all = self._exchanged("OutOfCore.backward", error)
-        if raised_by_all is not None:
-            self.abandon()
-            raise raised_by_all
+        return None
 
     def abandon(self) -> None:
         """Release the saved tensors of all forward passes, which end here."""
@@ -232,10 +238,12 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
         self._is_closed = True
         for each in getattr(self, "_passes", []):
             each.abandon()
-        if self._sums is not None:
-            self._sums.close()
-        if self._comm is not None:
-            self._comm.free()
+        try:
+            if self._sums is not None:
+                self._sums.close()
+        finally:
+            if self._comm is not None:
+                self._comm.free()
 
     def __deepcopy__(self, memo: Any) -> OutOfCore:
         """Refuse: the copy would share saved tensors and communicators."""
@@ -250,11 +258,12 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
 
     # -- parts -------------------------------------------------------------------
 
-    def _exchanged(self, what: str, error: Exception | None) -> BaseException | None:
-        """Return the error that this rank raises, its own or another one's."""
-        if self._comm is None:
-            return error
-        return exchange(self._comm, what, error, ())[1]
+    def _raise_on_all(self, what: str, error: Exception | None) -> None:
+        """Raise an error on all ranks if one has any; collective."""
+        if self._comm is not None:
+            meet(self._comm, what, error, ())
+        elif error is not None:
+            raise error
 
     def _check_backward(self) -> None:
         if self._is_closed:
@@ -280,7 +289,7 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
         error: Exception | None = None
         try:
             made = plan(costs, budget_bytes, link, policy=policy)
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait
             error = raised
         if self._comm is not None:
             modes = None if made is None else made.modes
@@ -292,15 +301,16 @@ class OutOfCore(nn.Module):  # type: ignore[misc]  # torch is not looked into
         return made
 
     def _start_sums(self, bucket_nbytes: int | None) -> None:
-        self._owners = {}
+        self._owners: dict[int, int] = {}
         if self._comm is None:
             return
         parameters = [x for x in self.blocks.parameters() if x.requires_grad]
         numbers = {id(x): number for number, x in enumerate(parameters)}
         for place, block in enumerate(self.blocks):
             for x in block.parameters():
+                # Of blocks that share it, the first one adds to its gradient last.
                 if id(x) in numbers:
-                    self._owners[numbers[id(x)]] = place
+                    self._owners.setdefault(numbers[id(x)], place)
         self._sums = GradientSums(
             self._comm,
             parameters,
@@ -336,9 +346,11 @@ class _Arguments(NamedTuple):
         """Return them; UsageError on all ranks if one refuses its own. Collective."""
         error: Exception | None = None
         modules: list[nn.Module] = []
+        facts: list[Any] = []
         given = budget_bytes, bucket_nbytes
         try:
             modules = _modules_of(blocks)
+            facts = _facts(modules)
             tensors_of(sample, "the sample")
             _check_number("budget_bytes", budget_bytes, 0)
             _check_number("repeats", repeats, 1)
@@ -349,10 +361,11 @@ class _Arguments(NamedTuple):
                     f"OutOfCore: far={shown(far)}: expected a FarMemory, such as "
                     f"FileFar, ThrottledCopy or PinnedMemory"
                 )
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait
             error = raised
         if comm is not None:
             said = [len(modules), *(0 if error else each or 0 for each in given)]
+            said.append(number_of(facts))
             every = meet(comm, "OutOfCore", error, said).T.tolist()
             for values, name in zip(every, _NAMES, strict=True):
                 check_same("OutOfCore", values, name)
@@ -370,7 +383,7 @@ class _Arguments(NamedTuple):
             costs = measure(
                 self.modules, self.sample, self.far.clock, repeats=self.repeats
             )
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait
             error = raised
         if self.comm is not None:
             meet(self.comm, "OutOfCore", error, ())
@@ -379,7 +392,18 @@ class _Arguments(NamedTuple):
         return costs, link
 
 
-_NAMES = "numbers of blocks", "budget_bytes", "bucket_nbytes"
+_NAMES = "numbers of blocks", "budget_bytes", "bucket_nbytes", "parameters"
+
+
+def _facts(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return what is equal on ranks that train the same model."""
+    return [
+        [
+            (tuple(x.shape), x.dtype, x.device.type, x.requires_grad, x.layout)
+            for x in block.parameters()
+        ]
+        for block in modules
+    ]
 
 
 def _check_number(name: str, number: Any, least: int) -> None:

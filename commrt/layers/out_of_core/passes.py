@@ -87,8 +87,8 @@ class Pass:
         self._plan, self._near = plan, near
         self._check, self._record = check, record
         self._blocks = [
-            _Block(module, mode)
-            for module, mode in zip(modules, plan.modes, strict=True)
+            _Block(module, mode if cost.saved_nbytes or cost.output_nbytes else "keep")
+            for module, mode, cost in zip(modules, plan.modes, plan.costs, strict=True)
         ]
         self._entries: dict[int, Entry] = {}  # near ones, by the key of their storage
         self._resident: set[int | None] = set()
@@ -98,7 +98,8 @@ class Pass:
     @property
     def is_alive(self) -> bool:
         """True while autograd holds any of its saved tensors."""
-        return any(block.num_alive for block in self._blocks)
+        is_held = any(block.num_alive for block in self._blocks)
+        return is_held and not self._is_abandoned
 
     # -- forward -----------------------------------------------------------------
 
@@ -395,7 +396,7 @@ class Pass:
         if self._is_abandoned:
             return
         self._is_abandoned = True
-        entries = {entry for block in self._blocks for entry in block.uses}
+        entries = {entry for block in self._blocks for entry in [*block.uses]}
         entries |= {block.copies for block in self._blocks if block.copies is not None}
         self._near.abandon(entries)
         self._entries.clear()
@@ -407,4 +408,3 @@ class Pass:
 
 def _refused(_: Any) -> Tensor:
     raise AssertionError("the graph of a recomputation is never run backward")
-

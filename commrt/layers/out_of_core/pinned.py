@@ -65,7 +65,9 @@ class PinnedMemory(FarMemory):
 
     def link(self) -> Link:
         """Return the speeds, measured by events of the streams."""
-        nbytes = 64 << 20
+        nbytes = _MEASURED_NBYTES
+        if self._limit_nbytes is not None:
+            nbytes = max(1, min(nbytes, self._limit_nbytes - self._in_use))
         there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         speeds = []
         slot, transfer = self.store(there)
@@ -88,6 +90,7 @@ class PinnedMemory(FarMemory):
         self._in.synchronize()
 
 
+_MEASURED_NBYTES = 64 << 20
 _LATENCY_S = 10e-6
 """Of a copy's launch, about."""
 
@@ -95,8 +98,8 @@ _LATENCY_S = 10e-6
 class _Copied:
     """A copy on a stream."""
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self.event, self._device = event, device
 
     def is_done(self) -> bool:
         """Return whether it has come to its end."""
@@ -108,7 +111,7 @@ class _Copied:
 
     def order(self) -> None:
         """Let the present stream wait."""
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 def _copy(
@@ -128,4 +131,4 @@ def _copy(
         used.record_stream(stream)
         event = torch.cuda.Event(enable_timing=timed)
         event.record(stream)
-    return _Copied(event)
+    return _Copied(event, used.device)

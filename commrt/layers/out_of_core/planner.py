@@ -4,27 +4,33 @@
 Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity
 with KARMA" (SC'20): swap what comes first, keep what comes last, as the capacity
 allows, and recompute where a transfer would stall the backward pass. Here every choice
-is judged by the time of the whole step (``timeline``). Up to 8 blocks all choices are
-judged. Beyond, the search begins with these rules and with pure plans, and changes one
-or two blocks at a time while that gains.
+is judged by the time of the whole step (``timeline``). A search begins with these rules
+and with pure plans, and changes one or two blocks at a time while that gains. Up to 12
+blocks, all choices follow: block after block, without those whose first blocks alone
+take longer than the best plan so far.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from commrt.errors import UsageError, shown
 from commrt.layers.out_of_core.costs import MODES, BlockCost, Link, Mode, check_costs
-from commrt.layers.out_of_core.timeline import Timeline, prefetch_begins, simulate
+from commrt.layers.out_of_core.timeline import (
+    Timeline,
+    least_step_s,
+    prefetch_begins,
+    simulate,
+)
 
 __all__ = ["POLICIES", "Plan", "plan"]
 
 POLICIES = ("auto", "keep", "swap", "recompute")
 """Search, or do the same with all blocks."""
 
-_EXACT_BLOCKS = 8
+_EXACT_BLOCKS = 12
+_ROUNDING = 1e-12
 Modes = tuple[Mode, ...]
 
 
@@ -99,17 +105,25 @@ def plan(
             alike; a mode for each block is taken as it is.
 
     A search's plan is no slower than pure swapping, pure recomputation and keeping
-    all, where these fit. Up to 8 blocks it is the best of all. Raises UsageError for a
+    all, where these fit. Up to 12 blocks it is the best of all. Raises UsageError for a
     budget that is too small for a block, or for the modes that are given.
     """
     check_costs(costs, budget_bytes)
     judge = _Judge(tuple(costs), budget_bytes, link)
     if policy != "auto":
         return judge.plan_of(_fixed(policy, len(costs)))
-    best = _best_of_all(judge) if len(costs) <= _EXACT_BLOCKS else _search(judge)
+    best = _search(judge)
+    if len(costs) <= _EXACT_BLOCKS:
+        best = _best_of_all(judge, best)
     if best is None:
         raise judge.refusal()
-    return judge.plan_of(best)
+    # Of a block that saves nothing, there is nothing to move.
+    return judge.plan_of(
+        tuple(
+            "keep" if mode == "swap" and not cost.saved_nbytes else mode
+            for mode, cost in zip(best, judge.costs, strict=True)
+        )
+    )
 
 
 def _fixed(policy: str | Sequence[Mode], count: int) -> Modes:
@@ -145,22 +159,15 @@ class _Judge:
         """Return the time and the bytes moved, the less the better; None: no room."""
         if modes not in self._seen:
             found = self._simulated(modes)
-            moved = sum(
-                cost.saved_nbytes
-                for cost, mode in zip(self.costs, modes, strict=True)
-                if mode == "swap"
+            self._seen[modes] = (
+                None if found is None else (found.step_s, self._moved_nbytes(modes))
             )
-            self._seen[modes] = None if found is None else (found.step_s, moved)
         return self._seen[modes]
 
-    def least_s(self, modes: Modes) -> float:
-        """Return the computation's time, below which no step ends."""
-        return sum(
-            cost.forward_s
-            + cost.backward_s
-            + (cost.replay_s if mode == "recompute" else 0.0)
-            for cost, mode in zip(self.costs, modes, strict=True)
-        )
+    def least_key(self, modes: Modes) -> tuple[float, int] | None:
+        """Return what no plan is below that begins with these modes; None: no room."""
+        least_s = least_step_s(self.costs, modes, self._budget_bytes, self._link)
+        return None if least_s is None else (least_s, self._moved_nbytes(modes))
 
     def plan_of(self, modes: Modes) -> Plan:
         """Return the plan of these modes; raise UsageError if there is no room."""
@@ -211,6 +218,14 @@ class _Judge:
         """Return the modes that a block can have."""
         return MODES if cost.can_recompute else MODES[:2]
 
+    def _moved_nbytes(self, modes: Modes) -> int:
+        """Return the bytes that the first blocks swap."""
+        return sum(
+            cost.saved_nbytes
+            for cost, mode in zip(self.costs, modes, strict=False)
+            if mode == "swap"
+        )
+
     def _simulated(self, modes: Modes) -> Timeline | None:
         for cost, mode in zip(self.costs, modes, strict=True):
             if mode not in self.modes_of(cost):
@@ -218,20 +233,30 @@ class _Judge:
         return simulate(self.costs, modes, self._budget_bytes, self._link)
 
 
-def _best_of_all(judge: _Judge) -> Modes | None:
-    """Return the best of all choices."""
-    best: Modes | None = None
-    best_key: tuple[float, int] | None = None
-    choices = sorted(
-        itertools.product(*map(judge.modes_of, judge.costs)), key=judge.least_s
-    )
-    for modes in choices:
-        if best_key is not None and judge.least_s(modes) > best_key[0]:
-            break  # all that follow compute for longer
+def _best_of_all(judge: _Judge, best: Modes | None) -> Modes | None:
+    """Return the best of all choices; ``best`` is a good one, if one is known."""
+    best_key = None if best is None else judge.key(best)
+    begun: list[Modes] = [()]
+    while begun:
+        modes = begun.pop()
+        least = judge.least_key(modes)
+        if least is None or (best_key is not None and _is_no_less(least, best_key)):
+            continue
+        if len(modes) < len(judge.costs):
+            allowed = judge.modes_of(judge.costs[len(modes)])
+            begun += [(*modes, mode) for mode in reversed(allowed)]
+            continue
         key = judge.key(modes)
         if key is not None and (best_key is None or key < best_key):
             best, best_key = modes, key
     return best
+
+
+def _is_no_less(least: tuple[float, int], best: tuple[float, int]) -> bool:
+    """Return whether a bound is not below a key, within the rounding of times."""
+    if abs(least[0] - best[0]) <= _ROUNDING * best[0]:
+        return least[1] >= best[1]
+    return least[0] > best[0]
 
 
 def _search(judge: _Judge) -> Modes | None:

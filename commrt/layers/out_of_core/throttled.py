@@ -51,8 +51,12 @@ class ThrottledCopy(FarMemory):
     def store(self, source: Tensor) -> tuple[Tensor, _Delayed]:
         """Start to copy bytes out."""
         self._take(source.numel())
-        slot = torch.empty(source.numel(), dtype=torch.uint8)
-        return slot, self._delayed("store", slot, source)
+        try:
+            slot = torch.empty(source.numel(), dtype=torch.uint8)
+            return slot, self._delayed("store", slot, source)
+        except BaseException:
+            self._give(source.numel())
+            raise
 
     def load(self, slot: Tensor, target: Tensor) -> _Delayed:
         """Start to copy bytes in."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from commrt.layers.out_of_core.costs import BlockCost, Link, Mode
 
-__all__ = ["Timeline", "prefetch_begins", "simulate"]
+__all__ = ["Timeline", "least_step_s", "prefetch_begins", "simulate"]
 
 
 class Timeline(NamedTuple):
@@ -87,6 +87,36 @@ def simulate(
     return Timeline(step.now, step.stall_s, recompute_s, step.peak)
 
 
+def least_step_s(
+    costs: Sequence[BlockCost], modes: Sequence[Mode], budget_bytes: int, link: Link
+) -> float | None:
+    """Return a time that every step takes whose first blocks have these modes.
+
+    All that later blocks do is left out, but for their computation. None: the budget is
+    too small for the first blocks alone.
+    """
+    begun = len(modes)
+    if begun and prefetch_begins(costs[:begun], modes, budget_bytes) is None:
+        return None
+    step = _Step(costs, modes, budget_bytes, link)
+    for block in range(begun):
+        step.forward(block)
+    arrival = step.now + sum(cost.forward_s for cost in costs[begun:])
+    gone = {
+        block
+        for block in range(begun)
+        if modes[block] == "swap" and step.has_left(block, arrival)
+    }
+    now = arrival + sum(cost.backward_s for cost in costs[begun:])
+    for block in reversed(range(begun)):
+        cost = costs[block]
+        if block in gone and cost.saved_nbytes:
+            arrival += link.in_s(cost)
+            now = max(now, arrival)
+        now += cost.backward_s + (cost.replay_s if modes[block] == "recompute" else 0.0)
+    return now
+
+
 class _Leaving(NamedTuple):
     """A block on its way out."""
 
@@ -150,6 +180,10 @@ class _Step:
         self._see_peak(0)
         self.now += cost.backward_s
         self._near -= kept
+
+    def has_left(self, block: int, then: float) -> bool:
+        """Return whether a block that was swapped has left at a time."""
+        return all(each.block != block or each.end <= then for each in self._leaving)
 
     def _ask_for(self, block: int, *, is_needed: bool) -> bool:
         """Start a block's transfer in; return False if there is no room yet."""

@@ -18,12 +18,12 @@ Tensor: TypeAlias = torch.Tensor
 def tensors_of(value: Any, what: str) -> tuple[Tensor, ...]:
     """Return the tensors of a value; UsageError for other values."""
     parts = value if isinstance(value, tuple) else (value,)
-    for part in parts:
-        if not isinstance(part, torch.Tensor):
-            raise UsageError(
-                f"OutOfCore: {what} is {shown(part)}; blocks take and return a tensor, "
-                f"or a tuple of tensors"
-            )
+    wrong = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if wrong or not parts:
+        raise UsageError(
+            f"OutOfCore: {what} is {shown((wrong or [value])[0])}; blocks take and "
+            f"return a tensor, or a tuple of tensors, one at least"
+        )
     return parts
 
 

@@ -203,15 +203,15 @@ def _evidence(times: Times, chosen: Range, sizes: Sequence[int], date: str) -> E
         if size in mine
     )
     second = None
-    middle = inside[len(inside) // 2] if inside else None
-    others = {
-        one: us[middle]
-        for one, us in times.items()
-        if one != chosen.candidate and middle is not None and middle in us
-    }
-    if others:
-        one = min(others, key=lambda each: others[each])
-        second = RunnerUp(one, middle, others[one], (others[one], others[one]))
+    for middle in inside[len(inside) // 2 :][:1]:
+        others = {
+            one: us[middle]
+            for one, us in times.items()
+            if one != chosen.candidate and middle in us
+        }
+        if others:
+            one = min(others, key=lambda each: others[each])
+            second = RunnerUp(one, middle, others[one], (others[one], others[one]))
     return Evidence("simulated", points, second, chosen.crossover, date)
 
 

@@ -917,6 +917,17 @@ class Group:
 
     @property
     def name(self) -> str: ...
+    def name_family(
+        self,
+        family: PlanFamily,
+        coll: int,
+        dtype: int,
+        redop: int,
+        root: int,
+        name: str,
+    ) -> None:
+        """Let the dispatcher find the family of calls that name this algorithm."""
+
     @property
     def next_seq(self) -> int: ...
     def not_started(self, arg: int, /) -> list[int]: ...

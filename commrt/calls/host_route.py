@@ -165,17 +165,18 @@ class HostRoute:
             is_plain,
         )
 
-        def make() -> _native.PlanFamily:
-            return self._group.plan_family(
-                spec.code,
-                bound.dtype.code if spec.x_count != "none" else NO_DTYPE,
-                int(call.reduction),
-                call.root,
-                unit=count_unit(spec, self._group.size),
-                is_plain=is_plain,
-            )
+        dtype = bound.dtype.code if spec.x_count != "none" else NO_DTYPE
+        facts = spec.code, dtype, int(call.reduction), call.root
 
-        return self._families.get(key, make)
+        def make() -> _native.PlanFamily:
+            unit = count_unit(spec, self._group.size)
+            return self._group.plan_family(*facts, unit=unit, is_plain=is_plain)
+
+        family = self._families.get(key, make)
+        others = call.backend, params or None, call.compress, user
+        if call.algorithm is not None and others == (None,) * len(others):
+            self._group.name_family(family, *facts, call.algorithm)
+        return family
 
     def forget(self) -> None:
         """Plan all calls anew from here on."""

@@ -413,6 +413,14 @@ void bind_group(nb::module_& m) {
            }, nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"), nb::arg("root"),
            nb::arg("unit"), nb::arg("is_plain"),
            "Make a family of calls that differ only in lengths; the dispatcher knows plain ones.")
+      .def("name_family",
+           [](Group& g, const PlanFamily& family, int coll, int dtype, int redop, int root,
+              nb::str name) {
+             const uint32_t what = PlanKey::pack(coll, static_cast<DType>(dtype), redop, kHost);
+             g.named.add({PlanKey::kNoCount, what, root}, std::move(name), family.key());
+           }, nb::arg("family"), nb::arg("coll"), nb::arg("dtype"), nb::arg("redop"),
+           nb::arg("root"), nb::arg("name"),
+           "Let the dispatcher find the family of calls that name this algorithm.")
       .def("box_family",
            [](Group& g, std::shared_ptr<BoxTemplate> boxes) {
              return g.plans.add_family(std::move(boxes));

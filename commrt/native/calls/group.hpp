@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "arrays/view.hpp"
+#include "calls/named_families.hpp"
 #include "calls/plan_cache.hpp"
 #include "engine/comm.hpp"
 #include "engine/engine.hpp"
@@ -42,6 +43,7 @@ class Group {
   uint32_t fused_kinds[kNumDTypes] = {};  // by type, the reductions that buckets may have
 
   PlanCache plans;
+  NamedFamilies named;
 
   std::vector<std::shared_ptr<class DeviceWork>> device_work;  // of each kind, on each device
   std::unique_ptr<DeviceCallCache> device_call_cache;  // on arrays on devices

@@ -47,7 +47,7 @@ struct Operation {
 
 struct Words {  // interned once: keyword names are compared by address
   PyObject *out, *op, *factor, *root, *nonblocking, *stream, *timeout_s, *name, *call;
-  PyObject *counts, *send_counts, *recv_counts;
+  PyObject *counts, *send_counts, *recv_counts, *algorithm;
   PyObject* reductions[kNumRedOps];
 };
 Words words;
@@ -228,6 +228,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   }
   PyObject* stream = nullptr;  // which only calls on devices may have
   PyObject* name = nullptr;  // which check mode alone compares
+  PyObject* algorithm = nullptr;
   const Py_ssize_t nkw = kwnames != nullptr ? PyTuple_GET_SIZE(kwnames) : 0;
   for (Py_ssize_t i = 0; i < nkw; ++i) {
     PyObject* key = PyTuple_GET_ITEM(kwnames, i);
@@ -256,6 +257,10 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       if (value != Py_None) stream = value;
     } else if (key == words.timeout_s) {
       if (value != Py_None && !read_limit(value, &timeout_s)) return slow();
+    } else if (key == words.algorithm) {
+      if (value == Py_None) continue;
+      if (!PyUnicode_CheckExact(value) || group.check != nullptr) return slow();
+      algorithm = value;
     } else if (key == words.name) {
       if (value == Py_None) continue;
       if (!PyUnicode_CheckExact(value)) return slow();
@@ -268,7 +273,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
   // An array that is neither numpy's nor torch's, or not a plain one.
   auto elsewhere = [&]() -> PyObject* {
     if (group.device_call_cache->empty() || self->num_counts != 0 || factor != nullptr ||
-        group.check != nullptr || group.nan_check) {
+        algorithm != nullptr || group.check != nullptr || group.nan_check) {
       return slow();
     }
     // It may go into a bucket (fusion/device_buckets.py).
@@ -305,6 +310,7 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
     }
   }
   if (group.fusion != nullptr && nonblocking && self->fuses) {
+    if (algorithm != nullptr) return slow();
     const FusedCall call{x.dtype, static_cast<RedOp>(reduction), x.count, x.data, out.data,
                          out_object != nullptr ? args[1] : nullptr, nullptr,
                          out_object != nullptr ? out_object : args[1], timeout_s};
@@ -324,9 +330,15 @@ PyObject* call_operation(PyObject* callable, PyObject* const* args, size_t nargs
       }
     }
   }
-  const PlanKey key{self->takes_x ? asked : x.count,
-                    PlanKey::pack(self->coll, x.dtype, reduction, x.device),
-                    static_cast<int32_t>(root)};
+  PlanKey key{self->takes_x ? asked : x.count,
+              PlanKey::pack(self->coll, x.dtype, reduction, x.device),
+              static_cast<int32_t>(root)};
+  if (algorithm != nullptr) {
+    const PlanKey* const family = group.named.find(key, algorithm);
+    if (family == nullptr) return slow();
+    key.what = family->what;
+    key.root = family->root;
+  }
   const PlanPtr* found = nullptr;
   try {
     if (self->num_counts == 0) {
@@ -408,6 +420,7 @@ void bind_operation(nb::module_& m) {
   words.counts = PyUnicode_InternFromString("counts");
   words.send_counts = PyUnicode_InternFromString("send_counts");
   words.recv_counts = PyUnicode_InternFromString("recv_counts");
+  words.algorithm = PyUnicode_InternFromString("algorithm");
   words.call = PyUnicode_InternFromString(group_methods::kCall);
   for (int i = 0; i < kNumRedOps; ++i) words.reductions[i] = PyUnicode_InternFromString(kReductions[i]);
 

@@ -93,7 +93,11 @@ def test_the_examples_on_ranks_of_mpiexec(mpirun: Any) -> None:
         # One job only: a second one of gloo meets the first one's keys in the store.
         (2, ["cnn"], "gloo"),
         (2, ["gpt_tensor_parallel"], "gloo"),
-        (3, ["cnn", "dlrm", "experts", "gcn", "out_of_core", "sharded_digits"], "commrt"),
+        (
+            3,
+            ["cnn", "dlrm", "experts", "gcn", "out_of_core", "sharded_digits"],
+            "commrt",
+        ),
         (4, ["dlrm", "experts", "gcn", "gpt_fsdp", "gpt_tensor_parallel"], "commrt"),
     ],
 )

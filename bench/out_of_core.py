@@ -8,18 +8,17 @@ The device is emulated: computation runs on the host, and a link of a given spee
 (``ThrottledCopy``) leads to far memory. ``in core`` keeps all saved tensors. ``mixed``
 is the plan that ``OutOfCore`` finds under the budget, ``swap`` swaps all blocks and
 ``recompute`` recomputes all. Gradients of all four are compared, bit by bit, before
-anything is timed. All ways take turns. Times are medians over steps, in ms;
-``predicted`` is the plan's time, from blocks that are timed in the same turns, and
-``off`` is how far that is from the measured one. ``ratio`` is the mixed plan's time to
-each other one's, the median over turns. ``near`` is the most bytes of saved tensors in
-a step, in MB.
+anything is timed. All ways take turns. ``ms`` is the median of steps. ``ratio`` is the
+mixed plan's time to each other one's, the median over turns. ``near`` is the most
+bytes of saved tensors in a step, in MB. ``predicted`` is the plan's time, from blocks
+that are timed in the same turn, and ``off`` is how far it is from the step of that
+turn; both are medians over turns, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -41,10 +40,10 @@ WAYS = {"in core": "keep", "mixed": "auto", "swap": "swap", "recompute": "recomp
 
 
 class Row(NamedTuple):
-    """Figures of one way; None: the budget is too small for it."""
+    """Figures of one way, each turn's; None: the budget is too small for it."""
 
     ms: list[float] | None
-    predicted_ms: float
+    predicted_ms: list[float]
     near_nbytes: int
     modes: tuple[str, ...]
 
@@ -135,12 +134,14 @@ def measure(
             )
         _check_equal(made, x)
         times, costs = _in_turns(made, x, turns)
-        rows = {way: Row(None, 0.0, 0, ()) for way in WAYS}
+        rows = {way: Row(None, [], 0, ()) for way in WAYS}
         for way, each in made.items():
             modes, most = plans[way].modes, plans[way].budget_bytes
-            expected = plan(costs, most, far.link(), policy=modes)
-            near = each.step.peak_nbytes
-            rows[way] = Row(times[way], expected.step_s * 1e3, near, modes)
+            expected_ms = [
+                plan(turn, most, far.link(), policy=modes).step_s * 1e3
+                for turn in costs
+            ]
+            rows[way] = Row(times[way], expected_ms, each.step.peak_nbytes, modes)
     return rows
 
 
@@ -197,8 +198,8 @@ def _check_equal(made: dict[str, OutOfCore], x: torch.Tensor) -> None:
 
 def _in_turns(
     made: dict[str, OutOfCore], x: torch.Tensor, turns: int
-) -> tuple[dict[str, list[float]], list[BlockCost]]:
-    """Return the times of steps in ms, and the costs of blocks, measured beside them.
+) -> tuple[dict[str, list[float]], list[list[BlockCost]]]:
+    """Return each turn's times of steps in ms, and its costs of blocks.
 
     The machine is not equally fast at all times.
     """
@@ -214,21 +215,13 @@ def _in_turns(
             times[way].append((time.perf_counter() - begin) * 1e3)
         blocks = list(made["in core"].blocks)
         costs.append(measured(blocks, x, RealClock(), repeats=1))
-    medians = [
-        dataclasses.replace(
-            block[0],
-            forward_s=median(cost.forward_s for cost in block),
-            backward_s=median(cost.backward_s for cost in block),
-        )
-        for block in zip(*costs, strict=True)
-    ]
-    return times, medians
+    return times, costs
 
 
 def _text(rows: dict[str, Row]) -> str:
     """Return a table."""
     lines = [
-        f"{'way':<11}{'ms':>9}{'predicted':>11}{'off':>7}{'ratio':>7}{'near MB':>9}"
+        f"{'way':<11}{'ms':>8}{'ratio':>7}{'predicted':>11}{'off':>7}{'near MB':>9}"
         f"  modes"
     ]
     mixed: Any = rows["mixed"].ms
@@ -236,12 +229,14 @@ def _text(rows: dict[str, Row]) -> str:
         if row.ms is None:
             lines.append(f"{way:<11}{'-':>9}  the budget is too small")
             continue
-        off = row.predicted_ms / median(row.ms) - 1
+        pairs = zip(row.predicted_ms, row.ms, strict=True)
+        off = median(expected / its - 1 for expected, its in pairs)
         ratio = median(ours / its for ours, its in zip(mixed, row.ms, strict=True))
         modes = "".join(mode[0] for mode in row.modes)
         lines.append(
-            f"{way:<11}{median(row.ms):>9.1f}{row.predicted_ms:>11.1f}{off:>7.1%}"
-            f"{ratio:>7.3f}{row.near_nbytes / 1e6:>9.2f}  {modes}"
+            f"{way:<11}{median(row.ms):>8.1f}{ratio:>7.3f}"
+            f"{median(row.predicted_ms):>11.1f}{off:>7.1%}"
+            f"{row.near_nbytes / 1e6:>9.2f}  {modes}"
         )
     return "\n".join(lines)
 

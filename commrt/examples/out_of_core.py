@@ -11,6 +11,7 @@ that of one process, which keeps all in memory.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ def blocks() -> nn.Sequential:
     """Return blocks of a convolutional network, in float64."""
     torch.manual_seed(SEED)
     made: list[nn.Module] = []
-    for channels, width in ((1, 8), (8, 8), (8, 8), (8, 4)):
+    widths = (1, 8, 8, 8, 8, 8, 4)
+    for channels, width in itertools.pairwise(widths):
         convolution = nn.Conv2d(channels, width, 3, padding=1)
         made.append(nn.Sequential(convolution, nn.Tanh()))
     made.append(nn.Sequential(nn.Flatten(), nn.Linear(4 * 64, 10)))

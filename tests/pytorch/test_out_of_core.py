@@ -494,6 +494,27 @@ def test_saved_tensors_that_are_changed_in_place(policy: str) -> None:
         y.sum().backward()
 
 
+def test_a_tensor_that_is_changed_while_it_leaves() -> None:
+    """Its copy may have old bytes or new ones."""
+
+    class Kept(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            self.kept = y.detach()
+            return y.sin()
+
+    ticks = Shared()
+    with ThrottledCopy(1.0, clock=ticks) as far:
+        x = torch.ones(3, requires_grad=True)
+        model = made(nn.Sequential(Kept(), Kept()), x, far=far, policy="swap")
+        y = model(x)
+        model.blocks[0].kept.mul_(2)
+        ticks.at += 1e6
+        assert model.near_nbytes == 0
+        with pytest.raises(UsageError, match="changed in place"):
+            y.sum().backward()
+
+
 def test_parameters_that_are_changed_between_the_passes() -> None:
     blocks, x = blocks_of("mlp")
     model = made(blocks, x, policy="swap")

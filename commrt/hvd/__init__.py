@@ -57,6 +57,7 @@ from commrt.hvd.queries import (
     stop_timeline,
 )
 from commrt.hvd.session import Session
+from commrt.hvd.sparse_sums import sparse_allreduce_async
 from commrt.hvd.state import (
     allgather_object,
     broadcast_object,
@@ -75,7 +76,6 @@ from commrt.hvd.submitting import (
     grouped_allreduce_async_,
     grouped_reducescatter_async,
     reducescatter_async,
-    sparse_allreduce_async,
 )
 from commrt.hvd.sync_batch_norm import SyncBatchNorm
 

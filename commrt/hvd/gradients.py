@@ -19,11 +19,11 @@ from commrt.hvd.compression import Compressor
 from commrt.hvd.handles import Handle
 from commrt.hvd.operators import Average, ReduceOp, Sum
 from commrt.hvd.process_sets import ProcessSet
+from commrt.hvd.sparse_sums import sparse_allreduce_async
 from commrt.hvd.submitting import (
     allreduce_async_,
     gradients_allreduce_async_,
     refusing,
-    sparse_allreduce_async,
 )
 from commrt.layers.data.own_pieces import place_of
 

@@ -20,12 +20,14 @@ from commrt.hvd.adasum import check_ranks
 from commrt.hvd.current import current
 from commrt.hvd.entries import Entry
 from commrt.hvd.handles import Handle
-from commrt.hvd.operators import Adasum, Average, ReduceOp, Sum, reduction_of
+from commrt.hvd.operators import Adasum, Average, ReduceOp, reduction_of
 from commrt.hvd.process_sets import ProcessSet, global_process_set
 from commrt.hvd.signatures import Signature
 from commrt.vocabulary.checks import as_integer
 
 __all__ = [
+    "MOVED",
+    "Call",
     "allgather_async",
     "allreduce_async",
     "allreduce_async_",
@@ -41,7 +43,6 @@ __all__ = [
     "reducescatter_async",
     "refusing",
     "rows_allgather_async",
-    "sparse_allreduce_async",
 ]
 
 Tensor: TypeAlias = torch.Tensor
@@ -53,7 +54,7 @@ MOVED = (torch.bool, *REDUCED)
 Splits: TypeAlias = Sequence[int] | Tensor | None
 
 
-class _Call:
+class Call:
     """One call of a user's: its process set, its name, and its refusal.
 
     Args:
@@ -163,12 +164,12 @@ def refusing(
     """Tell the other ranks of an error that comes before a call, and raise it.
 
     Without this they would wait for the call, and unnamed calls would be numbered
-    otherwise than here. Arguments as of ``_Call``.
+    otherwise than here. Arguments as of ``Call``.
     """
     try:
         yield
     except Exception as error:
-        _Call(what, kind, name, process_set).refuse(error)
+        Call(what, kind, name, process_set).refuse(error)
         raise
 
 
@@ -193,7 +194,7 @@ class _Wanted(NamedTuple):
     pieces: str = ""
 
 
-def _reduced(call: _Call, tensors: Sequence[Tensor], wanted: _Wanted) -> dict[str, Any]:
+def _reduced(call: Call, tensors: Sequence[Tensor], wanted: _Wanted) -> dict[str, Any]:
     """Return the fields of the signature of a reduction."""
     reduction = reduction_of(call.what, wanted.op, wanted.average)
     if reduction is Adasum:
@@ -242,7 +243,7 @@ def _allreduce(
     result: Callable[[Entry], Any],
     wanted: _Wanted,
 ) -> Handle:
-    call = _Call(what, "allreduce", wanted.name, wanted.process_set)
+    call = Call(what, "allreduce", wanted.name, wanted.process_set)
     entry = call.entry(
         tensors, lambda: _reduced(call, tensors, wanted), REDUCED, in_place=in_place
     )
@@ -345,48 +346,6 @@ def grouped_allreduce_async_(
     return _allreduce(what, listed, True, lambda _: listed, wanted)
 
 
-def sparse_allreduce_async(
-    tensor: Tensor,
-    name: str | None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    *,
-    pieces: str = "",
-) -> Handle:
-    """Start the sum or average of sparse COO tensors: two allgathers of what they have.
-
-    The result is a sparse tensor that is not coalesced. The handle may be called, as
-    Horovod's programs do, or be given to ``synchronize``. ``pieces``: of cut
-    parameters whose gradients these are; equal on all ranks.
-    """
-    what = "hvd.sparse_allreduce_async"
-    with refusing("sparse_allreduce_async", "allgather", name, process_set):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-            raise UsageError(f"{what}: {shown(tensor)} is no sparse COO tensor")
-        if op not in (Average, Sum):
-            raise UsageError(f"{what}: op={shown(op)} must be hvd.Average or hvd.Sum")
-        given = tensor.detach().coalesce()
-    both = [given.indices().T.contiguous(), given.values().contiguous()]
-    call = _Call("sparse_allreduce_async", "allgather", name, process_set)
-    entry = call.entry(both, lambda: {"pieces": pieces}, MOVED)
-
-    def result() -> Tensor:
-        indices, values = entry.outputs
-        assert indices is not None
-        assert values is not None
-        if op is Average:
-            values = values / len(call.ranks)
-        made: Tensor = torch.sparse_coo_tensor(
-            indices.T, values, given.shape, check_invariants=False
-        )
-        return made
-
-    return call.handle(entry, result)
-
-
-# -- allgather and broadcast -----------------------------------------------------------
-
-
 def _allgather(
     what: str,
     tensors: Sequence[Tensor],
@@ -394,7 +353,7 @@ def _allgather(
     name: str | None,
     process_set: ProcessSet,
 ) -> Handle:
-    call = _Call(what, "allgather", name, process_set)
+    call = Call(what, "allgather", name, process_set)
 
     def signature() -> dict[str, Any]:
         call.check_rows(tensors)
@@ -452,7 +411,7 @@ def _broadcast(
     name: str | None,
     process_set: ProcessSet,
 ) -> Handle:
-    call = _Call(what, "broadcast", name, process_set)
+    call = Call(what, "broadcast", name, process_set)
 
     def signature() -> dict[str, Any]:
         root = as_integer(root_rank)
@@ -513,7 +472,7 @@ def alltoall_async(
 
     The result is the rows that came, and a tensor with how many came from each rank.
     """
-    call = _Call("alltoall_async", "alltoall", name, process_set)
+    call = Call("alltoall_async", "alltoall", name, process_set)
 
     def signature() -> dict[str, Any]:
         call.check_rows([tensor])
@@ -531,7 +490,7 @@ def alltoall_async(
     return call.handle(entry, result)
 
 
-def _splits_of(call: _Call, num_rows: int, splits: Splits) -> tuple[int, ...]:
+def _splits_of(call: Call, num_rows: int, splits: Splits) -> tuple[int, ...]:
     size = len(call.ranks)
     if splits is None:
         if num_rows % size:
@@ -561,7 +520,7 @@ def _reducescatter(
     result: Callable[[Entry], Any],
     wanted: _Wanted,
 ) -> Handle:
-    call = _Call(what, "reducescatter", wanted.name, wanted.process_set)
+    call = Call(what, "reducescatter", wanted.name, wanted.process_set)
 
     def signature() -> dict[str, Any]:
         call.check_rows(tensors)
@@ -611,6 +570,6 @@ def grouped_reducescatter_async(
 
 def barrier_async(process_set: ProcessSet = global_process_set) -> Handle:
     """Start a barrier: it is over once all ranks of the set have come to it."""
-    call = _Call("barrier", "barrier", None, process_set)
+    call = Call("barrier", "barrier", None, process_set)
     entry = call.entry([], dict, ())
     return call.handle(entry, lambda: None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -125,7 +126,7 @@ class NearMemory:
                         self._drop_near(entry)
                     continue
                 entry.slot, entry.leaving = self._told(
-                    lambda entry=entry: self._far.store(entry.bytes())
+                    partial(self._far.store, entry.bytes())
                 )
                 entry.stays = False
                 self.stored_nbytes += entry.nbytes
@@ -175,7 +176,7 @@ class NearMemory:
                 self.ledger.take(entry.nbytes)
                 entry.is_near = True
                 self._entries[entry] = None
-                self._told(lambda entry=entry: self._load(entry))
+                self._told(partial(self._load, entry))
             return True
 
     def _load(self, entry: Entry) -> None:

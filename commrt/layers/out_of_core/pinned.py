@@ -82,7 +82,7 @@ class PinnedMemory(FarMemory):
             end.wait()
             speeds.append(nbytes / max(begin.elapsed_time(end.event) / 1e3, 1e-9))
         self.drop(slot)
-        return Link(*speeds, _LATENCY_S)
+        return Link(speeds[0], speeds[1], _LATENCY_S)
 
     def close(self) -> None:
         """Wait for both streams."""

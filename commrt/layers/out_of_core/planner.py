@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from commrt.errors import UsageError, shown
 from commrt.layers.out_of_core.costs import MODES, BlockCost, Link, Mode, check_costs
@@ -285,13 +286,18 @@ def _first_choices(judge: _Judge) -> Iterator[Modes]:
     for early in MODES[1:]:
         fitting: Modes | None = None
         for first_kept in reversed(range(count + 1)):
-            modes = allowed(lambda n, s=first_kept, m=early: m if n < s else "keep")
+            modes = allowed(partial(_early, early, first_kept))
             if judge.key(modes) is not None:
                 fitting = modes
             if first_kept == count:
                 yield modes
         if fitting is not None:
             yield fitting
+
+
+def _early(mode: Mode, first_kept: int, block: int) -> Mode:
+    """Return the mode of the first blocks, and ``keep`` for the others."""
+    return mode if block < first_kept else "keep"
 
 
 def _climbed(judge: _Judge, modes: Modes) -> Modes | None:

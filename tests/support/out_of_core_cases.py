@@ -157,3 +157,10 @@ def made(blocks: nn.Module, x: torch.Tensor, **given: Any) -> OutOfCore:
         OPENED.append(far)
     given.setdefault("budget_bytes", ENOUGH)
     return OutOfCore(copy.deepcopy(blocks), x, far=far, repeats=1, **given)
+
+
+class Shared(Ticks):
+    """A clock that copies of a model share."""
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return self

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from commrt.layers.out_of_core.costs import BlockCost
-from commrt.layers.out_of_core.entries import can_leave, storage_key
+from commrt.layers.out_of_core.entries import can_leave, storage_key, version_of
 from commrt.layers.out_of_core.far import Clock
 from commrt.layers.out_of_core.replay import copied_buffers
 from commrt.layers.out_of_core.values import mapped, tensors_of
@@ -132,7 +132,7 @@ def _run(
             kept.append(tensor.detach())
         return tensor.detach()
 
-    versions = [x._version for x in inputs]
+    versions = [version_of(x) for x in inputs]
     _settle(device)
     begin = clock.now()
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
@@ -162,7 +162,7 @@ def _run(
         len(saved_inputs),
         sum(saved[key] for key in fresh),
         sum(each.nbytes for each in buffers.values()) if saved else 0,
-        versions == [x._version for x in inputs],
+        versions == [version_of(x) for x in inputs],
     )
     after = _Storages(
         frozenset(key for key in results & {*pairs} if pairs[key] in known.held),

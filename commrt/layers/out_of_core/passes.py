@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from commrt.errors import UsageError
 from commrt.layers.out_of_core.costs import Mode
-from commrt.layers.out_of_core.entries import Entry, Use, storage_key
+from commrt.layers.out_of_core.entries import Entry, Use, storage_key, version_of
 from commrt.layers.out_of_core.near import NearMemory
 from commrt.layers.out_of_core.planner import Plan
 from commrt.layers.out_of_core.replay import Replay
@@ -130,14 +130,14 @@ class Pass:
         if is_replayed:
             block.is_tuple = isinstance(value, tuple)
             self._hold_inputs(number, inputs)
-        versions = [x._version for x in inputs]
+        versions = [version_of(x) for x in inputs]
 
         def pack(tensor: Tensor) -> _Pack:
             return self._packed(number, tensor, resident, is_replayed=is_replayed)
 
         with saved_tensors_hooks(pack, self._unpacked):
             value = block.module(value)
-        if is_replayed and versions != [x._version for x in inputs]:
+        if is_replayed and versions != [version_of(x) for x in inputs]:
             raise UsageError(
                 f"OutOfCore: block {number} changes its input in place, so it cannot "
                 f"be recomputed; set inplace=False in its first layers, or give modes "

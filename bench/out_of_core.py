@@ -120,7 +120,7 @@ def measure(
         for way, policy in [*WAYS.items()][1:]:
             try:
                 # All plans follow from one measurement.
-                plans[way] = plan(whole.plan.costs, budget, far.link(), policy=policy)
+                plans[way] = plan(whole.plan.costs, budget, far.speeds(), policy=policy)
             except UsageError:
                 if way == "mixed":
                     raise
@@ -138,7 +138,7 @@ def measure(
         for way, each in made.items():
             modes, most = plans[way].modes, plans[way].budget_bytes
             expected_ms = [
-                plan(turn, most, far.link(), policy=modes).step_s * 1e3
+                plan(turn, most, far.speeds(), policy=modes).step_s * 1e3
                 for turn in costs
             ]
             rows[way] = Row(times[way], expected_ms, each.step.peak_nbytes, modes)

@@ -92,12 +92,12 @@ def test_a_throttled_copy_takes_the_time_of_its_link() -> None:
         later.wait()
         assert ticks.at == 2.0
         assert torch.equal(target, bytes_of(1, 50))
-        assert far.link().latency_s == 0.5
+        assert far.speeds().latency_s == 0.5
 
 
 def test_links_are_measured(tmp_path: Path) -> None:
     with FileFar(tmp_path / "far") as far:
-        link = far.link()
+        link = far.speeds()
         assert link.out_bytes_per_s > 0
         assert link.in_bytes_per_s > 0
         assert far.in_use == 0
@@ -105,9 +105,9 @@ def test_links_are_measured(tmp_path: Path) -> None:
 
 def test_links_are_measured_within_a_limit(tmp_path: Path) -> None:
     with FileFar(tmp_path / "far", limit_nbytes=5000) as far:
-        assert far.link().out_bytes_per_s > 0
+        assert far.speeds().out_bytes_per_s > 0
         far.store(bytes_of(1, 4999))
-        assert far.link().in_bytes_per_s > 0
+        assert far.speeds().in_bytes_per_s > 0
         assert far.in_use == 4999
 
 
@@ -124,6 +124,19 @@ def test_two_far_memories_do_not_share_a_file(tmp_path: Path) -> None:
         assert torch.equal(target, bytes_of(1, 100))
     with FileFar(path):  # it is free again
         assert path.stat().st_size == 0
+
+
+def test_devices_and_links_are_no_far_memory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        with pytest.raises(UsageError, match="no regular file"):
+            FileFar(path)
+        assert Path(path).exists()
+    (tmp_path / "mine").write_text("bytes")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="link"):
+        FileFar(tmp_path / "link")
+    assert (tmp_path / "mine").read_text() == "bytes"
 
 
 @pytest.mark.parametrize("limit", [0, -1, 2.5, True])

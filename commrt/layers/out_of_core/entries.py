@@ -9,9 +9,8 @@ import torch
 
 from commrt.errors import UsageError
 from commrt.layers.out_of_core.far import Transfer
-from commrt.layers.out_of_core.values import version_of
 
-__all__ = ["Entry", "Use", "can_leave", "storage_key"]
+__all__ = ["Entry", "Use", "can_leave", "storage_key", "version_of"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -24,6 +23,11 @@ def storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None  # subclasses that wrap several tensors
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often the tensor was changed in place."""
+    return int(tensor._version)
 
 
 def can_leave(tensor: Tensor) -> bool:
@@ -42,7 +46,7 @@ class Use:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor.detach()  # no cycle with its graph
-        self._version = version_of(tensor)
+        self._saved_version = version_of(tensor)
         self._is_stale = False
         self.dtype, self.device = tensor.dtype, tensor.device
         self.shape = tuple(tensor.shape)
@@ -53,7 +57,7 @@ class Use:
     def leave(self) -> None:
         """Let the tensor go, once its storage's bytes are far."""
         if self._tensor is not None:
-            self._is_stale = version_of(self._tensor) != self._version
+            self._is_stale = version_of(self._tensor) != self._saved_version
             self._tensor = None
 
     def value(self, storage: Any) -> Tensor:
@@ -65,9 +69,8 @@ class Use:
         Raises UsageError, as autograd does, if it was written to since it was saved.
         """
         tensor = self._tensor
-        if self._is_stale or (
-            tensor is not None and version_of(tensor) != self._version
-        ):
+        is_changed = tensor is not None and version_of(tensor) != self._saved_version
+        if self._is_stale or is_changed:
             raise UsageError(
                 f"OutOfCore: a tensor of shape {self.shape} and type {self.dtype} that "
                 f"is saved for the backward pass was changed in place since; take a "

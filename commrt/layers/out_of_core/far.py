@@ -108,7 +108,7 @@ class FarMemory(ABC):
     def drop(self, slot: Any) -> None:
         """Free a slot, also one whose transfer is under way."""
 
-    def link(self) -> Link:
+    def speeds(self) -> Link:
         """Return the speeds, measured by a few transfers."""
         nbytes = _MEASURED_NBYTES
         if self._limit_nbytes is not None:

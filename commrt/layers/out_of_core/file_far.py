@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -37,7 +38,8 @@ class FileFar(FarMemory):
         limit_nbytes: most bytes; None: as many as the disk has.
 
     Raises OSError if the file cannot be made, and UsageError if another FileFar has
-    it. A disk that is full, or fails, is a BackendError of the step.
+    it, or if it is a device or the like. A disk that is full, or fails, is a
+    BackendError of the step.
     """
 
     def __init__(
@@ -105,8 +107,11 @@ class FileFar(FarMemory):
 
 def _opened(path: Path) -> int:
     """Return an empty file that no other FileFar has; two would mix their bytes."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o600)
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise UsageError(f"FileFar: {path} is no regular file; give another path")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
     except BlockingIOError:

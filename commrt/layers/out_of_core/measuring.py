@@ -12,10 +12,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from commrt.layers.out_of_core.costs import BlockCost
-from commrt.layers.out_of_core.entries import can_leave, storage_key
+from commrt.layers.out_of_core.entries import can_leave, storage_key, version_of
 from commrt.layers.out_of_core.far import Clock
 from commrt.layers.out_of_core.replay import copied_buffers
-from commrt.layers.out_of_core.values import mapped, tensors_of, version_of
+from commrt.layers.out_of_core.values import mapped, tensors_of
 
 __all__ = ["measure"]
 

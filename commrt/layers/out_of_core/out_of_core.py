@@ -379,7 +379,7 @@ class _Arguments(NamedTuple):
         costs: list[BlockCost] = []
         link = Link(1.0, 1.0)
         try:
-            link = self.far.link()
+            link = self.far.speeds()
             costs = measure(
                 self.modules, self.sample, self.far.clock, repeats=self.repeats
             )

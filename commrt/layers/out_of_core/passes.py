@@ -18,11 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from commrt.errors import UsageError
 from commrt.layers.out_of_core.costs import Mode
-from commrt.layers.out_of_core.entries import Entry, Use, storage_key
+from commrt.layers.out_of_core.entries import Entry, Use, storage_key, version_of
 from commrt.layers.out_of_core.near import NearMemory
 from commrt.layers.out_of_core.planner import Plan
 from commrt.layers.out_of_core.replay import Replay
-from commrt.layers.out_of_core.values import tensors_of, version_of
+from commrt.layers.out_of_core.values import tensors_of
 
 __all__ = ["Pass"]
 

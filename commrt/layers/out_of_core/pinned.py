@@ -63,7 +63,7 @@ class PinnedMemory(FarMemory):
         """Free a slot."""
         self._give(slot.numel())
 
-    def link(self) -> Link:
+    def speeds(self) -> Link:
         """Return the speeds, measured by events of the streams."""
         nbytes = _MEASURED_NBYTES
         if self._limit_nbytes is not None:

@@ -44,7 +44,7 @@ class ThrottledCopy(FarMemory):
         self._lane = Lane("commrt-throttled-copy")
         self._free = {"store": 0.0, "load": 0.0}
 
-    def link(self) -> Link:
+    def speeds(self) -> Link:
         """Return the speeds that were given."""
         return self._link
 

@@ -10,7 +10,7 @@ import torch
 
 from commrt.errors import UsageError, shown
 
-__all__ = ["mapped", "tensors_of", "version_of"]
+__all__ = ["mapped", "tensors_of"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -32,9 +32,3 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple(change(part) for part in value)
     return change(value)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often the tensor's memory was changed in place; torch counts."""
-    number: int = tensor._version
-    return number

@@ -42,6 +42,8 @@ OTHERS = {
     ("commrt/kernels/__init__.py", "cache.save(where, name, content)"),
     # Held as a lock, never written.
     ("commrt/bootstrap/directory.py", "open(self._folder / 'lock', 'wb')"),
+    # Far memory: locked, and looked at before anything is written.
+    ("commrt/layers/out_of_core/file_far.py", "os.open(path, flags, 384)"),
     # Shared memory under a name that nobody else has; standard output given away.
     ("commrt/job/arena.py", "os.open(path, flags, 384)"),
     (

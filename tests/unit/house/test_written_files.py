@@ -30,14 +30,6 @@ OTHERS = {
         "commrt/oracle/plot.py",
         "figure.savefig(drawn, format=path.suffix.lstrip('.'), **extra)",
     ),
-    # No file: the speeds of a far memory.
-    ("bench/out_of_core.py", "far.link()"),
-    ("commrt/layers/out_of_core/out_of_core.py", "self.far.link()"),
-    # The file that is a far memory: read and written by parts, held under a lock.
-    (
-        "commrt/layers/out_of_core/file_far.py",
-        "os.open(path, os.O_RDWR | os.O_CREAT, 384)",
-    ),
     # It calls the writer.
     ("commrt/kernels/__init__.py", "cache.save(where, name, content)"),
     # Held as a lock, never written.

@@ -89,10 +89,13 @@ class Link:
     """Of each transfer."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for speeds that are none."""
+        """Raise UsageError for speeds and latencies that no link has."""
         for name in ("out_bytes_per_s", "in_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"Link: {name}={shown(getattr(self, name))}: above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(
+                    f"Link: {name}={shown(getattr(self, name))}: expected a finite "
+                    f"number above 0"
+                )
         if not 0 <= self.latency_s < math.inf:
             raise UsageError(
                 f"Link: latency_s={shown(self.latency_s)}: expected seconds from 0"

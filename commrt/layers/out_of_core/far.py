@@ -23,7 +23,7 @@ from commrt.errors import (
 )
 from commrt.layers.out_of_core.costs import Link
 
-__all__ = ["Clock", "FarMemory", "Job", "Lane", "RealClock", "Transfer"]
+__all__ = ["Clock", "FarMemory", "Job", "Lane", "RealClock", "Transfer", "is_in_lane"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -200,6 +200,14 @@ def _nothing() -> None:
     pass
 
 
+_lanes = threading.local()
+
+
+def is_in_lane() -> bool:
+    """Return whether this thread does transfers, for which others may wait."""
+    return getattr(_lanes, "is_one", False)
+
+
 class Lane:
     """A thread that does jobs in their order; it starts with the first."""
 
@@ -231,6 +239,7 @@ class Lane:
             self._thread = None
 
     def _run(self) -> None:
+        _lanes.is_one = True
         while (job := self._jobs.get()) is not None:
             job.run()
             del job

@@ -70,17 +70,19 @@ def measure(
     device = tensors_of(sample, "the sample")[0].device
     held = frozenset(storage_key(x) for x in tensors_of(sample, "the sample"))
     known = _Storages(held, frozenset())
-    devices = [device] if device.type == "cuda" else []
+    tensors = [x for block in blocks for x in (*block.parameters(), *block.buffers())]
+    devices = {x.device for x in (*tensors_of(sample, "the sample"), *tensors)}
     costs = []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([each for each in devices if each.type == "cuda"]):
         value = sample
         for number, block in enumerate(blocks):
             tensors_of(value, f"the input of block {number}")
-            runs = [
-                _run(block, value, known, clock, device) for _ in range(1 + repeats)
+            _run(block, value, known, clock, device)
+            times = [
+                _run(block, value, known, clock, device)[0] for _ in range(repeats - 1)
             ]
-            times = [seen for seen, _, _ in runs[1:]]
-            seen, value, known = runs.pop()
+            seen, value, known = _run(block, value, known, clock, device)
+            times.append(seen)
             costs.append(
                 _cost(
                     seen._replace(
@@ -89,7 +91,6 @@ def measure(
                     )
                 )
             )
-            del runs
     return costs
 
 

@@ -9,7 +9,6 @@ know of: larger inputs, or several forward passes before a backward pass.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,8 +18,9 @@ import torch
 
 from commrt.errors import BackendError, CommError
 from commrt.layers.out_of_core.entries import Entry
-from commrt.layers.out_of_core.far import FarMemory, Transfer
+from commrt.layers.out_of_core.far import FarMemory, Transfer, is_in_lane
 from commrt.layers.out_of_core.ledger import Ledger
+from commrt.layers.out_of_core.turn import Turn
 
 __all__ = ["NearMemory"]
 
@@ -38,7 +38,8 @@ class NearMemory:
         self.stall_s = 0.0
         self.stored_nbytes = self.loaded_nbytes = 0
         self._far = far
-        self._lock = threading.RLock()
+        self._lock = Turn()
+        self._asked: deque[Callable[[], None]] = deque()
         self._entries: dict[Entry, None] = {}  # near ones, the oldest first
         self._leaving: deque[list[Entry]] = deque()
         self._ending: list[Entry] = []  # dead ones, to which a transfer still writes
@@ -49,6 +50,21 @@ class NearMemory:
         self.stall_s = 0.0
         self.stored_nbytes = self.loaded_nbytes = 0
         self.ledger.restart()
+
+    def later(self, act: Callable[[], None]) -> None:
+        """Do something at once, or at the next ``poll`` if another call is under way.
+
+        For finalizers, which must not wait: the garbage collector may run in a thread
+        for which the holder of the lock waits, or amid a change of this object.
+        """
+        self._asked.append(act)
+        if not is_in_lane() and self._lock.enter_if_free():
+            with self._lock.entered():
+                self._do_asked()
+
+    def _do_asked(self) -> None:
+        while self._asked:
+            self._asked.popleft()()
 
     # -- room --------------------------------------------------------------------
 
@@ -67,7 +83,8 @@ class NearMemory:
         """Let the oldest entry leave that may; return False if there is none."""
         for entry in [*self._entries]:  # autograd may release some meanwhile
             is_idle = not entry.is_pinned and entry.leaving is None
-            if is_idle and entry.coming is None and entry.can_leave:
+            is_here = entry.coming is None or self._is_done(entry.coming)
+            if is_idle and is_here and entry.can_leave:
                 self.leave([entry])
                 return True
         return False
@@ -137,11 +154,15 @@ class NearMemory:
     def poll(self) -> None:
         """Release what has left, or has come to its end."""
         with self._lock:
+            self._do_asked()
             while self._leaving and self._is_done(self._leaving[0][-1].leaving):
                 gone = self._leaving[0]
                 for entry in gone:
                     assert entry.leaving is not None
-                    self._told(entry.leaving.wait)
+                    if entry.is_dead:  # an error does not matter any more
+                        self._settle(entry.leaving)
+                    else:
+                        self._told(entry.leaving.wait)
                 self._leaving.popleft()
                 for entry in gone:
                     entry.leaving = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -39,7 +40,7 @@ class _Pack:
         """None: the use is always near, or has to be recomputed."""
 
     def __del__(self) -> None:
-        self._pass.forget(self)
+        self._pass.released(self.block, self.use, self.entry)
 
 
 class _Block:
@@ -154,7 +155,8 @@ class Pass:
         block = self._blocks[number]
         for output in outputs:
             is_handed_on = any(output is x for x in inputs)
-            if output.requires_grad and not is_handed_on:
+            # A hook of a leaf, such as a parameter, would outlive this pass.
+            if output.requires_grad and not is_handed_on and not output.is_leaf:
                 output.register_hook(lambda _: self._begin(number))
         if not block.num_alive:
             self._release_inputs(block)
@@ -181,7 +183,7 @@ class Pass:
             is_free = key in self._resident or key is None
             entry = None if is_free else self._entry(number, x, use)
             block.inputs.append((use, entry, x.requires_grad))
-        block.replay = Replay(block.module, inputs[0].device)
+        block.replay = Replay(block.module, [x.device for x in inputs])
         nbytes = sum(each.nbytes for each in block.replay.buffers.values())
         if nbytes:
             copies = Entry(nbytes, number)
@@ -358,13 +360,19 @@ class Pass:
 
     # -- the end -----------------------------------------------------------------
 
-    def forget(self, pack: _Pack) -> None:
-        """Release a saved tensor, which autograd has released."""
+    def released(self, number: int, use: Use | None, entry: Entry | None) -> None:
+        """Release a saved tensor of a block, which autograd has released.
+
+        The garbage collector may call this in any thread, amid anything.
+        """
+        self._near.later(partial(self._forget, number, use, entry))
+
+    def _forget(self, number: int, use: Use | None, entry: Entry | None) -> None:
         if self._is_abandoned:
             return
-        block = self._blocks[pack.block]
-        if pack.entry is not None:
-            self._drop_use(block, pack.use, pack.entry)
+        block = self._blocks[number]
+        if entry is not None:
+            self._drop_use(block, use, entry)
         block.num_alive -= 1
         if not block.num_alive:
             self._release_inputs(block)

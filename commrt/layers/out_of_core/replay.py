@@ -9,7 +9,7 @@ batch once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -29,18 +29,21 @@ def copied_buffers(block: nn.Module) -> dict[str, Tensor]:
 class Replay:
     """The state of the program before a block's forward pass."""
 
-    def __init__(self, block: nn.Module, device: torch.device) -> None:
+    def __init__(self, block: nn.Module, devices: Iterable[torch.device]) -> None:
         self.buffers = copied_buffers(block)
         self._block = block
         self._is_training = [module.training for module in block.modules()]
         self._generator = torch.get_rng_state()
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        if self._is_cuda:
-            self._on_device = torch.cuda.get_rng_state(device)
+        every = {*devices, *(x.device for x in block.parameters())}
+        every |= {x.device for x in self.buffers.values()}
+        self._on_devices = {
+            device: torch.cuda.get_rng_state(device)
+            for device in every
+            if device.type == "cuda"
+        }
         self._autocast = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {"cpu", device.type}
+            for kind in {"cpu", *(device.type for device in every)}
             if torch.amp.is_autocast_available(kind)
         }
         self._is_cached = torch.is_autocast_cache_enabled()
@@ -48,11 +51,10 @@ class Replay:
     def __call__(self, value: Any) -> Any:
         """Do the forward pass again; gradients are enabled."""
         with contextlib.ExitStack() as stack:
-            devices = [self._device] if self._is_cuda else []
-            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.random.fork_rng([*self._on_devices]))
             torch.set_rng_state(self._generator)
-            if self._is_cuda:
-                torch.cuda.set_rng_state(self._on_device, self._device)
+            for device, state in self._on_devices.items():
+                torch.cuda.set_rng_state(state, device)
             for kind, (is_on, dtype) in self._autocast.items():
                 stack.enter_context(
                     torch.autocast(

@@ -28,12 +28,16 @@ from commrt.layers.spatial.dropout import dropout
 from commrt.layers.spatial.normalization import batch_norm
 from commrt.layers.spatial.pooling import avg_pool
 from commrt.layers.tensor3d import ChannelConv, Linear3d
+from commrt.layers.tensor3d.activations import cut_features, whole_features
+from commrt.layers.tensor3d.features import Features
+from commrt.layers.tensor3d.roles import Along
 from commrt.layers.tensors import DistTensor, Placement
 from commrt.local import run
 
 RANKS = 2
 
 TWICE = {
+    "out_of_core/measuring._Copy",  # within a measurement, which asks for one gradient
     "pipeline/flow._Enter",  # the root of a stage's graph: nothing comes before it
     "spatial/empty_results._Empty",  # gradients are 0
     *(f"experts/{name}" for name in ("moe._Whole", "balance._SumOverRanks")),
@@ -174,5 +178,57 @@ def test_a_dropout_has_the_second_derivatives_of_its_formula() -> None:
         (first,) = torch.autograd.grad(y.pow(3).sum(), own, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), own)
         torch.testing.assert_close(second, 6 * own * kept**3, rtol=1e-12, atol=1e-12)
+
+    run(RANKS, main)
+
+
+def own_columns(grid: ProcessGrid) -> tuple[torch.Tensor, DistTensor]:
+    """Return a tensor of all ranks, and this rank's columns of it as a leaf."""
+    whole = drawn(4, 6, seed=7).detach()
+    cut = DistTensor.from_whole(whole, grid, Placement(None, "x"))
+    cut.local.requires_grad_()
+    return whole, cut
+
+
+def test_moves_have_the_second_derivatives_of_one_process() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": RANKS}) as grid:
+            _, x = own_columns(grid)
+            loss = x.redistribute("x", None).local.pow(3).sum()  # of this rank's rows
+            (first,) = torch.autograd.grad(loss, x.local, create_graph=True)
+            torch.testing.assert_close(first, 3 * x.local**2, rtol=1e-12, atol=0)
+            (second,) = torch.autograd.grad(first.pow(2).sum(), x.local)
+            torch.testing.assert_close(second, 36 * x.local**3, rtol=1e-12, atol=0)
+
+    run(RANKS, main)
+
+
+def test_largest_elements_have_the_second_derivatives_of_one_process() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": RANKS}) as grid:
+            whole, x = own_columns(grid)
+            largest = torch.amax(x, 1).local  # the same on all ranks
+            (first,) = torch.autograd.grad(
+                largest.pow(3).sum(), x.local, create_graph=True
+            )
+            (second,) = torch.autograd.grad(first.sum(), x.local)
+            is_it = x.local == whole.amax(1, keepdim=True)
+            expected = torch.where(is_it, 6 * x.local, torch.zeros(()))
+            torch.testing.assert_close(second, expected, rtol=1e-12, atol=0)
+
+    run(RANKS, main)
+
+
+def test_features_that_are_gathered_have_second_derivatives() -> None:
+    def main(comm: Any) -> None:
+        with ProcessGrid(comm, {"x": RANKS}) as grid:
+            along, features = Along(grid, "x"), Features((6,), 1)
+            x = drawn(3, 6, seed=9)
+            own = cut_features(x, 1, features, along)
+            loss = whole_features(own, 1, features, along).pow(3).sum()
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            torch.testing.assert_close(first, 3 * x**2, rtol=1e-12, atol=0)
+            (second,) = torch.autograd.grad(first.pow(2).sum(), x)
+            torch.testing.assert_close(second, 36 * x**3, rtol=1e-12, atol=0)
 
     run(RANKS, main)

@@ -244,10 +244,13 @@ def _part(x: Any) -> Any:
     return x.tensor_split(comm.size)[comm.rank]
 
 
-def _trained(model: Any, x: Any, loss: Callable[[Any], Any]) -> Callable[[], object]:
+def _trained(
+    model: Any, x: Any, loss: Callable[[Any], Any], optimizer: Any = None
+) -> Callable[[], object]:
+    """Return a step; by itself with torch's SGD."""
     import torch
 
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
 
     def step() -> None:
         model.zero_grad()
@@ -279,14 +282,7 @@ def _sharded_update(model: Any, way: Way, example: Any) -> Callable[[], object]:
     parameters = [*model.parameters()]
     sgd = torch.optim.SGD
     optimizer = ShardedOptimizer(parameters, _communicator(), sgd, lr=1e-3)
-    x = _part(example)
-
-    def step() -> None:
-        model.zero_grad()
-        _plain_loss(model(x)).backward()
-        optimizer.step()
-
-    return step
+    return _trained(model, _part(example), _plain_loss, optimizer)
 
 
 def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
@@ -302,14 +298,7 @@ def _fsdp(model: Any, way: Way, example: Any) -> Callable[[], object]:
             fully_shard(layer, mesh=mesh, reshard_after_forward=let_go)
     fully_shard(model, mesh=mesh, reshard_after_forward=let_go)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
-    x = _part(example)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        _plain_loss(model(x)).backward()
-        optimizer.step()
-
-    return step
+    return _trained(model, _part(example), _plain_loss, optimizer)
 
 
 def _fsdp_costs(way: Way, comm: Communicator, how: dict[str, Any]) -> Any:

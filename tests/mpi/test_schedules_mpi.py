@@ -75,6 +75,9 @@ def test_every_rank_knows_who_shares_a_node(mpirun: Any) -> None:
     one = [max(1, cores // 2), [0, 0, 1, 1]]
     assert got[2] == one
     assert [got[rank] for rank in (0, 1, 3)] == [[*one, [0, 1, 1], [6.0] * 7]] * 3
+    apart = mpirun(4, knows_one_node, env={"COMMRT_NODES": "1,1,1,1"})
+    part = cores // 4 if cores >= 4 else cores / 4
+    assert apart == [[part, [0, 1, 2, 3]]] * 4
 
 
 def knows_one_node() -> list[Any]:

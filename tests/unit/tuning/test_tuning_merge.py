@@ -285,6 +285,15 @@ def test_a_recording_keeps_its_machine_and_date(tmp_path: Path) -> None:
     assert evidence.date == "2026-11-01"
 
 
+@pytest.mark.parametrize("cores", [1, 2, 0.5])
+def test_a_recording_keeps_parts_of_cores(cores: float, tmp_path: Path) -> None:
+    recording = record(seed=1, facts=replace(NEAR, cores=cores))
+    recording.machine = HERE
+    recording.save(tmp_path / "raw.json")
+    again = load_recording(tmp_path / "raw.json")
+    assert {launch.facts.cores for launch in again.launches.values()} == {cores}
+
+
 def test_the_command_writes_a_table_that_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
